@@ -1,0 +1,251 @@
+//! Attention as one node of Burn's autodiff graph: the forward is saved as its output and logsumexp,
+//! the backward recomputes the probabilities.
+
+use super::*;
+use burn::backend::{
+    Autodiff, AutodiffBackend, TensorMetadata,
+    autodiff::{
+        NodeId,
+        checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+        grads::Gradients,
+        ops::{Backward, NodeGuard, Ops, OpsKind},
+    },
+};
+use std::sync::{Arc, Mutex};
+
+/// Where the logsumexp's node leaves its gradient for the output's node, which alone runs the backward.
+///
+/// A node of Burn's graph has one tensor. So the logsumexp is a child of the output: its step runs
+/// first, stores its gradient here and passes zeros on, and one backward kernel serves both.
+type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
+
+#[derive(Clone, Debug)]
+struct AttentionState<B: Backend> {
+    query: NodeId,
+    key: NodeId,
+    value: NodeId,
+    bias: Option<NodeId>,
+    sinks: Option<NodeId>,
+    mask: MaybeBool<B>,
+    kv_lengths: MaybeInt<B>,
+    query_segments: MaybeInt<B>,
+    key_segments: MaybeInt<B>,
+    output: FloatTensor<B>,
+    logsumexp: FloatTensor<B>,
+    logsumexp_gradient: LogsumexpGradient<B>,
+    problem: AttentionProblem,
+}
+
+/// The parents are query, key and value, then the bias if there is one, then the sinks if there are.
+#[derive(Debug)]
+struct AttentionStep;
+
+impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
+    type State = AttentionState<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, N>,
+        gradients: &mut Gradients,
+        checkpointer: &mut Checkpointer,
+    ) {
+        let state = ops.state;
+        let mut saved_input = |node| checkpointer.retrieve_node_output::<FloatTensor<B>>(node);
+        let inputs = AttentionInputs {
+            query: saved_input(state.query),
+            key: saved_input(state.key),
+            value: saved_input(state.value),
+            mask: state.mask,
+            bias: state.bias.map(&mut saved_input).into(),
+            kv_lengths: state.kv_lengths,
+            query_segments: state.query_segments,
+            key_segments: state.key_segments,
+            sinks: state.sinks.map(&mut saved_input).into(),
+        };
+        let output_gradient = gradients.consume::<B>(&ops.node);
+        let logsumexp_gradient = take::<B>(&state.logsumexp_gradient);
+
+        let mut parents = ops.parents.into_iter();
+        let mut next = || parents.next().flatten();
+        let (query, key, value) = (next(), next(), next());
+        let bias = state.bias.and_then(|_| next());
+        let sinks = state.sinks.and_then(|_| next());
+
+        let computed = B::attention_backward(
+            inputs,
+            AttentionSaved {
+                output: state.output,
+                logsumexp: state.logsumexp,
+                output_gradient,
+                logsumexp_gradient: logsumexp_gradient.into(),
+            },
+            state.problem,
+            BackwardRequest { bias: bias.is_some(), sinks: sinks.is_some() },
+        );
+        for (parent, gradient) in [
+            (query, Some(computed.query)),
+            (key, Some(computed.key)),
+            (value, Some(computed.value)),
+            (bias, computed.bias.into_option()),
+            (sinks, computed.sinks.into_option()),
+        ] {
+            if let (Some(parent), Some(gradient)) = (parent, gradient) {
+                gradients.register::<B>(parent.id, gradient);
+            }
+        }
+    }
+}
+
+fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
+    // A poisoned lock means that another thread of this backward panicked: its gradient is whole or absent.
+    slot.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take()
+}
+
+#[derive(Debug)]
+struct LogsumexpStep;
+
+impl<B: AttentionBackend> Backward<B, 1> for LogsumexpStep {
+    type State = (LogsumexpGradient<B>, FloatTensor<B>);
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let (slot, output) = ops.state;
+        *slot.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(gradient);
+        let [output_node] = ops.parents;
+        if let Some(node) = output_node {
+            let dtype = output.dtype().into();
+            let zeros = B::float_zeros(output.shape(), &output.device(), dtype);
+            gradients.register::<B>(node.id, zeros);
+        }
+    }
+}
+
+/// The forward over `N` differentiable inputs, tracked if any of them is.
+fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
+    inputs: AttentionInputs<Autodiff<B, C>>,
+    nodes: [NodeGuard; N],
+    problem: AttentionProblem,
+) -> AttentionOutput<Autodiff<B, C>> {
+    let AttentionInputs {
+        query,
+        key,
+        value,
+        mask,
+        bias,
+        kv_lengths,
+        query_segments,
+        key_segments,
+        sinks,
+    } = inputs;
+    let (bias, sinks) = (bias.into_option(), sinks.into_option());
+    // Bool and Int primitives are the same type with and without autodiff.
+    let mask: MaybeBool<B> = mask.into_option().into();
+    let kv_lengths: MaybeInt<B> = kv_lengths.into_option().into();
+    let query_segments: MaybeInt<B> = query_segments.into_option().into();
+    let key_segments: MaybeInt<B> = key_segments.into_option().into();
+
+    let preparation = AttentionStep.prepare::<C>(nodes).compute_bound().stateful();
+    match preparation {
+        OpsKind::Tracked(mut preparation) => {
+            let ids = (
+                preparation.checkpoint(&query),
+                preparation.checkpoint(&key),
+                preparation.checkpoint(&value),
+                bias.as_ref().map(|bias| preparation.checkpoint(bias)),
+                sinks.as_ref().map(|sinks| preparation.checkpoint(sinks)),
+            );
+            let inner = AttentionInputs {
+                query: query.into_primitive(),
+                key: key.into_primitive(),
+                value: value.into_primitive(),
+                mask: mask.clone(),
+                bias: bias.map(|bias| bias.into_primitive()).into(),
+                kv_lengths: kv_lengths.clone(),
+                query_segments: query_segments.clone(),
+                key_segments: key_segments.clone(),
+                sinks: sinks.map(|sinks| sinks.into_primitive()).into(),
+            };
+            let result = B::attention_forward(inner, problem.clone());
+            let slot = LogsumexpGradient::<B>::default();
+            let state = AttentionState {
+                query: ids.0,
+                key: ids.1,
+                value: ids.2,
+                bias: ids.3,
+                sinks: ids.4,
+                mask,
+                kv_lengths,
+                query_segments,
+                key_segments,
+                output: result.output.clone(),
+                logsumexp: result.logsumexp.clone(),
+                logsumexp_gradient: slot.clone(),
+                problem,
+            };
+            let output = preparation.finish(state, result.output.clone());
+            let logsumexp =
+                match LogsumexpStep.prepare::<C>([output.node()]).compute_bound().stateful() {
+                    OpsKind::Tracked(preparation) => {
+                        preparation.finish((slot, result.output), result.logsumexp)
+                    }
+                    OpsKind::UnTracked(preparation) => preparation.finish(result.logsumexp),
+                };
+            AttentionOutput { output, logsumexp }
+        }
+        OpsKind::UnTracked(preparation) => {
+            let inner = AttentionInputs {
+                query: query.into_primitive(),
+                key: key.into_primitive(),
+                value: value.into_primitive(),
+                mask,
+                bias: bias.map(|bias| bias.into_primitive()).into(),
+                kv_lengths,
+                query_segments,
+                key_segments,
+                sinks: sinks.map(|sinks| sinks.into_primitive()).into(),
+            };
+            let result = B::attention_forward(inner, problem);
+            AttentionOutput {
+                output: preparation.finish(result.output),
+                logsumexp: <Autodiff<B, C> as AutodiffBackend>::from_inner(result.logsumexp),
+            }
+        }
+    }
+}
+
+impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B, C> {
+    fn attention_forward(
+        inputs: AttentionInputs<Self>,
+        problem: AttentionProblem,
+    ) -> AttentionOutput<Self> {
+        let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());
+        match (&inputs.bias, &inputs.sinks) {
+            (MaybeFloat::Absent, MaybeFloat::Absent) => {
+                tracked_forward(inputs, [q, k, v], problem)
+            }
+            (MaybeFloat::Present(other), MaybeFloat::Absent)
+            | (MaybeFloat::Absent, MaybeFloat::Present(other)) => {
+                let other = other.node();
+                tracked_forward(inputs, [q, k, v, other], problem)
+            }
+            (MaybeFloat::Present(bias), MaybeFloat::Present(sinks)) => {
+                let (bias, sinks) = (bias.node(), sinks.node());
+                tracked_forward(inputs, [q, k, v, bias, sinks], problem)
+            }
+        }
+    }
+
+    fn attention_backward(
+        _inputs: AttentionInputs<Self>,
+        _saved: AttentionSaved<Self>,
+        _problem: AttentionProblem,
+        _request: BackwardRequest,
+    ) -> AttentionGradients<Self> {
+        panic!("attention has first-order gradients only, as all of Burn has")
+    }
+}

@@ -1,0 +1,210 @@
+//! CubeCL devices: lays out a problem for the kernel that [`plan`](crate::plan) chose, and launches it.
+
+mod backward;
+mod forward;
+mod integers;
+
+use super::*;
+use crate::kernel::schedule::GridLaunch;
+use crate::kernel::score::{ScoreArgumentsLaunch, ScoreKind};
+use crate::kernel::visibility::Structure;
+use crate::plan::{DeviceProfile, Kernel, Pass, select, unit::UnitPlan};
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::{Device, Shape};
+use burn_cubecl::{
+    CubeBackend, cubecl,
+    kernel::untile,
+    ops::numeric::empty_device_contiguous_dtype,
+    tensor::CubeTensor,
+};
+use cubecl::client::Client;
+use cubecl::ir::{ElemType, features::TypeUsage};
+use cubecl::prelude::{AddressType, CubeCount, TensorArg};
+
+/// The profile of a device, if it runs CubeCL kernels.
+pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
+    let device = device.clone().without_autodiff();
+    match device.as_dispatch() {
+        burn::backend::DispatchDevice::Cube(device) => Some(profile(&device.client())),
+        #[allow(unreachable_patterns, reason = "without other backends it is the only device")]
+        _ => None,
+    }
+}
+
+fn profile(client: &Client) -> DeviceProfile {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let dtypes = [DType::F32, DType::F16, DType::BF16]
+        .into_iter()
+        .filter(|dtype| {
+            let usage = properties.type_usage(dtype_to_storage_type(*dtype));
+            usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
+        })
+        .collect();
+    DeviceProfile {
+        name: client.name().to_string(),
+        dtypes,
+        shared_memory: hardware.max_shared_memory_size,
+        units_per_cube: hardware.max_units_per_cube as usize,
+        bindings: hardware.max_bindings as usize,
+        cube_count: hardware.max_cube_count.0,
+        multiprocessors: hardware.num_streaming_multiprocessors.map(|count| count as usize),
+    }
+}
+
+impl AttentionBackend for CubeBackend {
+    fn attention_forward(
+        inputs: AttentionInputs<Self>,
+        problem: AttentionProblem,
+    ) -> AttentionOutput<Self> {
+        if problem.is_empty() {
+            return reference::forward_of_nothing::<Self>(&inputs, &problem);
+        }
+        let inputs = rows_of(inputs);
+        let vectorized = [&inputs.query, &inputs.key, &inputs.value].into_iter().all(is_vectorized);
+        match choose(&inputs.query.client, &problem, vectorized, Pass::Forward) {
+            Kernel::Unit(UnitPlan::Forward(plan)) => forward::launch(inputs, &problem, plan),
+            Kernel::Unit(UnitPlan::Backward(_)) | Kernel::Reference => {
+                reference::forward::<Self>(inputs, &problem)
+            }
+        }
+    }
+
+    fn attention_backward(
+        inputs: AttentionInputs<Self>,
+        saved: AttentionSaved<Self>,
+        problem: AttentionProblem,
+        request: BackwardRequest,
+    ) -> AttentionGradients<Self> {
+        if problem.is_empty() {
+            return reference::backward_of_nothing::<Self>(inputs, saved, &problem, request);
+        }
+        let inputs = rows_of(inputs);
+        let saved = AttentionSaved {
+            output: untile(saved.output),
+            output_gradient: untile(saved.output_gradient),
+            ..saved
+        };
+        let vectorized =
+            [&inputs.query, &inputs.key, &inputs.value, &saved.output, &saved.output_gradient]
+                .into_iter()
+                .all(is_vectorized);
+        match choose(&inputs.query.client, &problem, vectorized, Pass::Backward) {
+            Kernel::Unit(UnitPlan::Backward(plan)) => {
+                backward::launch(inputs, saved, &problem, plan, request)
+            }
+            Kernel::Unit(UnitPlan::Forward(_)) | Kernel::Reference => {
+                reference::backward::<Self>(inputs, saved, &problem, request)
+            }
+        }
+    }
+}
+
+fn choose(client: &Client, problem: &AttentionProblem, vectorized: bool, pass: Pass) -> Kernel {
+    let selection = select(problem, Some(&profile(client)), vectorized, pass);
+    for (engine, reason) in &selection.refusals {
+        log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
+    }
+    log::debug!("attention {pass:?}: {:?} for {problem:?}", selection.kernel);
+    selection.kernel
+}
+
+/// The inputs with rows where storage tiles may lie.
+fn rows_of(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
+    AttentionInputs {
+        query: untile(inputs.query),
+        key: untile(inputs.key),
+        value: untile(inputs.value),
+        ..inputs
+    }
+}
+
+/// Whether every row starts at a multiple of four elements and lies together. Burn's views start where
+/// a device may bind a buffer, which is coarser.
+fn is_vectorized(tensor: &CubeTensor) -> bool {
+    let strides = tensor.meta.strides();
+    let shape = tensor.meta.shape();
+    strides[3] == 1 && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(4))
+}
+
+/// A new contiguous tensor beside `like`.
+fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
+    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape.into(), dtype)
+}
+
+/// The launch of `cubes` cubes, which may be more than fit one dimension.
+fn cube_count(client: &Client, cubes: usize) -> CubeCount {
+    let limit = client.properties().hardware.max_cube_count.0 as usize;
+    let rows = cubes.div_ceil(limit);
+    CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
+}
+
+/// The width of addresses that reach every element of `tensors`.
+fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
+    tensors
+        .into_iter()
+        .map(|tensor| tensor.required_address_type())
+        .max()
+        .unwrap_or_default()
+}
+
+/// Mask, bias and integers as kernels take them, and the element types that stand in where they are absent.
+struct Extras {
+    mask: Option<CubeTensor>,
+    bias: Option<CubeTensor>,
+    integers: Option<CubeTensor>,
+    mask_element: ElemType,
+    bias_element: ElemType,
+}
+
+impl Extras {
+    fn mask(&self) -> Option<TensorArg> {
+        self.mask.clone().map(CubeTensor::into_tensor_arg)
+    }
+
+    fn bias(&self) -> Option<TensorArg> {
+        self.bias.clone().map(CubeTensor::into_tensor_arg)
+    }
+
+    fn integers(&self) -> Option<TensorArg> {
+        self.integers.clone().map(CubeTensor::into_tensor_arg)
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &CubeTensor> {
+        [&self.mask, &self.bias, &self.integers].into_iter().flatten()
+    }
+}
+
+/// The structure that kernels are compiled for.
+fn structure(problem: &AttentionProblem) -> Structure {
+    Structure {
+        lengths: problem.kv_lengths,
+        segments: problem.segments,
+        mask: problem.mask.is_some(),
+    }
+}
+
+fn score_kind(problem: &AttentionProblem) -> ScoreKind {
+    ScoreKind { softcap: problem.softcap.is_some(), bias: problem.bias.is_some() }
+}
+
+fn score_arguments(problem: &AttentionProblem) -> ScoreArgumentsLaunch {
+    ScoreArgumentsLaunch::new(
+        problem.scale as f32,
+        problem.softcap.unwrap_or(1.0) as f32,
+        f32::NEG_INFINITY,
+    )
+}
+
+/// The launch's cubes by tile, split, head and sequence.
+fn grid(tiles: usize, splits: usize, heads: usize, batch: usize) -> (usize, GridLaunch) {
+    let cubes = tiles * splits * heads * batch;
+    let grid = GridLaunch::new(
+        tiles as u32,
+        splits as u32,
+        heads as u32,
+        (heads * batch) as u32,
+        cubes as u32,
+    );
+    (cubes, grid)
+}

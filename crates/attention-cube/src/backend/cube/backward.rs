@@ -1,0 +1,249 @@
+//! Launches the backward's kernels, one after the other.
+
+use super::integers::{Blocks, extras};
+use super::*;
+use crate::kernel::backward::{
+    BackwardKind,
+    bias::{Broadcast, bias_gradient},
+    key_value::key_value_gradient,
+    query::query_gradient,
+    rows::{ROWS, UNITS, row_terms},
+};
+use crate::kernel::score::HIDDEN;
+use crate::plan::unit::{BackwardPlan, UnitTiles};
+use burn::backend::ops::FloatTensorOps;
+use cubecl::prelude::CubeDim;
+
+pub(super) fn launch(
+    inputs: AttentionInputs<CubeBackend>,
+    saved: AttentionSaved<CubeBackend>,
+    problem: &AttentionProblem,
+    plan: BackwardPlan,
+    request: BackwardRequest,
+) -> AttentionGradients<CubeBackend> {
+    let AttentionProblem { batch, q_heads, q_len, .. } = *problem;
+    let rows = empty(&inputs.query, [batch, q_heads, q_len, 2], DType::F32);
+    let output_gradient = saved.output_gradient.clone();
+    launch_rows(saved, &rows, problem, plan.query.vector);
+    let pass = BackwardPass { inputs, output_gradient, rows, problem };
+
+    let query = pass.query(plan.query);
+    let (key, value) = pass.key_value(plan.key_value);
+    let bias = pass.inputs.bias.clone().into_option().filter(|_| request.bias);
+    let bias = bias.map(|bias| pass.bias(bias, plan.query));
+    let sinks = pass.inputs.sinks.clone().into_option().filter(|_| request.sinks);
+    let sinks = sinks.map(|sinks| pass.sinks(sinks));
+    AttentionGradients { query, key, value, bias: bias.into(), sinks: sinks.into() }
+}
+
+fn launch_rows(
+    saved: AttentionSaved<CubeBackend>,
+    target: &CubeTensor,
+    problem: &AttentionProblem,
+    vector: usize,
+) {
+    let client = target.client.clone();
+    let row_count = problem.batch * problem.q_heads * problem.q_len;
+    let logsumexp_gradient = saved.logsumexp_gradient.into_option();
+    // Safety: rows past `row_count` are neither read nor written.
+    unsafe {
+        row_terms::launch_unchecked(
+            &client,
+            cube_count(&client, row_count.div_ceil(ROWS as usize)),
+            CubeDim::new_1d(UNITS),
+            address_type([&saved.output, &saved.output_gradient]),
+            saved.output.into_tensor_arg(),
+            saved.output_gradient.into_tensor_arg(),
+            saved.logsumexp.into_tensor_arg(),
+            logsumexp_gradient.map(CubeTensor::into_tensor_arg).into(),
+            target.clone().into_tensor_arg(),
+            problem.q_heads as u32,
+            problem.q_len as u32,
+            row_count as u32,
+            problem.value_dim as u32,
+            HIDDEN,
+            dtype_to_storage_type(problem.dtype),
+            vector,
+        );
+    }
+}
+
+/// What every kernel of one backward reads.
+struct BackwardPass<'a> {
+    inputs: AttentionInputs<CubeBackend>,
+    output_gradient: CubeTensor,
+    rows: CubeTensor,
+    problem: &'a AttentionProblem,
+}
+
+impl BackwardPass<'_> {
+    fn kind(&self, tiles: UnitTiles) -> BackwardKind {
+        BackwardKind { tiles, structure: structure(self.problem), score: score_kind(self.problem) }
+    }
+
+    fn addresses<'a>(&'a self, extras: &'a Extras, outputs: &[&'a CubeTensor]) -> AddressType {
+        let inputs = &self.inputs;
+        address_type(
+            [&inputs.query, &inputs.key, &inputs.value, &self.output_gradient, &self.rows]
+                .into_iter()
+                .chain(extras.tensors())
+                .chain(outputs.iter().copied()),
+        )
+    }
+
+    fn arg(tensor: &CubeTensor) -> TensorArg {
+        tensor.clone().into_tensor_arg()
+    }
+
+    fn query(&self, tiles: UnitTiles) -> CubeTensor {
+        let (problem, inputs) = (self.problem, &self.inputs);
+        let client = self.rows.client.clone();
+        let gradient = empty(&self.rows, inputs.query.meta.shape().clone(), problem.dtype);
+        let blocks = Blocks { queries: tiles.rows, keys: tiles.columns() };
+        let (extras, extent) = extras(inputs, problem, blocks);
+        let (cubes, grid) =
+            grid(problem.q_len.div_ceil(tiles.rows), 1, problem.q_heads, problem.batch);
+        // Safety: reads and writes stay inside the shapes, whose sizes the kernel was given.
+        unsafe {
+            query_gradient::launch_unchecked(
+                &client,
+                cube_count(&client, cubes),
+                CubeDim::new_1d(tiles.units as u32),
+                self.addresses(&extras, &[&gradient]),
+                Self::arg(&inputs.query),
+                Self::arg(&inputs.key),
+                Self::arg(&inputs.value),
+                Self::arg(&self.output_gradient),
+                Self::arg(&self.rows),
+                extras.mask().into(),
+                extras.bias().into(),
+                extras.integers().into(),
+                Self::arg(&gradient),
+                grid,
+                extent,
+                score_arguments(problem),
+                problem.group() as u32,
+                problem.head_dim as u32,
+                problem.value_dim as u32,
+                self.kind(tiles),
+                dtype_to_storage_type(problem.dtype),
+                extras.mask_element,
+                extras.bias_element,
+                tiles.vector,
+            );
+        }
+        gradient
+    }
+
+    fn key_value(&self, tiles: UnitTiles) -> (CubeTensor, CubeTensor) {
+        let (problem, inputs) = (self.problem, &self.inputs);
+        let client = self.rows.client.clone();
+        let key_gradient = empty(&self.rows, inputs.key.meta.shape().clone(), problem.dtype);
+        let value_gradient = empty(&self.rows, inputs.value.meta.shape().clone(), problem.dtype);
+        let blocks = Blocks { queries: tiles.columns(), keys: tiles.rows };
+        let (extras, extent) = extras(inputs, problem, blocks);
+        let (cubes, grid) =
+            grid(problem.kv_len.div_ceil(tiles.rows), 1, problem.kv_heads, problem.batch);
+        // Safety: as for the query's gradient.
+        unsafe {
+            key_value_gradient::launch_unchecked(
+                &client,
+                cube_count(&client, cubes),
+                CubeDim::new_1d(tiles.units as u32),
+                self.addresses(&extras, &[&key_gradient, &value_gradient]),
+                Self::arg(&inputs.query),
+                Self::arg(&inputs.key),
+                Self::arg(&inputs.value),
+                Self::arg(&self.output_gradient),
+                Self::arg(&self.rows),
+                extras.mask().into(),
+                extras.bias().into(),
+                extras.integers().into(),
+                Self::arg(&key_gradient),
+                Self::arg(&value_gradient),
+                grid,
+                extent,
+                score_arguments(problem),
+                problem.group() as u32,
+                problem.head_dim as u32,
+                problem.value_dim as u32,
+                self.kind(tiles),
+                dtype_to_storage_type(problem.dtype),
+                extras.mask_element,
+                extras.bias_element,
+                tiles.vector,
+            );
+        }
+        (key_gradient, value_gradient)
+    }
+
+    fn bias(&self, bias: CubeTensor, tiles: UnitTiles) -> CubeTensor {
+        let (problem, inputs) = (self.problem, &self.inputs);
+        let client = self.rows.client.clone();
+        let shape = bias.meta.shape().clone();
+        let gradient = empty(&self.rows, shape.clone(), bias.dtype);
+        let blocks = Blocks { queries: tiles.rows, keys: tiles.columns() };
+        let (extras, extent) = extras(inputs, problem, blocks);
+        let key_tiles = shape[3].div_ceil(tiles.columns());
+        let (cubes, grid) =
+            grid(shape[2].div_ceil(tiles.rows) * key_tiles, 1, shape[1], shape[0]);
+        let broadcast = Broadcast {
+            batch: shape[0] != problem.batch,
+            heads: shape[1] != problem.q_heads,
+            queries: shape[2] != problem.q_len,
+            keys: shape[3] != problem.kv_len,
+        };
+        // Safety: as for the query's gradient.
+        unsafe {
+            bias_gradient::launch_unchecked(
+                &client,
+                cube_count(&client, cubes),
+                CubeDim::new_1d(tiles.units as u32),
+                self.addresses(&extras, &[&gradient]),
+                Self::arg(&inputs.query),
+                Self::arg(&inputs.key),
+                Self::arg(&inputs.value),
+                Self::arg(&self.output_gradient),
+                Self::arg(&self.rows),
+                extras.mask().into(),
+                extras.bias().into(),
+                extras.integers().into(),
+                Self::arg(&gradient),
+                grid,
+                extent,
+                score_arguments(problem),
+                problem.batch as u32,
+                problem.q_heads as u32,
+                problem.group() as u32,
+                problem.head_dim as u32,
+                problem.value_dim as u32,
+                key_tiles as u32,
+                broadcast,
+                self.kind(tiles),
+                dtype_to_storage_type(problem.dtype),
+                extras.mask_element,
+                extras.bias_element,
+                tiles.vector,
+            );
+        }
+        gradient
+    }
+
+    /// One number a head: Burn's own operations do, over the rows' lse and Δ.
+    fn sinks(&self, sinks: CubeTensor) -> CubeTensor {
+        let problem = self.problem;
+        let column = |index: usize| {
+            let rows = CubeBackend::float_slice(
+                self.rows.clone(),
+                &[
+                    (0..problem.batch).into(),
+                    (0..problem.q_heads).into(),
+                    (0..problem.q_len).into(),
+                    (index..index + 1).into(),
+                ],
+            );
+            rows
+        };
+        reference::sinks_gradient::<CubeBackend>(sinks, column(0), column(1), problem)
+    }
+}

@@ -1,0 +1,142 @@
+//! Launches the forward, and the merge where the keys were split.
+
+use super::integers::{Blocks, extras};
+use super::*;
+use crate::kernel::decode::merge::merge;
+use crate::kernel::forward::{ForwardKind, forward};
+use crate::kernel::score::HIDDEN;
+use crate::plan::unit::ForwardPlan;
+use cubecl::prelude::CubeDim;
+
+pub(super) fn launch(
+    inputs: AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+    plan: ForwardPlan,
+) -> AttentionOutput<CubeBackend> {
+    let ForwardPlan { tiles, packed, splits } = plan;
+    let AttentionProblem { batch, q_heads, kv_heads, q_len, value_dim, .. } = *problem;
+    let client = inputs.query.client.clone();
+    let split = splits > 1;
+
+    let (extras, extent) = extras(
+        &inputs,
+        problem,
+        // Packed tiles hold all queries of a sequence.
+        Blocks { queries: if packed { q_len } else { tiles.rows }, keys: tiles.columns() },
+    );
+    let sinks = inputs.sinks.into_option();
+    let sink_element = sinks
+        .as_ref()
+        .map_or(extras.bias_element, |sinks| dtype_to_storage_type(sinks.dtype));
+
+    let output_dtype = if split { DType::F32 } else { problem.dtype };
+    // One dimension more than the result: the parts.
+    let output = empty(&inputs.query, [splits, batch, q_heads, q_len * value_dim], output_dtype);
+    let logsumexp = empty(&inputs.query, [splits, batch, q_heads, q_len], DType::F32);
+
+    let (rows, heads) =
+        if packed { (q_len * problem.group(), kv_heads) } else { (q_len, q_heads) };
+    let (cubes, grid) = grid(rows.div_ceil(tiles.rows), splits, heads, batch);
+    let kind = ForwardKind {
+        tiles,
+        structure: structure(problem),
+        score: score_kind(problem),
+        packed,
+        split,
+    };
+    let kernel_sinks = if split { None } else { sinks.clone() };
+    let addresses = address_type(
+        [&inputs.query, &inputs.key, &inputs.value, &output, &logsumexp]
+            .into_iter()
+            .chain(extras.tensors()),
+    );
+    // Safety: the kernel reads rows and columns inside the shapes, by their strides, and writes the
+    // outputs inside the shapes above, which it was given the sizes of.
+    unsafe {
+        forward::launch_unchecked(
+            &client,
+            cube_count(&client, cubes),
+            CubeDim::new_1d(tiles.units as u32),
+            addresses,
+            inputs.query.into_tensor_arg(),
+            inputs.key.into_tensor_arg(),
+            inputs.value.into_tensor_arg(),
+            extras.mask().into(),
+            extras.bias().into(),
+            extras.integers().into(),
+            kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
+            output.clone().into_tensor_arg(),
+            logsumexp.clone().into_tensor_arg(),
+            grid,
+            extent,
+            score_arguments(problem),
+            problem.group() as u32,
+            problem.head_dim as u32,
+            value_dim as u32,
+            kind,
+            dtype_to_storage_type(problem.dtype),
+            dtype_to_storage_type(output_dtype),
+            extras.mask_element,
+            extras.bias_element,
+            sink_element,
+            tiles.vector,
+        );
+    }
+    let (output, logsumexp) = if split {
+        join(output, logsumexp, sinks, problem, splits, tiles.vector)
+    } else {
+        (output, logsumexp)
+    };
+    AttentionOutput {
+        output: with_shape(output, &problem.output_shape()),
+        logsumexp: with_shape(logsumexp, &problem.logsumexp_shape()),
+    }
+}
+
+/// The merge of `splits` parts.
+fn join(
+    partial_output: CubeTensor,
+    partial_logsumexp: CubeTensor,
+    sinks: Option<CubeTensor>,
+    problem: &AttentionProblem,
+    splits: usize,
+    vector: usize,
+) -> (CubeTensor, CubeTensor) {
+    let output = empty(&partial_output, problem.output_shape(), problem.dtype);
+    let logsumexp = empty(&partial_output, problem.logsumexp_shape(), DType::F32);
+    let client = output.client.clone();
+    let rows = problem.batch * problem.q_heads * problem.q_len;
+    let row_vectors = problem.value_dim / vector;
+    let units = 128;
+    let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
+    // Safety: one unit a vector of the output, the rest stops at once; the parts have the same rows.
+    unsafe {
+        merge::launch_unchecked(
+            &client,
+            cube_count(&client, (rows * row_vectors).div_ceil(units)),
+            CubeDim::new_1d(units as u32),
+            address_type([&partial_output, &output]),
+            partial_output.into_tensor_arg(),
+            partial_logsumexp.into_tensor_arg(),
+            sinks.map(CubeTensor::into_tensor_arg).into(),
+            output.clone().into_tensor_arg(),
+            logsumexp.clone().into_tensor_arg(),
+            splits as u32,
+            rows as u32,
+            problem.q_len as u32,
+            problem.q_heads as u32,
+            row_vectors as u32,
+            HIDDEN,
+            f32::NEG_INFINITY,
+            dtype_to_storage_type(problem.dtype),
+            dtype_to_storage_type(sink_dtype),
+            vector,
+        );
+    }
+    (output, logsumexp)
+}
+
+/// The same contiguous elements under another shape.
+fn with_shape<const D: usize>(tensor: CubeTensor, shape: &[usize; D]) -> CubeTensor {
+    burn_cubecl::ops::reshape(tensor, Shape::new(*shape))
+}

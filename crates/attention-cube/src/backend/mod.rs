@@ -1,0 +1,218 @@
+//! Plugging into Burn: one extension trait with a forward and a backward, which every backend that
+//! Burn dispatches to implements.
+//!
+//! | backend | what runs |
+//! |---|---|
+//! | CubeCL devices | the kernel that [`plan`](crate::plan) chooses (`cube.rs`), under Burn's fusion or not |
+//! | flex | the [reference](crate::reference), which is also the trait's default body |
+//! | autodiff over any | a node of its own in Burn's graph (`autodiff.rs`) |
+
+mod autodiff;
+#[cfg(feature = "cube")]
+mod cube;
+
+use crate::{AttentionProblem, reference};
+use burn::backend::{
+    Backend, ExtensionType, backend_extension,
+    tensor::{BoolTensor, FloatTensor, IntTensor},
+};
+use burn::tensor::DType;
+
+#[cfg(feature = "cube")]
+pub(crate) use cube::device_profile;
+
+/// Declares the `Option` of a tensor that can cross into Burn's dispatch, which does not know `Option`.
+macro_rules! maybe {
+    ($name:ident, $tensor:ident) => {
+        #[derive(ExtensionType, Debug)]
+        #[extension_type(fusion)]
+        pub enum $name<B: Backend> {
+            Absent,
+            Present($tensor<B>),
+        }
+
+        impl<B: Backend> Clone for $name<B> {
+            fn clone(&self) -> Self {
+                match self {
+                    Self::Absent => Self::Absent,
+                    Self::Present(tensor) => Self::Present(tensor.clone()),
+                }
+            }
+        }
+
+        impl<B: Backend> From<Option<$tensor<B>>> for $name<B> {
+            fn from(tensor: Option<$tensor<B>>) -> Self {
+                tensor.map_or(Self::Absent, Self::Present)
+            }
+        }
+
+        impl<B: Backend> $name<B> {
+            pub fn into_option(self) -> Option<$tensor<B>> {
+                match self {
+                    Self::Absent => None,
+                    Self::Present(tensor) => Some(tensor),
+                }
+            }
+        }
+    };
+}
+
+maybe!(MaybeFloat, FloatTensor);
+maybe!(MaybeBool, BoolTensor);
+maybe!(MaybeInt, IntTensor);
+
+/// The tensors of one attention.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct AttentionInputs<B: Backend> {
+    pub query: FloatTensor<B>,
+    pub key: FloatTensor<B>,
+    pub value: FloatTensor<B>,
+    #[extension_type]
+    pub mask: MaybeBool<B>,
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+    #[extension_type]
+    pub kv_lengths: MaybeInt<B>,
+    #[extension_type]
+    pub query_segments: MaybeInt<B>,
+    #[extension_type]
+    pub key_segments: MaybeInt<B>,
+    #[extension_type]
+    pub sinks: MaybeFloat<B>,
+}
+
+impl<B: Backend> Clone for AttentionInputs<B> {
+    fn clone(&self) -> Self {
+        Self {
+            query: self.query.clone(),
+            key: self.key.clone(),
+            value: self.value.clone(),
+            mask: self.mask.clone(),
+            bias: self.bias.clone(),
+            kv_lengths: self.kv_lengths.clone(),
+            query_segments: self.query_segments.clone(),
+            key_segments: self.key_segments.clone(),
+            sinks: self.sinks.clone(),
+        }
+    }
+}
+
+/// The output, in the query's dtype, and the logsumexp of every query's scores, in f32 (f64 for f64).
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct AttentionOutput<B: Backend> {
+    pub output: FloatTensor<B>,
+    pub logsumexp: FloatTensor<B>,
+}
+
+/// What the backward needs beyond the inputs.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct AttentionSaved<B: Backend> {
+    pub output: FloatTensor<B>,
+    pub logsumexp: FloatTensor<B>,
+    pub output_gradient: FloatTensor<B>,
+    #[extension_type]
+    pub logsumexp_gradient: MaybeFloat<B>,
+}
+
+/// Gradients in the shapes and dtypes of the inputs; present for the bias and the sinks where those
+/// are present and [`BackwardRequest`] asks for them.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct AttentionGradients<B: Backend> {
+    pub query: FloatTensor<B>,
+    pub key: FloatTensor<B>,
+    pub value: FloatTensor<B>,
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+    #[extension_type]
+    pub sinks: MaybeFloat<B>,
+}
+
+/// Which of the optional gradients are wanted: a bias's costs a pass over all scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardRequest {
+    pub bias: bool,
+    pub sinks: bool,
+}
+
+/// The dtype of the logsumexp.
+pub fn logsumexp_dtype(problem: &AttentionProblem) -> DType {
+    match problem.dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}
+
+/// What Burn's fusion must know of the results before they exist.
+#[cfg(feature = "cube")]
+mod metadata {
+    use super::*;
+    use burn::backend::fusion::custom::TensorSpec;
+    use burn::tensor::Shape;
+
+    pub fn of_forward(
+        inputs: &AttentionInputsMetadata,
+        problem: &AttentionProblem,
+    ) -> AttentionOutputMetadata {
+        AttentionOutputMetadata {
+            output: TensorSpec::new(Shape::new(problem.output_shape()), inputs.query.dtype),
+            logsumexp: TensorSpec::new(
+                Shape::new(problem.logsumexp_shape()),
+                logsumexp_dtype(problem),
+            ),
+        }
+    }
+
+    pub fn of_backward(
+        inputs: &AttentionInputsMetadata,
+        _saved: &AttentionSavedMetadata,
+        _problem: &AttentionProblem,
+        request: &BackwardRequest,
+    ) -> AttentionGradientsMetadata {
+        let wanted = |input: &MaybeFloatMetadata, wanted: bool| {
+            if wanted { input.clone() } else { MaybeFloatMetadata::Absent }
+        };
+        AttentionGradientsMetadata {
+            query: inputs.query.clone(),
+            key: inputs.key.clone(),
+            value: inputs.value.clone(),
+            bias: wanted(&inputs.bias, request.bias),
+            sinks: wanted(&inputs.sinks, request.sinks),
+        }
+    }
+}
+
+/// Fused attention as an operator of a backend.
+#[backend_extension(
+    Cube: cfg(feature = "cube"),
+    Flex: cfg(feature = "flex"),
+    Autodiff,
+    Fusion: cfg(feature = "cube")
+)]
+pub trait AttentionBackend: Backend {
+    /// The output and the logsumexp of a validated problem.
+    #[fusion(meta = metadata::of_forward)]
+    fn attention_forward(
+        #[extension_type] inputs: AttentionInputs<Self>,
+        problem: AttentionProblem,
+    ) -> AttentionOutput<Self> {
+        reference::forward::<Self>(inputs, &problem)
+    }
+
+    /// The gradients of a validated problem.
+    #[fusion(meta = metadata::of_backward)]
+    fn attention_backward(
+        #[extension_type] inputs: AttentionInputs<Self>,
+        #[extension_type] saved: AttentionSaved<Self>,
+        problem: AttentionProblem,
+        request: BackwardRequest,
+    ) -> AttentionGradients<Self> {
+        reference::backward::<Self>(inputs, saved, &problem, request)
+    }
+}
+
+#[cfg(feature = "flex")]
+impl AttentionBackend for burn::backend::Flex {}

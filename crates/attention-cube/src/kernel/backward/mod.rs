@@ -1,0 +1,77 @@
+//! The backward, in kernels without atomics, so that gradients are the same bit by bit in every run.
+//!
+//! With `p = exp(score − lse)`, `dp = do·vᵀ`, `Δ = rowsum(do ∘ o) − dlse` and `ds = p ∘ (dp − Δ)`
+//! (FlashAttention-2, Dao 2023, algorithm 2):
+//!
+//! | kernel | stationary | products a pair of tiles | gives |
+//! |---|---|---|---|
+//! | `rows` | | | lse and Δ of every query |
+//! | `query` | queries | S, dP, dQ | `dq = Σ ds k` |
+//! | `key_value` | keys | S, dP, dV, dK | `dv = Σ pᵀ do`, `dk = Σ dsᵀ q`, summed over the heads of a group |
+//! | `bias` | scores | S, dP | `dbias = Σ ds` over what the bias is broadcast along |
+//!
+//! Two kernels instead of one recompute S and dP: 7 products where 5 would do with atomic additions to dQ,
+//! which are neither deterministic nor on every device, and were the bound where they were measured.
+
+pub(crate) mod bias;
+pub(crate) mod key_value;
+pub(crate) mod query;
+pub(crate) mod rows;
+
+use crate::plan::unit::UnitTiles;
+use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
+use super::visibility::Structure;
+use cubecl::prelude::*;
+
+/// What a backward kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct BackwardKind {
+    pub tiles: UnitTiles,
+    pub structure: Structure,
+    pub score: ScoreKind,
+}
+
+/// The derivatives at one score.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct ScoreGradient {
+    /// The probability.
+    pub p: f32,
+    /// `d loss / d score`, after bias and softcap: the bias's gradient.
+    pub ds: f32,
+    /// `d loss / d (q·k)`.
+    pub ddot: f32,
+}
+
+/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are.
+#[cube]
+pub(crate) fn score_gradient<F: Float>(
+    dot: f32,
+    dp: f32,
+    logsumexp: f32,
+    delta: f32,
+    visible: bool,
+    bias: &ComptimeOption<&Tensor<F>>,
+    place: &Place,
+    arguments: &ScoreArguments,
+    #[comptime] kind: ScoreKind,
+) -> ScoreGradient {
+    let mut p = 0.0f32;
+    let mut ds = 0.0f32;
+    let mut ddot = 0.0f32;
+    if visible {
+        let capped = capped(dot, arguments, kind);
+        p = probability(biased(capped, bias, place), logsumexp);
+        if p != 0.0f32 {
+            ds = p * (dp - delta);
+            ddot = ds * slope(capped, arguments, kind);
+        }
+    }
+    ScoreGradient { p, ds, ddot }
+}
+
+/// Where a query's lse and Δ lie in what `rows` writes: `[batch, q_heads, q_len, 2]`.
+#[cube]
+pub(crate) fn row_at(batch: u32, head: u32, query: i32, q_heads: u32, q_len: i32) -> usize {
+    ((batch * q_heads + head) as usize * q_len as usize + query as usize) * 2
+}

@@ -1,0 +1,91 @@
+//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query, side by side.
+//!
+//! Budget: 1 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
+//! output and its gradient once. Eight units share a row.
+
+use crate::kernel::engine::unit::{Rows, load_vec4};
+use cubecl::prelude::*;
+
+/// Units of a cube, and of a row.
+pub(crate) const UNITS: u32 = 256;
+const ROW_UNITS: u32 = 8;
+/// Rows of a cube.
+pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn row_terms<E: Float, N: Size>(
+    output: &Tensor<Vector<E, N>>,
+    output_gradient: &Tensor<Vector<E, N>>,
+    logsumexp: &Tensor<f32>,
+    logsumexp_gradient: ComptimeOption<&Tensor<f32>>,
+    target: &mut Tensor<f32>,
+    q_heads: u32,
+    q_len: u32,
+    row_count: u32,
+    value_dim: u32,
+    lowest: f32,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let row = CUBE_POS as u32 * ROWS + UNIT_POS / ROW_UNITS;
+    let lane = UNIT_POS % ROW_UNITS;
+    let query = (row % q_len) as usize;
+    let head = ((row / q_len) % q_heads) as usize;
+    let batch = (row / q_len / q_heads) as usize;
+    let mut sum = 0.0f32;
+    if row < row_count {
+        let output_rows = Rows {
+            base: 0usize,
+            row_stride: 0usize,
+            column_stride: output.stride(3),
+            first: 0i32,
+            end: 0i32,
+            columns: value_dim,
+            head_rows: 0u32,
+            head_stride: 0usize,
+        };
+        let mut gradient_rows = output_rows;
+        gradient_rows.column_stride = output_gradient.stride(3);
+        let at = batch * output.stride(0) + head * output.stride(1) + query * output.stride(2);
+        let gradient_at = batch * output_gradient.stride(0)
+            + head * output_gradient.stride(1)
+            + query * output_gradient.stride(2);
+        let vectors = value_dim.div_ceil(4u32);
+        let mut vector = lane;
+        while vector < vectors {
+            let o = load_vec4(output, &output_rows, at, vector * 4u32);
+            let g = load_vec4(output_gradient, &gradient_rows, gradient_at, vector * 4u32);
+            #[unroll]
+            for component in 0..4usize {
+                sum += o.extract(component) * g.extract(component);
+            }
+            vector += ROW_UNITS;
+        }
+    }
+    let mut partial = Shared::<[f32]>::new_slice(256usize);
+    partial[UNIT_POS as usize] = sum;
+    sync_cube();
+    if lane == 0u32 && row < row_count {
+        let mut delta = 0.0f32;
+        #[unroll]
+        for other in 0..8usize {
+            delta += partial[UNIT_POS as usize + other];
+        }
+        let logsumexp = logsumexp[batch * logsumexp.stride(0)
+            + head * logsumexp.stride(1)
+            + query * logsumexp.stride(2)];
+        #[comptime]
+        match &logsumexp_gradient {
+            ComptimeOption::Some(gradient) => {
+                delta -= gradient[batch * gradient.stride(0)
+                    + head * gradient.stride(1)
+                    + query * gradient.stride(2)];
+            }
+            ComptimeOption::None => {}
+        }
+        // A query that sees nothing has no probabilities to recompute.
+        let sees_nothing = logsumexp < lowest;
+        target[row as usize * 2] = select(sees_nothing, 0.0f32, logsumexp);
+        target[row as usize * 2 + 1] = select(sees_nothing, 0.0f32, delta);
+    }
+}

@@ -1,0 +1,11 @@
+//! The kernels. The mathematics (`visibility`, `score`, `softmax`, `schedule`) is written once; an engine
+//! brings the tile product; `forward`, `backward` and `decode` are the algorithms over those parts.
+
+pub(crate) mod backward;
+pub(crate) mod decode;
+pub(crate) mod engine;
+pub(crate) mod forward;
+pub(crate) mod schedule;
+pub(crate) mod score;
+pub(crate) mod softmax;
+pub(crate) mod visibility;

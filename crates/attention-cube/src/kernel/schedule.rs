@@ -1,0 +1,46 @@
+//! Which tile a cube takes, and in which order: the heavy ones first.
+//!
+//! Cubes start roughly in the order of their number. Under a causal mask the last queries see the most
+//! keys, so tiles are numbered from the last: what starts last is short, and no cube works alone at the end.
+//! Heads and sequences vary fastest, so that the tiles in flight are equally heavy.
+
+use cubecl::prelude::*;
+
+/// The launch's cubes, as one number each.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Grid {
+    /// Tiles of rows a head.
+    pub tiles: u32,
+    /// Parts that the keys of a tile are split into.
+    pub splits: u32,
+    /// Heads that tiles are counted in.
+    pub heads: u32,
+    /// Heads × sequences.
+    pub planes: u32,
+    /// All cubes; the launch may have a few more.
+    pub cubes: u32,
+}
+
+/// A cube's share of the work.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Share {
+    pub tile: u32,
+    pub split: u32,
+    pub head: u32,
+    pub batch: u32,
+}
+
+/// The share of cube `index`, tiles counted from the last if `last_first`.
+#[cube]
+pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Share {
+    let plane = index % grid.planes;
+    let rest = index / grid.planes;
+    let split = rest % grid.splits;
+    let mut tile = rest / grid.splits;
+    if comptime!(last_first) {
+        tile = grid.tiles - 1u32 - tile;
+    }
+    Share { tile, split, head: plane % grid.heads, batch: plane / grid.heads }
+}

@@ -1,0 +1,111 @@
+//! From `q·k` to the score, and the derivatives of that: scale, softcap, bias, visibility.
+
+use super::visibility::{Extent, Sight, Structure, sees};
+use cubecl::prelude::*;
+
+/// The score of a hidden key. Finite, since not every shading language has an infinity.
+pub(crate) const HIDDEN: f32 = -3.0e38;
+
+/// The numbers that a score depends on.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct ScoreArguments {
+    pub scale: f32,
+    /// Read only where a softcap is compiled in.
+    pub softcap: f32,
+    /// −∞, for the logsumexp of a query that sees nothing.
+    pub negative_infinity: f32,
+}
+
+/// What a score is made of, known when the kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ScoreKind {
+    pub softcap: bool,
+    pub bias: bool,
+}
+
+/// Where a score stands.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Place {
+    pub batch: u32,
+    pub head: u32,
+    pub query: i32,
+    pub key: i32,
+}
+
+/// Where `place` lies in a mask or a bias, expanded to `[batch, q_heads, q_len, kv_len]` by its strides.
+#[cube]
+fn offset(place: &Place, batch: usize, head: usize, query: usize, key: usize) -> usize {
+    place.batch as usize * batch
+        + place.head as usize * head
+        + place.query as usize * query
+        + place.key as usize * key
+}
+
+/// The score without bias: `softcap(scale · dot)`.
+#[cube]
+pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
+    let mut score = dot * arguments.scale;
+    if comptime!(kind.softcap) {
+        score = arguments.softcap * (score / arguments.softcap).tanh();
+    }
+    score
+}
+
+/// `d score / d dot`, from the score without bias.
+#[cube]
+pub(crate) fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
+    let mut slope = arguments.scale;
+    if comptime!(kind.softcap) {
+        let tanh = capped / arguments.softcap;
+        slope *= 1.0f32 - tanh * tanh;
+    }
+    slope
+}
+
+/// Adds the bias.
+#[cube]
+pub(crate) fn biased<F: Float>(
+    score: f32,
+    bias: &ComptimeOption<&Tensor<F>>,
+    place: &Place,
+) -> f32 {
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => score + f32::cast_from(bias[offset(place, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3))]),
+        ComptimeOption::None => score,
+    }
+}
+
+/// Whether the place exists and is visible by window, length, segments and mask.
+#[cube]
+pub(crate) fn is_visible<M: Numeric>(
+    mask: &ComptimeOption<&Tensor<M>>,
+    sight: &Sight,
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    place: &Place,
+    #[comptime] structure: Structure,
+) -> bool {
+    let mut visible = place.query < extent.q_len && place.key < extent.kv_len;
+    if visible {
+        visible = sees(sight, extent, integers, place.batch, place.query, place.key, structure);
+        #[comptime]
+        match mask {
+            ComptimeOption::Some(mask) => {
+                if visible {
+                    visible = mask[offset(place, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3))] != M::from_int(0);
+                }
+            }
+            ComptimeOption::None => {}
+        }
+    }
+    visible
+}
+
+/// The softmax's numerator; 0 for what is hidden, and for a bias of −∞. A NaN stays one.
+#[cube]
+pub(crate) fn probability(score: f32, reference: f32) -> f32 {
+    select(score <= HIDDEN, 0.0f32, (score - reference).exp())
+}

@@ -1,0 +1,374 @@
+//! The problem: shapes, dtype and options of one attention, validated once, and the error that a call
+//! that does not fit gets.
+
+use crate::{AttentionOptions, CausalAlignment};
+use burn::tensor::{DType, Device, Tensor, kind::Basic};
+
+/// The largest `head_dim` and `value_dim` served.
+pub const MAX_HEAD_DIM: usize = 1024;
+
+/// Why a call was refused: which argument, what it has, and what it should have.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttentionError {
+    /// A tensor's shape does not fit the others.
+    #[error("{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}")]
+    Shape {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its shape.
+        has: Vec<usize>,
+        /// The dimension that does not fit.
+        dimension: &'static str,
+        /// The size found there.
+        found: usize,
+        /// The size wanted, and why.
+        expected: String,
+    },
+    /// A tensor's dtype does not fit, or no kernel takes it.
+    #[error("{argument} has dtype {has:?}, and it should have {expected}")]
+    Dtype {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its dtype.
+        has: DType,
+        /// The dtypes wanted.
+        expected: String,
+    },
+    /// A tensor is on another device than the query.
+    #[error("{argument} is on {has}, and it should be on the query's device, {expected}")]
+    Device {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its device.
+        has: String,
+        /// The query's device.
+        expected: String,
+    },
+    /// A number that makes no sense.
+    #[error("{argument} is {has}, and it should be {expected}")]
+    Value {
+        /// The option's name.
+        argument: &'static str,
+        /// Its value.
+        has: f64,
+        /// What it should be.
+        expected: &'static str,
+    },
+}
+
+/// One attention: `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`,
+/// by its sizes and options, without its data. What [`plan`](crate::plan) chooses a kernel for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionProblem {
+    /// Sequences.
+    pub batch: usize,
+    /// Query heads: a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Key and value heads. Query head `h` reads head `h / (q_heads / kv_heads)`.
+    pub kv_heads: usize,
+    /// Queries a sequence.
+    pub q_len: usize,
+    /// Keys a sequence.
+    pub kv_len: usize,
+    /// Columns of queries and keys.
+    pub head_dim: usize,
+    /// Columns of values and of the output.
+    pub value_dim: usize,
+    /// Of the query, the keys, the values and the output.
+    pub dtype: DType,
+    /// Factor on `q·k`.
+    pub scale: f64,
+    /// See [`AttentionOptions::softcap`].
+    pub softcap: Option<f64>,
+    /// See [`AttentionOptions::causal`].
+    pub causal: Option<CausalAlignment>,
+    /// See [`AttentionOptions::window`].
+    pub window_left: Option<usize>,
+    /// See [`AttentionOptions::window`].
+    pub window_right: Option<usize>,
+    /// The mask's shape, where there is one.
+    pub mask: Option<[usize; 4]>,
+    /// The bias's shape and dtype, where there is one.
+    pub bias: Option<([usize; 4], DType)>,
+    /// Whether sequences have their own lengths.
+    pub kv_lengths: bool,
+    /// Whether documents are packed.
+    pub segments: bool,
+    /// The dtype of the sinks, where there are some.
+    pub sinks: Option<DType>,
+    /// See [`AttentionOptions::deterministic`].
+    pub deterministic: bool,
+}
+
+impl AttentionProblem {
+    /// The problem that these arguments pose.
+    ///
+    /// # Errors
+    /// [`AttentionError`] where a shape, a dtype, a device or a number does not fit.
+    pub fn new(
+        query: &Tensor<4>,
+        key: &Tensor<4>,
+        value: &Tensor<4>,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let [batch, q_heads, q_len, head_dim] = query.dims();
+        let [_, kv_heads, kv_len, _] = key.dims();
+        let value_dim = value.dims()[3];
+
+        check_head_dim("query", "head_dim", &query.dims(), head_dim)?;
+        check_dims("key", &key.dims(), &["batch", "kv_heads", "kv_len", "head_dim"], [
+            Some((batch, "the query's batch")),
+            None,
+            None,
+            Some((head_dim, "the query's head_dim")),
+        ])?;
+        check_dims("value", &value.dims(), &["batch", "kv_heads", "kv_len", "value_dim"], [
+            Some((batch, "the query's batch")),
+            Some((kv_heads, "the key's kv_heads")),
+            Some((kv_len, "the key's kv_len")),
+            None,
+        ])?;
+        check_head_dim("value", "value_dim", &value.dims(), value_dim)?;
+        if q_heads > 0 && (kv_heads == 0 || !q_heads.is_multiple_of(kv_heads)) {
+            return Err(AttentionError::Shape {
+                argument: "key",
+                has: key.dims().to_vec(),
+                dimension: "kv_heads",
+                found: kv_heads,
+                expected: format!("a divisor of the query's {q_heads} heads"),
+            });
+        }
+
+        let dtype = query.dtype();
+        if !matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
+            return Err(AttentionError::Dtype {
+                argument: "query",
+                has: dtype,
+                expected: "F32, F16, BF16 or F64".into(),
+            });
+        }
+        check_dtype("key", key.dtype(), &[(dtype, "the query's")])?;
+        check_dtype("value", value.dtype(), &[(dtype, "the query's")])?;
+        let device = query.device();
+        check_device("key", key, &device)?;
+        check_device("value", value, &device)?;
+
+        let scores = [batch, q_heads, q_len, kv_len];
+        let float = [(dtype, "the query's"), (DType::F32, "or full precision")];
+        if let Some(mask) = &options.mask {
+            check_broadcast("mask", &mask.dims(), scores)?;
+            check_device("mask", mask, &device)?;
+        }
+        if let Some(bias) = &options.bias {
+            check_broadcast("bias", &bias.dims(), scores)?;
+            check_dtype("bias", bias.dtype(), &float)?;
+            check_device("bias", bias, &device)?;
+        }
+        if let Some(lengths) = &options.kv_lengths {
+            let batch = Some((batch, "the query's batch"));
+            check_dims("kv_lengths", &lengths.dims(), &["batch"], [batch])?;
+            check_device("kv_lengths", lengths, &device)?;
+        }
+        if let Some((query_ids, key_ids)) = &options.segments {
+            for (argument, ids, length) in [
+                ("query segments", query_ids, (q_len, "the query's q_len")),
+                ("key segments", key_ids, (kv_len, "the key's kv_len")),
+            ] {
+                let batch = Some((batch, "the query's batch"));
+                check_dims(argument, &ids.dims(), &["batch", "length"], [batch, Some(length)])?;
+                check_device(argument, ids, &device)?;
+            }
+        }
+        if let Some(sinks) = &options.sinks {
+            let heads = Some((q_heads, "the query's heads"));
+            check_dims("sinks", &sinks.dims(), &["q_heads"], [heads])?;
+            check_dtype("sinks", sinks.dtype(), &float)?;
+            check_device("sinks", sinks, &device)?;
+        }
+
+        let scale = options.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
+        if !(scale as f32).is_finite() {
+            return Err(AttentionError::Value {
+                argument: "scale",
+                has: scale,
+                expected: "a finite f32",
+            });
+        }
+        if let Some(softcap) = options.softcap
+            && !((softcap as f32).is_normal() && softcap > 0.0)
+        {
+            return Err(AttentionError::Value {
+                argument: "softcap",
+                has: softcap,
+                expected: "a finite f32 above zero",
+            });
+        }
+
+        Ok(Self {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            value_dim,
+            dtype,
+            scale,
+            softcap: options.softcap,
+            causal: options.causal,
+            window_left: options.window_left,
+            window_right: options.window_right,
+            mask: options.mask.as_ref().map(Tensor::dims),
+            bias: options.bias.as_ref().map(|bias| (bias.dims(), bias.dtype())),
+            kv_lengths: options.kv_lengths.is_some(),
+            segments: options.segments.is_some(),
+            sinks: options.sinks.as_ref().map(Tensor::dtype),
+            deterministic: options.deterministic,
+        })
+    }
+
+    /// Query heads that read one key and value head.
+    pub fn group(&self) -> usize {
+        self.q_heads / self.kv_heads.max(1)
+    }
+
+    /// Whether nothing is asked for, or no key exists that a query could see.
+    pub fn is_empty(&self) -> bool {
+        self.batch * self.q_heads * self.q_len * self.kv_len == 0
+    }
+
+    /// The shape of the output.
+    pub fn output_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.value_dim]
+    }
+
+    /// The shape of the logsumexp.
+    pub fn logsumexp_shape(&self) -> [usize; 3] {
+        [self.batch, self.q_heads, self.q_len]
+    }
+
+    /// The furthest key to the right of its own position that a query sees, if there is a limit: the
+    /// causal mask is a window that ends at 0.
+    pub fn right(&self) -> Option<usize> {
+        match self.causal {
+            Some(_) => Some(0),
+            None => self.window_right,
+        }
+    }
+
+    /// Whether positions are aligned at the bottom right.
+    pub fn is_bottom_right(&self) -> bool {
+        self.causal.unwrap_or_default() == CausalAlignment::BottomRight
+    }
+
+    /// Pairs of a query and a key that causal mask and window leave visible, over the batch and the
+    /// query heads; what benchmarks count operations by.
+    pub fn visible_pairs(&self) -> u64 {
+        let offset = if self.is_bottom_right() {
+            self.kv_len as i64 - self.q_len as i64
+        } else {
+            0
+        };
+        let per_head: i64 = (0..self.q_len as i64)
+            .map(|i| {
+                let position = i + offset;
+                let first = self.window_left.map_or(0, |left| position - left as i64);
+                let end = self.right().map_or(i64::MAX, |right| position + right as i64 + 1);
+                (end.min(self.kv_len as i64) - first.max(0)).max(0)
+            })
+            .sum();
+        per_head as u64 * (self.batch * self.q_heads) as u64
+    }
+}
+
+fn check_head_dim(
+    argument: &'static str,
+    dimension: &'static str,
+    has: &[usize],
+    found: usize,
+) -> Result<(), AttentionError> {
+    if (1..=MAX_HEAD_DIM).contains(&found) {
+        return Ok(());
+    }
+    Err(AttentionError::Shape {
+        argument,
+        has: has.to_vec(),
+        dimension,
+        found,
+        expected: format!("from 1 to {MAX_HEAD_DIM}"),
+    })
+}
+
+fn check_dims<const D: usize>(
+    argument: &'static str,
+    has: &[usize; D],
+    names: &[&'static str; D],
+    expected: [Option<(usize, &'static str)>; D],
+) -> Result<(), AttentionError> {
+    for ((&found, &dimension), expected) in has.iter().zip(names).zip(expected) {
+        if let Some((size, whose)) = expected
+            && found != size
+        {
+            return Err(AttentionError::Shape {
+                argument,
+                has: has.to_vec(),
+                dimension,
+                found,
+                expected: format!("{size}, {whose}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn check_broadcast(
+    argument: &'static str,
+    has: &[usize; 4],
+    scores: [usize; 4],
+) -> Result<(), AttentionError> {
+    let names = ["batch", "q_heads", "q_len", "kv_len"];
+    for ((&found, dimension), size) in has.iter().zip(names).zip(scores) {
+        if found != size && found != 1 {
+            return Err(AttentionError::Shape {
+                argument,
+                has: has.to_vec(),
+                dimension,
+                found,
+                expected: format!("{size} or 1, to broadcast to {scores:?}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn check_dtype(
+    argument: &'static str,
+    has: DType,
+    allowed: &[(DType, &str)],
+) -> Result<(), AttentionError> {
+    if allowed.iter().any(|(dtype, _)| *dtype == has) {
+        return Ok(());
+    }
+    let expected: Vec<_> =
+        allowed.iter().map(|(dtype, whose)| format!("{dtype:?} ({whose})")).collect();
+    Err(AttentionError::Dtype { argument, has, expected: expected.join(", ") })
+}
+
+fn check_device<const D: usize, K: Basic>(
+    argument: &'static str,
+    tensor: &Tensor<D, K>,
+    expected: &Device,
+) -> Result<(), AttentionError> {
+    // A constant on the plain device may meet a tracked query: autodiff is not part of the place.
+    let has = tensor.device().without_autodiff();
+    let expected = expected.clone().without_autodiff();
+    if has == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Device {
+        argument,
+        has: format!("{has:?}"),
+        expected: format!("{expected:?}"),
+    })
+}

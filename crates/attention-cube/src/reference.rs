@@ -1,0 +1,416 @@
+//! The definition of attention in Burn's own tensor operations: the oracle of every test, and what
+//! devices without CubeCL run.
+//!
+//! It computes in f32 (in f64 for f64 inputs) and keeps all scores of all queries in memory: read it
+//! for what the operator means, not for how fast it can be. [`forward`] is differentiable by Burn's
+//! autodiff, which is what the explicit [`backward`] is checked against.
+
+use crate::backend::{
+    AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, BackwardRequest,
+    logsumexp_dtype,
+};
+use crate::{AttentionError, AttentionOptions, AttentionProblem};
+use burn::backend::{
+    Backend, Dispatch, TensorMetadata, get_or_init_device_settings,
+    tensor::{BoolTensor, Device, FloatTensor, IntTensor},
+};
+use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape, Tensor};
+
+/// Output and logsumexp of attention by the definition, in plain tensor operations that Burn's
+/// autodiff differentiates: the same contract as [`attention_with_lse`](crate::attention_with_lse),
+/// with O(q_len × kv_len) memory.
+///
+/// # Errors
+/// [`AttentionError`] where an argument does not fit.
+pub fn attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let problem = AttentionProblem::new(&query, &key, &value, &options)?;
+    let result = forward::<Dispatch>(crate::inputs(query, key, value, options), &problem);
+    Ok((Tensor::from_dispatch(result.output), Tensor::from_dispatch(result.logsumexp)))
+}
+
+/// The forward.
+pub(crate) fn forward<B: Backend>(
+    inputs: AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> AttentionOutput<B> {
+    let dtype = inputs.query.dtype();
+    if problem.is_empty() {
+        return forward_of_nothing(&inputs, problem);
+    }
+    let scores = Scores::<B>::new(&inputs, problem);
+    let value = scores.value.clone();
+
+    let mut max = B::float_clamp_min(B::float_max_dim(scores.scores.clone(), 3), FINITE_MIN.into());
+    if let Some(sinks) = &scores.sinks {
+        max = elementwise_max::<B>(max, sinks.clone());
+    }
+    // The result does not depend on the reference maximum, so no gradient flows through it.
+    let max = B::float_detach(max);
+    let p = B::float_exp(B::float_sub(scores.scores, max.clone()));
+    let mut sum = B::float_sum_dim(p.clone(), 3);
+    if let Some(sinks) = scores.sinks {
+        sum = B::float_add(sum, B::float_exp(B::float_sub(sinks, max.clone())));
+    }
+    let bools = bool_dtype::<B>(&sum);
+    let unseeing = B::float_equal_elem(sum.clone(), 0.0.into(), bools);
+    let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
+
+    let output = from_groups::<B>(
+        B::float_matmul(to_groups::<B>(B::float_div(p, sum.clone()), problem), value),
+        problem,
+    );
+    let logsumexp = B::float_mask_fill(
+        B::float_add(max, B::float_log(sum)),
+        unseeing,
+        f64::NEG_INFINITY.into(),
+    );
+    AttentionOutput {
+        output: cast::<B>(output, dtype),
+        logsumexp: B::float_reshape(logsumexp, Shape::new(problem.logsumexp_shape())),
+    }
+}
+
+/// The gradients, from the probabilities that the logsumexp gives back:
+/// `ds = p ∘ (do·vᵀ − Δ)` with `Δ = rowsum(do ∘ o) − dlse` (Dao et al., FlashAttention, 2022, §B.2).
+pub(crate) fn backward<B: Backend>(
+    inputs: AttentionInputs<B>,
+    saved: AttentionSaved<B>,
+    problem: &AttentionProblem,
+    request: BackwardRequest,
+) -> AttentionGradients<B> {
+    let dtype = inputs.query.dtype();
+    let compute = logsumexp_dtype(problem);
+    let bias = inputs.bias.clone().into_option();
+    let sinks = inputs.sinks.clone().into_option();
+    if problem.is_empty() {
+        return backward_of_nothing(inputs, saved, problem, request);
+    }
+
+    let scores = Scores::<B>::new(&inputs, problem);
+    let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
+    let bools = bool_dtype::<B>(&scores.scores);
+    let logsumexp = B::float_reshape(saved.logsumexp, rows.clone());
+    let unseeing = B::float_equal_elem(logsumexp.clone(), f64::NEG_INFINITY.into(), bools);
+    let logsumexp = B::float_mask_fill(logsumexp, unseeing.clone(), 0.0.into());
+    // What reaches a query that sees nothing goes nowhere, whatever it is.
+    let output_gradient =
+        B::float_mask_fill(cast::<B>(saved.output_gradient, compute), unseeing.clone(), 0.0.into());
+    let output = B::float_mask_fill(cast::<B>(saved.output, compute), unseeing.clone(), 0.0.into());
+
+    let p = B::float_exp(B::float_sub(scores.scores, logsumexp.clone()));
+    let mut delta = B::float_sum_dim(B::float_mul(output_gradient.clone(), output), 3);
+    if let Some(gradient) = saved.logsumexp_gradient.into_option() {
+        let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
+        let gradient = B::float_mask_fill(gradient, unseeing, 0.0.into());
+        delta = B::float_sub(delta, gradient);
+    }
+
+    let output_gradient = to_groups::<B>(output_gradient, problem);
+    let dv = B::float_matmul(
+        B::float_transpose(to_groups::<B>(p.clone(), problem)),
+        output_gradient.clone(),
+    );
+    let dp = from_groups::<B>(
+        B::float_matmul(output_gradient, B::float_transpose(scores.value)),
+        problem,
+    );
+    let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
+    let dbias = bias
+        .filter(|_| request.bias)
+        .map(|bias| cast::<B>(sum_to::<B>(ds.clone(), &bias.shape()), bias.dtype()));
+    let dsinks = sinks.filter(|_| request.sinks).map(|original| {
+        sinks_gradient::<B>(original, logsumexp, delta, problem)
+    });
+
+    let ds = match scores.softcap_slope {
+        Some(slope) => B::float_mul(ds, slope),
+        None => ds,
+    };
+    let ds = to_groups::<B>(B::float_mul_scalar(ds, problem.scale.into()), problem);
+    let dq = from_groups::<B>(B::float_matmul(ds.clone(), scores.key), problem);
+    let dk = B::float_matmul(B::float_transpose(ds), scores.query);
+    AttentionGradients {
+        query: cast::<B>(dq, dtype),
+        key: cast::<B>(dk, dtype),
+        value: cast::<B>(dv, dtype),
+        bias: dbias.into(),
+        sinks: dsinks.into(),
+    }
+}
+
+/// The sinks' gradient, `−Σ exp(sink − lse)·Δ` over the batch and the queries: a sink is a score whose
+/// value is zero. `logsumexp` and `delta` are `[batch, q_heads, q_len, 1]`.
+pub(crate) fn sinks_gradient<B: Backend>(
+    sinks: FloatTensor<B>,
+    logsumexp: FloatTensor<B>,
+    delta: FloatTensor<B>,
+    problem: &AttentionProblem,
+) -> FloatTensor<B> {
+    let compute = logsumexp.dtype();
+    let per_head = Shape::new([1, problem.q_heads, 1, 1]);
+    let scores = B::float_reshape(cast::<B>(sinks.clone(), compute), per_head.clone());
+    let p = B::float_exp(B::float_sub(scores, logsumexp));
+    let gradient = sum_to::<B>(B::float_neg(B::float_mul(p, delta)), &per_head);
+    cast::<B>(B::float_reshape(gradient, sinks.shape()), sinks.dtype())
+}
+
+/// No query or no key: output 0, logsumexp −∞ or the sink.
+pub(crate) fn forward_of_nothing<B: Backend>(
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> AttentionOutput<B> {
+    let device = inputs.query.device();
+    let dtype = logsumexp_dtype(problem);
+    let rows = Shape::new(problem.logsumexp_shape());
+    let logsumexp = match inputs.sinks.clone().into_option() {
+        Some(sinks) => {
+            let sinks = B::float_reshape(sinks, Shape::new([1, problem.q_heads, 1]));
+            B::float_expand(cast::<B>(sinks, dtype), rows)
+        }
+        None => B::float_full(rows, f64::NEG_INFINITY.into(), &device, float_dtype(dtype)),
+    };
+    // The zero output stays a function of the query, so that autodiff finds a (zero) gradient.
+    let output = B::float_zeros(
+        Shape::new(problem.output_shape()),
+        &device,
+        float_dtype(problem.dtype),
+    );
+    AttentionOutput { output, logsumexp }
+}
+
+/// The gradients of nothing: zeros, but for the sinks, which the logsumexp may still equal.
+pub(crate) fn backward_of_nothing<B: Backend>(
+    inputs: AttentionInputs<B>,
+    saved: AttentionSaved<B>,
+    problem: &AttentionProblem,
+    request: BackwardRequest,
+) -> AttentionGradients<B> {
+    let zeros = |like: &FloatTensor<B>| {
+        B::float_zeros(like.shape(), &like.device(), float_dtype(like.dtype()))
+    };
+    let bias = inputs.bias.into_option().filter(|_| request.bias);
+    let sinks = inputs.sinks.into_option().filter(|_| request.sinks);
+    AttentionGradients {
+        query: zeros(&inputs.query),
+        key: zeros(&inputs.key),
+        value: zeros(&inputs.value),
+        bias: bias.map(|bias| zeros(&bias)).into(),
+        sinks: sinks
+            .map(|sinks| match saved.logsumexp_gradient.into_option() {
+                Some(gradient) if problem.batch * problem.q_len > 0 => {
+                    let per_head = Shape::new([1, problem.q_heads, 1]);
+                    let gradient = sum_to::<B>(gradient, &per_head);
+                    cast::<B>(B::float_reshape(gradient, sinks.shape()), sinks.dtype())
+                }
+                _ => zeros(&sinks),
+            })
+            .into(),
+    }
+}
+
+/// Below every finite score, so that the maximum of a query that sees nothing is finite.
+const FINITE_MIN: f64 = -1e30;
+
+/// The inputs in the dtype of the computation, without what nobody sees, and the scores.
+struct Scores<B: Backend> {
+    /// Grouped: `[batch, kv_heads, group · q_len, head_dim]`.
+    query: FloatTensor<B>,
+    key: FloatTensor<B>,
+    value: FloatTensor<B>,
+    /// `[batch, q_heads, q_len, kv_len]`; −∞ where hidden.
+    scores: FloatTensor<B>,
+    /// The softcap's derivative, `1 − tanh²`.
+    softcap_slope: Option<FloatTensor<B>>,
+    /// `[1, q_heads, 1, 1]`.
+    sinks: Option<FloatTensor<B>>,
+}
+
+impl<B: Backend> Scores<B> {
+    fn new(inputs: &AttentionInputs<B>, problem: &AttentionProblem) -> Self {
+        let compute = logsumexp_dtype(problem);
+        let mut query = cast::<B>(inputs.query.clone(), compute);
+        let mut key = cast::<B>(inputs.key.clone(), compute);
+        let mut value = cast::<B>(inputs.value.clone(), compute);
+        let visible = visibility(inputs, problem);
+        if let Some(visible) = &visible {
+            // 0 · NaN is NaN: what takes part in nothing must be zero before it is multiplied by zero.
+            let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
+            query = B::float_mask_fill(query, queries_blind, 0.0.into());
+            key = B::float_mask_fill(key, keys_unseen.clone(), 0.0.into());
+            value = B::float_mask_fill(value, keys_unseen, 0.0.into());
+        }
+        let query = to_groups::<B>(query, problem);
+
+        let scores = B::float_matmul(query.clone(), B::float_transpose(key.clone()));
+        let mut scores = B::float_mul_scalar(from_groups::<B>(scores, problem), problem.scale.into());
+        let mut softcap_slope = None;
+        if let Some(softcap) = problem.softcap {
+            let tanh = B::float_tanh(B::float_div_scalar(scores, softcap.into()));
+            scores = B::float_mul_scalar(tanh.clone(), softcap.into());
+            let squared = B::float_mul(tanh.clone(), tanh);
+            softcap_slope = Some(B::float_add_scalar(B::float_neg(squared), 1.0.into()));
+        }
+        if let Some(bias) = inputs.bias.clone().into_option() {
+            scores = B::float_add(scores, cast::<B>(bias, compute));
+        }
+        if let Some(visible) = visible {
+            let hidden = B::bool_expand(B::bool_not(visible), scores.shape());
+            scores = B::float_mask_fill(scores, hidden, f64::NEG_INFINITY.into());
+        }
+        let sinks = inputs.sinks.clone().into_option().map(|sinks| {
+            B::float_reshape(cast::<B>(sinks, compute), Shape::new([1, problem.q_heads, 1, 1]))
+        });
+        Self { query, key, value, scores, softcap_slope, sinks }
+    }
+}
+
+/// Which keys each query sees, broadcastable to the scores; `None` if all see all.
+fn visibility<B: Backend>(
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> Option<BoolTensor<B>> {
+    let device = inputs.query.device();
+    let settings = get_or_init_device_settings::<B>(&device);
+    let (ints, bools) = (settings.int_dtype, settings.bool_dtype);
+    let (q_len, kv_len) = (problem.q_len, problem.kv_len);
+    let mut conditions = Vec::new();
+
+    let lengths = inputs.kv_lengths.clone().into_option().map(|lengths| {
+        let lengths = B::int_cast(lengths, ints);
+        let lengths = B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
+        B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
+    });
+    let keys = positions::<B>(kv_len, 3, &device, ints);
+    if let Some(lengths) = &lengths {
+        conditions.push(B::int_lower(keys.clone(), lengths.clone(), bools));
+    }
+    if problem.right().is_some() || problem.window_left.is_some() {
+        let queries = positions::<B>(q_len, 2, &device, ints);
+        let own = match (problem.is_bottom_right(), lengths) {
+            (false, _) => queries,
+            (true, None) => {
+                B::int_add_scalar(queries, (kv_len as i64 - q_len as i64).into())
+            }
+            (true, Some(lengths)) => {
+                B::int_add(queries, B::int_sub_scalar(lengths, (q_len as i64).into()))
+            }
+        };
+        if let Some(right) = problem.right() {
+            let last = B::int_add_scalar(own.clone(), clamp_window(right).into());
+            conditions.push(B::int_lower_equal(keys.clone(), last, bools));
+        }
+        if let Some(left) = problem.window_left {
+            let first = B::int_sub_scalar(own, clamp_window(left).into());
+            conditions.push(B::int_greater_equal(keys, first, bools));
+        }
+    }
+    let segments = (inputs.query_segments.clone(), inputs.key_segments.clone());
+    if let (Some(queries), Some(keys)) = (segments.0.into_option(), segments.1.into_option()) {
+        let queries = B::int_reshape(
+            B::int_cast(queries, ints),
+            Shape::new([problem.batch, 1, q_len, 1]),
+        );
+        let keys =
+            B::int_reshape(B::int_cast(keys, ints), Shape::new([problem.batch, 1, 1, kv_len]));
+        let scores = |heads| Shape::new([problem.batch, heads, q_len, kv_len]);
+        conditions.push(B::int_equal(
+            B::int_expand(queries, scores(1)),
+            B::int_expand(keys, scores(1)),
+            bools,
+        ));
+    }
+    if let Some(mask) = inputs.mask.clone().into_option() {
+        conditions.push(mask);
+    }
+    conditions.into_iter().reduce(|all, next| {
+        let shape = broadcast(&all.shape(), &next.shape());
+        B::bool_and(B::bool_expand(all, shape.clone()), B::bool_expand(next, shape))
+    })
+}
+
+/// A window wider than any sequence, in numbers that a 32-bit position can be added to.
+fn clamp_window(window: usize) -> i64 {
+    window.min(1 << 30) as i64
+}
+
+/// `0..length` along dimension `dim` of four.
+fn positions<B: Backend>(
+    length: usize,
+    dim: usize,
+    device: &Device<B>,
+    dtype: IntDType,
+) -> IntTensor<B> {
+    let mut shape = [1; 4];
+    shape[dim] = length;
+    B::int_reshape(B::int_arange(0..length as i64, device, dtype), Shape::new(shape))
+}
+
+/// The queries that see no key `[batch, q_heads, q_len, 1]`, and the keys that no query of their group
+/// sees `[batch, kv_heads, kv_len, 1]`.
+fn unused<B: Backend>(
+    visible: BoolTensor<B>,
+    problem: &AttentionProblem,
+) -> (BoolTensor<B>, BoolTensor<B>) {
+    let AttentionProblem { batch, q_heads, kv_heads, q_len, kv_len, .. } = *problem;
+    let visible = B::bool_expand(visible, Shape::new([batch, q_heads, q_len, kv_len]));
+    let seeing = B::bool_any_dim(visible.clone(), 3);
+    let by_group = Shape::new([batch, kv_heads, problem.group() * q_len, kv_len]);
+    let seen = B::bool_any_dim(B::bool_reshape(visible, by_group), 2);
+    let seen = B::bool_reshape(seen, Shape::new([batch, kv_heads, kv_len, 1]));
+    (B::bool_not(seeing), B::bool_not(seen))
+}
+
+/// `[batch, q_heads, q_len, n]` → `[batch, kv_heads, group · q_len, n]`, so that no key is repeated.
+fn to_groups<B: Backend>(tensor: FloatTensor<B>, problem: &AttentionProblem) -> FloatTensor<B> {
+    let columns = tensor.shape()[3];
+    let rows = problem.group() * problem.q_len;
+    B::float_reshape(tensor, Shape::new([problem.batch, problem.kv_heads, rows, columns]))
+}
+
+/// The inverse of [`to_groups`].
+fn from_groups<B: Backend>(tensor: FloatTensor<B>, problem: &AttentionProblem) -> FloatTensor<B> {
+    let columns = tensor.shape()[3];
+    let shape = [problem.batch, problem.q_heads, problem.q_len, columns];
+    B::float_reshape(tensor, Shape::new(shape))
+}
+
+/// Sums the dimensions that `shape` has as 1.
+fn sum_to<B: Backend>(mut tensor: FloatTensor<B>, shape: &Shape) -> FloatTensor<B> {
+    for dim in 0..shape.num_dims() {
+        if shape[dim] == 1 && tensor.shape()[dim] != 1 {
+            tensor = B::float_sum_dim(tensor, dim);
+        }
+    }
+    tensor
+}
+
+fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
+    let b = B::float_expand(b, a.shape());
+    let bools = bool_dtype::<B>(&a);
+    let smaller = B::float_lower(a.clone(), b.clone(), bools);
+    B::float_mask_where(a, smaller, b)
+}
+
+fn broadcast(a: &Shape, b: &Shape) -> Shape {
+    Shape::new([0, 1, 2, 3].map(|dim| a[dim].max(b[dim])))
+}
+
+fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    if tensor.dtype() == dtype {
+        return tensor;
+    }
+    B::float_cast(tensor, float_dtype(dtype))
+}
+
+fn float_dtype(dtype: DType) -> FloatDType {
+    dtype.into()
+}
+
+fn bool_dtype<B: Backend>(tensor: &FloatTensor<B>) -> BoolDType {
+    get_or_init_device_settings::<B>(&tensor.device()).bool_dtype
+}

@@ -1,0 +1,69 @@
+//! The project's own commands, run as `cargo xtask <command>`.
+
+mod ci;
+mod process;
+mod test;
+
+#[cfg(not(target_os = "linux"))]
+mod elsewhere;
+#[cfg(target_os = "linux")]
+mod linux;
+
+#[cfg(not(target_os = "linux"))]
+use elsewhere as setup;
+#[cfg(target_os = "linux")]
+use linux as setup;
+
+use std::{env, process::ExitCode};
+
+const HELP: &str = "\
+Usage: cargo xtask <command>
+
+  test [CARGO_TEST_ARGS...]  set this machine up, then run the tests of the whole workspace
+  llvm                       lay Debian's LLVM out for builds with the feature `cuda` or `rocm`
+  ci                         run every check that continuous integration runs
+  help                       show this text
+";
+
+/// The exit code of a command line that cannot be understood, as opposed to 1 for work that failed.
+const USAGE_ERROR: u8 = 2;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = match env::args_os()
+        .skip(1)
+        .map(|arg| arg.into_string())
+        .collect()
+    {
+        Ok(args) => args,
+        Err(arg) => return usage_error(&format!("the argument {arg:?} is not valid UTF-8")),
+    };
+    let (command, rest) = match args.split_first() {
+        Some((command, rest)) => (command.as_str(), rest),
+        None => ("help", &[][..]),
+    };
+
+    let outcome = match (command, rest) {
+        ("help" | "-h" | "--help", _) => {
+            print!("{HELP}");
+            Ok(ExitCode::SUCCESS)
+        }
+        ("test", args) => test::run(args).map(ExitCode::from),
+        ("llvm", []) => setup::llvm().map(|()| ExitCode::SUCCESS),
+        ("ci", []) => ci::run().map(|()| ExitCode::SUCCESS),
+        ("llvm" | "ci", [extra, ..]) => {
+            return usage_error(&format!(
+                "`{command}` takes no arguments, but got `{extra}`"
+            ));
+        }
+        _ => return usage_error(&format!("there is no command `{command}`")),
+    };
+    outcome.unwrap_or_else(|message| {
+        eprintln!("error: {message}");
+        ExitCode::FAILURE
+    })
+}
+
+fn usage_error(message: &str) -> ExitCode {
+    eprint!("error: {message}\n\n{HELP}");
+    ExitCode::from(USAGE_ERROR)
+}

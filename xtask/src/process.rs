@@ -1,0 +1,70 @@
+//! Running other programs.
+
+use std::{
+    env,
+    path::Path,
+    process::{Command, ExitStatus},
+};
+
+/// A result whose error is the message to print: what was tried and what to do about it.
+pub type Result<T> = std::result::Result<T, String>;
+
+pub fn workspace_root() -> &'static Path {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package)
+}
+
+/// The cargo that runs this program, started in the workspace root.
+pub fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(workspace_root());
+    command
+}
+
+/// Runs `command` on this terminal and waits for it. An error means that it could not be started.
+pub fn status(command: &mut Command) -> Result<ExitStatus> {
+    command
+        .status()
+        .map_err(|error| format!("`{}` could not be started: {error}", display(command)))
+}
+
+/// Runs `command` on this terminal. Any outcome but success is an error.
+pub fn run(command: &mut Command) -> Result<()> {
+    let status = status(command)?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("`{}` failed ({status})", display(command)))
+    }
+}
+
+/// What `command` prints, or `None` if it is not there or fails.
+#[cfg(target_os = "linux")]
+pub fn output(command: &mut Command) -> Option<String> {
+    let output = command.output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    output.status.success().then_some(text)
+}
+
+/// The command line as one would type it.
+pub fn display(command: &Command) -> String {
+    let program = Path::new(command.get_program());
+    let name = program.file_stem().unwrap_or(program.as_os_str());
+    let words = std::iter::once(name).chain(command.get_args());
+    words
+        .map(|word| word.to_string_lossy())
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_is_displayed_as_typed() {
+        let mut command = Command::new("/opt/rust/bin/cargo");
+        command.args(["test", "--release"]);
+        assert_eq!(display(&command), "cargo test --release");
+    }
+}
