@@ -148,30 +148,44 @@ const fn shape(width: usize, units: usize, rows: usize, column_units: usize, dep
     Shape { width, units, rows, column_units, depth }
 }
 
+// TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20; the
+// others that were tried at that width in brackets. Rows for 32 KB and less were chosen on Mesa's llvmpipe,
+// where 64 units with 4 × 4 of S each ran at twice the speed of 256 units with 2 × 4.
+
 /// Output in registers once: the forward and the query's gradient. The first row that is wide enough
 /// and fits the device is taken.
 const SINGLE: &[Shape] = &[
-    shape(256, 256, 64, 16, 32),
-    shape(512, 256, 32, 16, 32),
-    shape(1024, 256, 16, 16, 32),
+    shape(128, 256, 64, 16, 32), // D64 24.9 (20.1–25.5), D128 24.9 (17.2–24.6)
+    shape(256, 256, 64, 16, 16), // 23.0 (10.8–19.5; depth 32: 18.0)
+    shape(512, 512, 64, 32, 32), // 19.8 (9.1–18.1)
+    // 48 KB
+    shape(512, 256, 32, 32, 32), // 16.8
+    shape(1024, 512, 32, 32, 32),
     // 32 KB
-    shape(256, 256, 32, 16, 32),
-    shape(1024, 256, 16, 16, 16),
+    shape(256, 64, 32, 8, 32),
+    shape(512, 256, 32, 16, 32), // 10.5
+    shape(1024, 256, 16, 16, 32),
     // 16 KB
-    shape(512, 128, 16, 8, 32),
+    shape(512, 64, 32, 8, 32),
     shape(1024, 128, 8, 16, 16),
 ];
 
-/// Output in registers twice: the gradients of keys and values.
+/// Output in registers twice: the gradients of keys and values. TFLOP/s are of the whole backward.
 const DOUBLE: &[Shape] = &[
-    shape(128, 256, 64, 16, 32),
-    shape(256, 256, 32, 16, 32),
-    shape(512, 256, 16, 16, 32),
-    shape(1024, 256, 8, 32, 32),
+    shape(64, 256, 64, 16, 32),  // 16.1 (13.9–16.2)
+    shape(128, 128, 64, 16, 32), // 15.0 (12.9–14.7)
+    shape(256, 512, 64, 32, 32), // 12.8 (9.7–11.8)
+    // 48 KB
+    shape(256, 256, 64, 16, 32), // 11.8
+    shape(512, 512, 32, 32, 32), // 9.1 (6.9–9.0)
+    shape(1024, 512, 16, 32, 32),
     // 32 KB
-    shape(128, 256, 32, 16, 32),
+    shape(128, 64, 32, 8, 32),
+    shape(256, 128, 32, 16, 32), // 11.3
+    shape(512, 256, 32, 16, 32), // 8.3
+    shape(1024, 256, 8, 32, 32),
     // 16 KB
-    shape(256, 128, 16, 8, 32),
+    shape(256, 64, 32, 8, 32),
     shape(1024, 128, 8, 16, 16),
 ];
 

@@ -1,0 +1,150 @@
+//! The ways to compute attention that are compared.
+
+use attention_cube::{AttentionProblem, reference, try_fused_attention};
+use attention_workspace::{
+    Error,
+    accuracy::Triple,
+    workload::{Inputs, Workload},
+};
+use burn::tensor::{Bool, Tensor, TensorData, module, ops::AttentionModuleOptions};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Peer {
+    /// `attention_cube::fused_attention`.
+    Ours,
+    /// `burn::tensor::module::attention`.
+    Burn,
+    /// `attention_cube::reference::attention`: products and softmax as separate operators.
+    Composed,
+}
+
+impl Peer {
+    pub const ALL: [Self; 3] = [Self::Ours, Self::Burn, Self::Composed];
+}
+
+/// A peer with the inputs as it takes them.
+pub struct Prepared<'a> {
+    peer: Peer,
+    workload: &'a Workload,
+    pub inputs: Inputs,
+    /// `true` hides.
+    hidden: Option<Tensor<4, Bool>>,
+    /// What was done to the inputs, outside the timing.
+    pub note: Option<String>,
+}
+
+impl<'a> Prepared<'a> {
+    pub fn new(
+        peer: Peer,
+        workload: &'a Workload,
+        inputs: &Inputs,
+        problem: &AttentionProblem,
+    ) -> Self {
+        let mut prepared = Self {
+            peer,
+            workload,
+            inputs: inputs.clone(),
+            hidden: None,
+            note: None,
+        };
+        if peer != Peer::Burn {
+            return prepared;
+        }
+        let mut notes = Vec::new();
+        let group = problem.group();
+        if group > 1 {
+            prepared.inputs.key = repeated(&inputs.key, group);
+            prepared.inputs.value = repeated(&inputs.value, group);
+            notes.push(format!("keys and values repeated {group} times beforehand"));
+        }
+        if workload.window.is_some() {
+            prepared.hidden = Some(hidden(problem, inputs));
+            notes.push("window as a mask".into());
+        }
+        prepared.note = (!notes.is_empty()).then(|| notes.join(", "));
+        prepared
+    }
+
+    /// Bytes that a pass is likely to take beyond inputs and outputs, where all scores are kept.
+    pub fn memory(workload: &Workload, backward: bool) -> f64 {
+        // Scores, what softmax makes of them, and one copy between; autodiff keeps every step.
+        workload.score_bytes() * if backward { 6.0 } else { 3.0 }
+    }
+
+    pub fn forward(&self, [query, key, value]: Triple) -> Result<Tensor<4>, Error> {
+        let options = || self.workload.options();
+        match self.peer {
+            Peer::Ours => Ok(try_fused_attention(query, key, value, options())?),
+            Peer::Composed => Ok(reference::attention(query, key, value, options())?.0),
+            Peer::Burn => {
+                let options = AttentionModuleOptions {
+                    is_causal: self.workload.causal,
+                    ..AttentionModuleOptions::default()
+                };
+                Ok(module::attention(
+                    query,
+                    key,
+                    value,
+                    self.hidden.clone(),
+                    None,
+                    options,
+                ))
+            }
+        }
+    }
+
+    /// Query, keys and values, without autodiff.
+    pub fn plain(&self) -> Triple {
+        [&self.inputs.query, &self.inputs.key, &self.inputs.value].map(Tensor::clone)
+    }
+
+    /// Query, keys and values as new leaves.
+    pub fn tracked(&self) -> Triple {
+        self.plain().map(|tensor| tensor.autodiff().require_grad())
+    }
+
+    /// Gradients of repeated keys and values, summed to those of the keys and values they came from.
+    pub fn folded(&self, [query, key, value]: Triple) -> Triple {
+        let heads = self.workload.kv_heads;
+        let fold = |tensor: Tensor<4>| {
+            let [batch, repeated, length, width] = tensor.dims();
+            match repeated == heads {
+                true => tensor,
+                false => tensor
+                    .reshape([batch, heads, repeated / heads, length, width])
+                    .sum_dim(2)
+                    .reshape([batch, heads, length, width]),
+            }
+        };
+        [query, fold(key), fold(value)]
+    }
+}
+
+/// Every head `group` times, one after the other.
+fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
+    let [batch, heads, length, width] = tensor.dims();
+    tensor
+        .clone()
+        .reshape([batch, heads, 1, length, width])
+        .repeat_dim(2, group)
+        .reshape([batch, heads * group, length, width])
+}
+
+/// Which keys are outside the window. Burn's causal option does the rest.
+fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
+    let (rows, columns) = (problem.q_len, problem.kv_len);
+    let left = problem.window_left.unwrap_or(columns);
+    let mut hidden = vec![false; rows * columns];
+    for row in 0..rows {
+        let first = (row + columns).saturating_sub(rows + left).min(columns);
+        hidden[row * columns..row * columns + first].fill(true);
+    }
+    let data = TensorData::new(hidden, [1, 1, rows, columns]);
+    Tensor::<4, Bool>::from_data(data, &inputs.query.device()).expand([
+        problem.batch,
+        problem.q_heads,
+        rows,
+        columns,
+    ])
+}

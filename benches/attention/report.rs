@@ -1,0 +1,185 @@
+//! The table, and the same as JSON.
+
+use crate::{cases::Scale, peers::Peer};
+use attention_workspace::{Dtype, Error, accuracy::Errors, timing::Effort, workload::Workload};
+use serde::Serialize;
+use std::{
+    fs,
+    path::Path,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+#[derive(Serialize)]
+pub struct Report {
+    /// UTC.
+    pub date: String,
+    pub device: String,
+    /// The CubeCL runtime, with its compiler.
+    pub runtime: Option<String>,
+    pub dtype: Dtype,
+    pub scale: Scale,
+    pub effort: Effort,
+    /// What singles are timed by.
+    pub clock: String,
+    pub ceilings: Ceilings,
+    pub rows: Vec<Row>,
+}
+
+/// What the device does at best, measured in the same run.
+#[derive(Clone, Copy, Default, Serialize)]
+pub struct Ceilings {
+    /// Of a large matrix product in the benchmark's dtype, through Burn.
+    pub flops: Option<f64>,
+    /// Of an elementwise operation over a large tensor, reads and writes.
+    pub bytes: Option<f64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pass {
+    Forward,
+    Backward,
+}
+
+#[derive(Serialize)]
+pub struct Row {
+    pub case: &'static str,
+    pub workload: Workload,
+    pub pass: Pass,
+    pub peer: Peer,
+    /// The engine for ours.
+    pub kernel: String,
+    /// The tiles for ours.
+    pub plan: Option<String>,
+    /// Engines that were asked before, and why they refused.
+    pub refusals: Vec<String>,
+    pub note: Option<String>,
+    pub outcome: Outcome,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    Measured(Measured),
+    Skipped(String),
+    Failed(String),
+}
+
+#[derive(Serialize)]
+pub struct Measured {
+    pub milliseconds: f64,
+    pub launches: usize,
+    /// Back to back.
+    pub sustained_milliseconds: f64,
+    /// FLOP/s, or bytes a second for decoding.
+    pub rate: f64,
+    pub sustained_rate: f64,
+    pub unit: Unit,
+    pub percent_of_ceiling: Option<f64>,
+    pub errors: Option<Errors>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum Unit {
+    #[serde(rename = "FLOP/s")]
+    Flops,
+    #[serde(rename = "B/s")]
+    Bytes,
+}
+
+impl Unit {
+    /// A rate with three digits or so.
+    pub fn show(self, rate: f64) -> String {
+        let (scaled, unit) = match self {
+            Self::Flops if rate >= 1e12 => (rate / 1e12, "TFLOP/s"),
+            Self::Flops => (rate / 1e9, "GFLOP/s"),
+            Self::Bytes => (rate / 1e9, "GB/s"),
+        };
+        let decimals = if scaled < 100.0 { 1 } else { 0 };
+        format!("{scaled:.decimals$} {unit}")
+    }
+}
+
+pub fn print_header() {
+    println!(
+        "{:<19} {:<23} {:<8} {:<9} {:>10} {:>14} {:>14} {:>7} {:>9} {:>10}",
+        "case",
+        "shape",
+        "pass",
+        "kernel",
+        "ms",
+        "rate",
+        "sustained",
+        "ceiling",
+        "error",
+        "same dtype"
+    );
+}
+
+impl Row {
+    pub fn print(&self) {
+        let pass = match self.pass {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+        };
+        let shape = self.workload.to_string();
+        print!(
+            "{:<19} {shape:<23} {pass:<8} {:<9} ",
+            self.case, self.kernel
+        );
+        match &self.outcome {
+            Outcome::Measured(measured) => {
+                let percent = measured
+                    .percent_of_ceiling
+                    .map_or_else(|| "–".into(), |percent| format!("{percent:.1} %"));
+                let [error, same_dtype] = match measured.errors {
+                    Some(errors) => [errors.error, errors.same_dtype].map(|e| format!("{e:.1e}")),
+                    None => ["–".into(), "–".into()],
+                };
+                print!(
+                    "{:>10.3} {:>14} {:>14} {percent:>7} {error:>9} {same_dtype:>10}",
+                    measured.milliseconds,
+                    measured.unit.show(measured.rate),
+                    measured.unit.show(measured.sustained_rate),
+                );
+                if self.peer == Peer::Ours && measured.errors.is_some_and(|e| !e.is_good()) {
+                    print!("  WRONG");
+                }
+                if let Some(note) = &self.note {
+                    print!("  ({note})");
+                }
+                println!();
+            }
+            Outcome::Skipped(reason) => println!("skipped: {reason}"),
+            Outcome::Failed(reason) => println!("FAILED: {reason}"),
+        }
+    }
+}
+
+impl Report {
+    /// Writes the rows so far.
+    pub fn save(&self, path: &Path) -> Result<(), Error> {
+        let text = serde_json::to_string_pretty(self)?;
+        fs::write(path, text + "\n")
+            .map_err(|error| format!("{} cannot be written: {error}", path.display()).into())
+    }
+}
+
+/// The time as in 2000-12-31T23:59:59Z.
+pub fn now() -> String {
+    let seconds = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| time.as_secs());
+    let (days, second) = (seconds / 86400, seconds % 86400);
+    // Years that start in March put the leap day last (Howard Hinnant, days_from_civil).
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}

@@ -1,0 +1,117 @@
+//! One attention to run: its sizes, its options and its data.
+
+use crate::Dtype;
+use attention_cube::{AttentionError, AttentionOptions, AttentionProblem};
+use burn::tensor::{DType, Device, Distribution, Tensor};
+
+/// The sizes and options.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Workload {
+    pub batch: usize,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+    pub head_dim: usize,
+    pub dtype: Dtype,
+    pub causal: bool,
+    /// How many keys a query sees, its own included.
+    pub window: Option<usize>,
+    /// `None` for 1/√head_dim.
+    pub scale: Option<f64>,
+}
+
+/// The data, without autodiff.
+#[derive(Clone)]
+pub struct Inputs {
+    pub query: Tensor<4>,
+    pub key: Tensor<4>,
+    pub value: Tensor<4>,
+    /// What reaches the output in the backward.
+    pub gradient: Tensor<4>,
+}
+
+impl Workload {
+    /// As the operator takes them.
+    pub fn options(&self) -> AttentionOptions {
+        let mut options = AttentionOptions::new();
+        if let Some(scale) = self.scale {
+            options = options.scale(scale);
+        }
+        if self.causal {
+            options = options.causal();
+        }
+        if let Some(window) = self.window {
+            options = options.window(Some(window.saturating_sub(1)), Some(0));
+        }
+        options
+    }
+
+    /// Normal random data that gives scores of variance one.
+    pub fn inputs(&self, device: &Device) -> Inputs {
+        device.seed(42);
+        let random = |heads, length, deviation| {
+            let shape = [self.batch, heads, length, self.head_dim];
+            let normal = Distribution::Normal(0.0, deviation);
+            Tensor::<4>::random(shape, normal, (device, DType::F32)).cast(self.dtype.burn())
+        };
+        let width = (self.head_dim as f64).sqrt();
+        let deviation = self
+            .scale
+            .map_or(1.0, |scale| 1.0 / (scale.abs().max(1e-6) * width));
+        Inputs {
+            query: random(self.q_heads, self.q_len, deviation),
+            key: random(self.kv_heads, self.kv_len, 1.0),
+            value: random(self.kv_heads, self.kv_len, 1.0),
+            gradient: random(self.q_heads, self.q_len, 1.0),
+        }
+    }
+
+    /// As [`explain`](attention_cube::explain) takes it.
+    ///
+    /// # Errors
+    /// Where the sizes do not fit each other.
+    pub fn problem(&self, inputs: &Inputs) -> Result<AttentionProblem, AttentionError> {
+        AttentionProblem::new(&inputs.query, &inputs.key, &inputs.value, &self.options())
+    }
+
+    /// Whether it reads more than it computes: a few queries against a cache of keys.
+    pub fn is_decode(&self) -> bool {
+        self.q_len * self.q_heads <= 64 * self.kv_heads && self.q_len < self.kv_len
+    }
+
+    /// Bytes of keys and values.
+    pub fn key_value_bytes(&self) -> f64 {
+        (2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * self.dtype.burn().size())
+            as f64
+    }
+
+    /// Bytes of all scores in f32.
+    pub fn score_bytes(&self) -> f64 {
+        4.0 * (self.batch * self.q_heads) as f64 * self.q_len as f64 * self.kv_len as f64
+    }
+}
+
+impl std::fmt::Display for Workload {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "B{} H{}", self.batch, self.q_heads)?;
+        if self.kv_heads != self.q_heads {
+            write!(f, ":{}", self.kv_heads)?;
+        }
+        match self.q_len == self.kv_len {
+            true => write!(f, " S{}", self.q_len)?,
+            false => write!(f, " S{}/{}", self.q_len, self.kv_len)?,
+        }
+        write!(f, " D{}", self.head_dim)
+    }
+}
+
+/// Operations of the forward: two products over the visible pairs.
+pub fn forward_operations(problem: &AttentionProblem) -> f64 {
+    2.0 * problem.visible_pairs() as f64 * (problem.head_dim + problem.value_dim) as f64
+}
+
+/// Operations of the backward: five products, whatever a kernel computes twice.
+pub fn backward_operations(problem: &AttentionProblem) -> f64 {
+    2.5 * forward_operations(problem)
+}

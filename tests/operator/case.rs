@@ -1,0 +1,228 @@
+//! One attention to test: sizes and options, its random inputs, and the comparison with the oracle.
+
+use crate::compare::{Named, Precision, assert_close};
+use crate::dense::{Dense, Layout};
+use crate::devices::devices;
+use crate::inputs::Inputs;
+use crate::run::Operator;
+use attention_cube::CausalAlignment;
+use burn::tensor::{DType, Device};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// Which dimensions of `[batch, q_heads, q_len, kv_len]` a mask or a bias has; the others are 1.
+pub type Extent = [bool; 4];
+pub const FULL: Extent = [true; 4];
+
+/// Sizes and options of one attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Case {
+    pub batch: usize,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub dtype: DType,
+    pub scale: Option<f64>,
+    pub softcap: Option<f64>,
+    pub causal: Option<CausalAlignment>,
+    pub window: (Option<usize>, Option<usize>),
+    pub mask: Option<Extent>,
+    pub bias: Option<Extent>,
+    pub kv_lengths: Option<Vec<i64>>,
+    /// Ids of the queries and of the keys, sequence after sequence.
+    pub segments: Option<(Vec<i64>, Vec<i64>)>,
+    pub sinks: bool,
+    /// Bias and sinks in f32, whatever the query is.
+    pub f32_extras: bool,
+    /// Whether the loss depends on the logsumexp too.
+    pub lse_gradient: bool,
+    /// Of the query, the keys, the values and the output's gradient.
+    pub layouts: [Layout; 4],
+    /// Everything optional is expanded, with stride 0, before the call: mask and bias from the
+    /// dimensions that they have, sinks from one, lengths and segments from one sequence.
+    pub expanded: bool,
+    pub deterministic: bool,
+    /// Factor on the queries and keys.
+    pub amplitude: f64,
+}
+
+impl Case {
+    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]` in f32 without options, with a
+    /// loss over output and logsumexp.
+    pub fn new(sizes: [usize; 7]) -> Self {
+        let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = sizes;
+        Self {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            value_dim,
+            dtype: DType::F32,
+            scale: None,
+            softcap: None,
+            causal: None,
+            window: (None, None),
+            mask: None,
+            bias: None,
+            kv_lengths: None,
+            segments: None,
+            sinks: false,
+            f32_extras: false,
+            lse_gradient: true,
+            layouts: [Layout::Contiguous; 4],
+            expanded: false,
+            deterministic: false,
+            amplitude: 1.0,
+        }
+    }
+
+    pub fn scores(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.kv_len]
+    }
+
+    fn extent(&self, extent: Extent) -> [usize; 4] {
+        let scores = self.scores();
+        [0, 1, 2, 3].map(|dim| if extent[dim] { scores[dim] } else { 1 })
+    }
+
+    pub fn extras_dtype(&self) -> DType {
+        if self.f32_extras {
+            DType::F32
+        } else {
+            self.dtype
+        }
+    }
+
+    /// Random inputs: a function of the case and of `ATTENTION_TEST_SEED`.
+    pub fn inputs(&self) -> Inputs {
+        let mut hasher = DefaultHasher::new();
+        format!("{self:?}").hash(&mut hasher);
+        let mut rng = StdRng::seed_from_u64(hasher.finish() ^ seed());
+        let Self {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            value_dim,
+            dtype,
+            ..
+        } = *self;
+        let extras = self.extras_dtype();
+        let mut normal = |shape, dtype| Dense::normal(shape, dtype, &mut rng);
+        let amplified = |dense: Dense| {
+            if self.amplitude == 1.0 {
+                dense
+            } else {
+                dense.scaled(self.amplitude).rounded(dtype)
+            }
+        };
+        Inputs {
+            query: amplified(normal([batch, q_heads, q_len, head_dim], dtype)),
+            key: amplified(normal([batch, kv_heads, kv_len, head_dim], dtype)),
+            value: normal([batch, kv_heads, kv_len, value_dim], dtype),
+            output_gradient: normal([batch, q_heads, q_len, value_dim], dtype),
+            lse_gradient: self
+                .lse_gradient
+                .then(|| normal([batch, q_heads, q_len, 1], DType::F32)),
+            bias: self.bias.map(|extent| normal(self.extent(extent), extras)),
+            sinks: self
+                .sinks
+                .then(|| normal([1, if self.expanded { 1 } else { q_heads }, 1, 1], extras)),
+            mask: self.mask.map(|extent| {
+                Dense::from_fn(self.extent(extent), |_| f64::from(rng.random_bool(0.7)))
+            }),
+            kv_lengths: self.kv_lengths.clone(),
+            segments: self.segments.clone(),
+        }
+    }
+
+    fn precision(&self) -> Precision {
+        let queries = self.q_len * self.q_heads / self.kv_heads.max(1);
+        let terms = [self.head_dim, self.value_dim, self.kv_len, queries];
+        Precision {
+            dtype: self.dtype,
+            terms: terms.into_iter().max().unwrap_or(1),
+        }
+    }
+
+    /// Checks output, logsumexp and every gradient on every device that has the dtype.
+    pub fn check(&self) {
+        let inputs = self.inputs();
+        self.check_inputs(&inputs, &inputs);
+    }
+
+    /// The same with `given` on the devices and `equivalent` in the oracle: what differs between the
+    /// two must not matter.
+    pub fn check_inputs(&self, given: &Inputs, equivalent: &Inputs) {
+        let flex = Device::flex();
+        let exact = self.run(equivalent, &flex, DType::F64, Operator::Reference);
+        let baseline = self.run(equivalent, &flex, self.dtype, Operator::Reference);
+        for device in devices()
+            .into_iter()
+            .filter(|device| device.supports(self.dtype))
+        {
+            let context = format!("{}, seed {}: {self:?}", device.name, seed());
+            let got = self.run(given, &device.device, self.dtype, Operator::Fused);
+            for ((got, exact), baseline) in got.iter().zip(&exact).zip(&baseline) {
+                assert_close(&context, got, exact, baseline, self.precision());
+            }
+            self.assert_exact_zeros(&context, &got, &exact);
+        }
+    }
+
+    /// A query that saw nothing and a key that nobody saw have zeros in their rows of both results
+    /// (but for an output's gradient of zeros); these are exact.
+    fn assert_exact_zeros(&self, context: &str, got: &[Named], exact: &[Named]) {
+        if self.layouts != [Layout::Contiguous; 4] {
+            return;
+        }
+        let [output, query, key, value] =
+            ["output", "query gradient", "key gradient", "value gradient"].map(|name| {
+                let index = exact.iter().position(|named| named.name == name);
+                index.unwrap_or_else(|| panic!("{context}: no {name}"))
+            });
+        for (wide, narrow) in [(output, query), (value, key)] {
+            let is_zero = |results: &[Named], index: usize, row: usize| {
+                let columns = if index == wide {
+                    self.value_dim
+                } else {
+                    self.head_dim
+                };
+                results[index].values[row * columns..][..columns]
+                    .iter()
+                    .all(|x| *x == 0.0)
+            };
+            for row in 0..exact[wide].values.len() / self.value_dim {
+                if [wide, narrow]
+                    .into_iter()
+                    .all(|index| is_zero(exact, index, row))
+                {
+                    for index in [wide, narrow] {
+                        let name = got[index].name;
+                        assert!(
+                            is_zero(got, index, row),
+                            "{context}: row {row} of {name} is not 0"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What the environment adds to every seed.
+pub fn seed() -> u64 {
+    match std::env::var("ATTENTION_TEST_SEED") {
+        Ok(seed) => seed
+            .parse()
+            .unwrap_or_else(|_| panic!("ATTENTION_TEST_SEED={seed}: no number")),
+        Err(_) => 0,
+    }
+}

@@ -1,0 +1,162 @@
+//! Few queries over many keys: the heads of a group share a tile, the keys are split over cubes and the
+//! parts merge, with lengths, sinks and windows.
+
+use crate::case::{Case, FULL};
+use crate::dense::{Dense, read};
+use crate::devices::cube_devices;
+use attention_cube::plan::{Kernel, unit::UnitPlan};
+use attention_cube::{
+    AttentionOptions, AttentionProblem, CausalAlignment, explain, fused_attention,
+};
+use burn::tensor::{DType, Tensor};
+
+/// One query a head over keys enough to be split on every device.
+fn case(q_len: usize) -> Case {
+    Case {
+        causal: Some(CausalAlignment::BottomRight),
+        ..Case::new([2, 4, 2, q_len, 3000, 32, 32])
+    }
+}
+
+#[test]
+fn keys_are_split() {
+    for device in cube_devices() {
+        let zeros = |heads, length| Tensor::<4>::zeros([2, heads, length, 32], &device.device);
+        let (query, key) = (zeros(4, 1), zeros(2, 3000));
+        let problem = AttentionProblem::new(&query, &key, &key, &AttentionOptions::new().causal())
+            .unwrap_or_else(|error| panic!("{}: {error}", device.name));
+        let explanation = explain(&problem, &device.device);
+        match explanation.forward.kernel {
+            Kernel::Unit(UnitPlan::Forward(plan)) => {
+                assert!(
+                    plan.packed && plan.splits > 1,
+                    "{}: {explanation}",
+                    device.name
+                );
+            }
+            _ => panic!("{}: no kernel for decoding: {explanation}", device.name),
+        }
+    }
+}
+
+#[test]
+fn up_to_eight_queries() {
+    for q_len in [1, 2, 3, 5, 8] {
+        case(q_len).check();
+    }
+}
+
+/// Rows of a tile that span heads, and more rows than the smallest tile has.
+#[test]
+fn large_groups() {
+    for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 1, 3), (16, 1, 2), (6, 2, 8)] {
+        Case {
+            causal: Some(CausalAlignment::BottomRight),
+            ..Case::new([1, q_heads, kv_heads, q_len, 700, 32, 32])
+        }
+        .check();
+    }
+}
+
+/// No keys, fewer than a part, fewer than there are queries, all.
+#[test]
+fn lengths() {
+    for q_len in [1, 4] {
+        let kv_lengths = Some(vec![0, 1, 3, 60, 200, 3000]);
+        let case = Case {
+            batch: 6,
+            kv_lengths,
+            ..case(q_len)
+        };
+        let clean = case.inputs();
+        let mut given = clean.clone();
+        let lengths = [0, 1, 3, 60, 200, 3000];
+        given
+            .key
+            .fill_rows(f64::NAN, |[batch, _, key]| key >= lengths[batch]);
+        given
+            .value
+            .fill_rows(f64::NAN, |[batch, _, key]| key >= lengths[batch]);
+        case.check_inputs(&given, &clean);
+    }
+}
+
+#[test]
+fn sinks_join_once() {
+    for kv_lengths in [None, Some(vec![0, 500])] {
+        Case {
+            sinks: true,
+            kv_lengths,
+            ..case(2)
+        }
+        .check();
+    }
+}
+
+#[test]
+fn windows() {
+    for left in [0, 100, 1023] {
+        Case {
+            window: (Some(left), Some(0)),
+            ..case(2)
+        }
+        .check();
+    }
+    let window = (Some(100), Some(0));
+    Case {
+        window,
+        kv_lengths: Some(vec![50, 2000]),
+        ..case(2)
+    }
+    .check();
+}
+
+#[test]
+fn masks_and_biases() {
+    Case {
+        mask: Some(FULL),
+        ..case(2)
+    }
+    .check();
+    Case {
+        bias: Some([false, true, true, true]),
+        ..case(2)
+    }
+    .check();
+    Case {
+        softcap: Some(3.0),
+        ..case(1)
+    }
+    .check();
+}
+
+#[test]
+fn segments() {
+    let queries = vec![1, 2, 1, 3];
+    let keys = (0..2 * 3000).map(|key| (key % 3000) / 1000).collect();
+    Case {
+        causal: None,
+        segments: Some((queries, keys)),
+        ..case(2)
+    }
+    .check();
+}
+
+/// Sequences enough that their cubes fill more than one dimension of a launch.
+#[test]
+fn more_cubes_than_one_dimension_holds() {
+    for device in cube_devices() {
+        let one = Tensor::<4>::zeros([1; 4], &device.device);
+        let problem = AttentionProblem::new(&one, &one, &one, &AttentionOptions::new())
+            .unwrap_or_else(|error| panic!("{}: {error}", device.name));
+        let profile = explain(&problem, &device.device).device;
+        if profile.is_some_and(|profile| profile.cube_count <= u32::from(u16::MAX)) {
+            // One key a sequence: the output is its value.
+            let values = Dense::from_fn([66_000, 1, 1, 4], |[batch, _, _, _]| batch as f64);
+            let tensor = values.tensor(&device.device, DType::F32);
+            let (query, key) = (tensor.clone(), tensor.clone());
+            let output = fused_attention(query, key, tensor, AttentionOptions::new());
+            assert!(read(output) == values.values, "{}", device.name);
+        }
+    }
+}

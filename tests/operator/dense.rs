@@ -1,0 +1,220 @@
+//! Small arrays of four dimensions on the host, and the ways in which one can lie in a tensor.
+
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use rand::{Rng, rngs::StdRng};
+
+/// A row-major array in f64.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dense {
+    pub shape: [usize; 4],
+    pub values: Vec<f64>,
+}
+
+impl Dense {
+    pub fn from_fn(shape: [usize; 4], mut value: impl FnMut([usize; 4]) -> f64) -> Self {
+        let [a, b, c, d] = shape;
+        let mut values = Vec::with_capacity(a * b * c * d);
+        for i in 0..a {
+            for j in 0..b {
+                for k in 0..c {
+                    values.extend((0..d).map(|l| value([i, j, k, l])));
+                }
+            }
+        }
+        Self { shape, values }
+    }
+
+    /// Normally distributed, then rounded to `dtype`.
+    pub fn normal(shape: [usize; 4], dtype: DType, rng: &mut StdRng) -> Self {
+        let drawn = Self::from_fn(shape, |_| {
+            // Box and Muller.
+            let radius = (-2.0 * (1.0 - rng.random::<f64>()).ln()).sqrt();
+            radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
+        });
+        drawn.rounded(dtype)
+    }
+
+    /// What `dtype` can hold of it.
+    pub fn rounded(&self, dtype: DType) -> Self {
+        Self {
+            shape: self.shape,
+            values: host(self.data(dtype)),
+        }
+    }
+
+    pub fn scaled(&self, factor: f64) -> Self {
+        let values = self.values.iter().map(|value| value * factor).collect();
+        Self {
+            shape: self.shape,
+            values,
+        }
+    }
+
+    fn index(&self, at: [usize; 4]) -> usize {
+        at.iter()
+            .zip(self.shape)
+            .fold(0, |index, (at, size)| index * size + at)
+    }
+
+    /// The value at `at`; a dimension of size 1 is broadcast.
+    pub fn at(&self, at: [usize; 4]) -> f64 {
+        let at = [0, 1, 2, 3].map(|dim| if self.shape[dim] == 1 { 0 } else { at[dim] });
+        self.values[self.index(at)]
+    }
+
+    /// Overwrites every row (the last dimension) that `matches` accepts by `[a, b, c]`.
+    pub fn fill_rows(&mut self, value: f64, matches: impl Fn([usize; 3]) -> bool) {
+        let columns = self.shape[3];
+        let [_, b, c, _] = self.shape;
+        for (row, values) in self.values.chunks_mut(columns).enumerate() {
+            if matches([row / c / b, row / c % b, row % c]) {
+                values.fill(value);
+            }
+        }
+    }
+
+    /// The part from `start` on of size `shape`.
+    pub fn part(&self, start: [usize; 4], shape: [usize; 4]) -> Self {
+        Self::from_fn(shape, |at| {
+            self.at([0, 1, 2, 3].map(|dim| start[dim] + at[dim]))
+        })
+    }
+
+    pub fn data(&self, dtype: DType) -> TensorData {
+        TensorData::new(self.values.clone(), self.shape).convert_dtype(dtype)
+    }
+
+    pub fn tensor(&self, device: &Device, dtype: DType) -> Tensor<4> {
+        Tensor::from_data(self.data(dtype), (device, dtype))
+    }
+}
+
+/// Root mean square; 0 of nothing.
+pub fn rms(values: &[f64]) -> f64 {
+    let squares: f64 = values.iter().map(|value| value * value).sum();
+    (squares / values.len().max(1) as f64).sqrt()
+}
+
+/// The elements in f64.
+pub fn host(data: TensorData) -> Vec<f64> {
+    data.convert::<f64>()
+        .try_to_vec::<f64>()
+        .expect("data that were converted to f64")
+}
+
+pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+    host(tensor.into_data())
+}
+
+/// How `[batch, heads, length, columns]` lies in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Layout {
+    #[default]
+    Contiguous,
+    /// Stored as `[batch, length, heads, columns]`, as projections leave it.
+    HeadsLast,
+    /// Stored as `[batch, heads, columns, length]`: the last dimension is not contiguous.
+    Transposed,
+    /// One row before, two after, and so many columns before and after each row; all of them NaN.
+    Sliced { before: usize, after: usize },
+    /// The two above at once: a slice of the columns of a joint projection.
+    Projection { before: usize, after: usize },
+    /// One sequence for the whole batch, with stride 0.
+    SharedBatch,
+    /// One head for all heads, with stride 0.
+    SharedHeads,
+}
+
+impl Layout {
+    pub const ALL: [Self; 10] = [
+        Self::Contiguous,
+        Self::HeadsLast,
+        Self::Transposed,
+        Self::Sliced {
+            before: 4,
+            after: 8,
+        },
+        Self::Sliced {
+            before: 3,
+            after: 2,
+        },
+        Self::Sliced {
+            before: 1,
+            after: 3,
+        },
+        Self::Projection {
+            before: 8,
+            after: 4,
+        },
+        Self::Projection {
+            before: 1,
+            after: 0,
+        },
+        Self::SharedBatch,
+        Self::SharedHeads,
+    ];
+
+    /// What is stored so that [`view`](Self::view) sees `dense`.
+    pub fn store(self, dense: &Dense) -> Dense {
+        let [b, h, s, d] = dense.shape;
+        match self {
+            Self::Contiguous => dense.clone(),
+            Self::HeadsLast => Dense::from_fn([b, s, h, d], |[i, k, j, l]| dense.at([i, j, k, l])),
+            Self::Transposed => Dense::from_fn([b, h, d, s], |[i, j, l, k]| dense.at([i, j, k, l])),
+            Self::Sliced { before, after } => {
+                Dense::from_fn([b, h, s + 3, before + d + after], |[i, j, k, l]| {
+                    let inside = (1..=s).contains(&k) && (before..before + d).contains(&l);
+                    if inside {
+                        dense.at([i, j, k - 1, l - before])
+                    } else {
+                        f64::NAN
+                    }
+                })
+            }
+            Self::Projection { before, after } => {
+                Dense::from_fn([b, s, h, before + d + after], |[i, k, j, l]| {
+                    let inside = (before..before + d).contains(&l);
+                    if inside {
+                        dense.at([i, j, k, l - before])
+                    } else {
+                        f64::NAN
+                    }
+                })
+            }
+            Self::SharedBatch => dense.part([0; 4], [b.min(1), h, s, d]),
+            Self::SharedHeads => dense.part([0; 4], [b, h.min(1), s, d]),
+        }
+    }
+
+    /// The tensor of `shape` that the stored one stands for.
+    pub fn view(self, stored: Tensor<4>, shape: [usize; 4]) -> Tensor<4> {
+        let [b, h, s, d] = shape;
+        match self {
+            Self::Contiguous => stored,
+            Self::HeadsLast => stored.swap_dims(1, 2),
+            Self::Transposed => stored.swap_dims(2, 3),
+            Self::Sliced { before, .. } => stored.slice([0..b, 0..h, 1..s + 1, before..before + d]),
+            Self::Projection { before, .. } => stored
+                .slice([0..b, 0..s, 0..h, before..before + d])
+                .swap_dims(1, 2),
+            Self::SharedBatch | Self::SharedHeads => stored.expand(shape),
+        }
+    }
+
+    /// `Σ output ∘ weights`, such that the output's gradient reaches the operator in this layout.
+    pub fn weigh(self, output: Tensor<4>, weights: &Dense, device: &Device) -> Tensor<1> {
+        let dtype = output.dtype();
+        let stored = self.store(weights).tensor(device, dtype);
+        let output = match self {
+            Self::Contiguous => output,
+            Self::HeadsLast => output.swap_dims(1, 2),
+            Self::Transposed => output.swap_dims(2, 3),
+            Self::SharedBatch => output.sum_dim(0),
+            Self::SharedHeads => output.sum_dim(1),
+            Self::Sliced { .. } | Self::Projection { .. } => {
+                unreachable!("a gradient is no slice of a bigger one")
+            }
+        };
+        (output * stored).sum()
+    }
+}

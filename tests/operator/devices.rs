@@ -1,0 +1,84 @@
+//! The devices under test, by name.
+
+use attention_cube::{AttentionOptions, AttentionProblem, explain};
+use burn::tensor::{DType, Device, Tensor};
+use std::env;
+
+/// A device under test and the name of the feature it comes with.
+#[derive(Clone)]
+pub struct TestDevice {
+    pub name: &'static str,
+    pub device: Device,
+}
+
+impl TestDevice {
+    /// Whether it runs CubeCL kernels.
+    pub fn is_cube(&self) -> bool {
+        self.name != "flex"
+    }
+
+    /// Whether attention is served there in `dtype`.
+    pub fn supports(&self, dtype: DType) -> bool {
+        let tensor = Tensor::<4>::zeros([1; 4], (&self.device, DType::F32));
+        let problem = AttentionProblem::new(&tensor, &tensor, &tensor, &AttentionOptions::new())
+            .expect("a problem of size 1");
+        match explain(&problem, &self.device).device {
+            Some(profile) => profile.dtypes.contains(&dtype),
+            None => true,
+        }
+    }
+}
+
+type Constructor = fn() -> Device;
+
+/// Every device of this build.
+const COMPILED: &[(&str, Constructor)] = &[
+    ("flex", Device::flex),
+    #[cfg(feature = "cuda")]
+    ("cuda", || Device::cuda(0)),
+    #[cfg(feature = "rocm")]
+    ("rocm", || Device::rocm(0)),
+    #[cfg(feature = "metal")]
+    ("metal", || {
+        Device::metal(burn::tensor::DeviceKind::DefaultDevice)
+    }),
+    #[cfg(feature = "vulkan")]
+    ("vulkan", || {
+        Device::vulkan(burn::tensor::DeviceKind::DefaultDevice)
+    }),
+    #[cfg(all(feature = "wgpu", not(feature = "vulkan")))]
+    ("wgpu", || {
+        Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)
+    }),
+];
+
+/// The devices of this build that `ATTENTION_TEST_DEVICES` names, or all of them.
+pub fn devices() -> Vec<TestDevice> {
+    let wanted = env::var("ATTENTION_TEST_DEVICES").ok();
+    let wanted: Option<Vec<&str>> = wanted
+        .as_deref()
+        .map(|names| names.split(',').map(str::trim).collect());
+    for name in wanted.iter().flatten() {
+        assert!(
+            COMPILED.iter().any(|(compiled, _)| compiled == name),
+            "ATTENTION_TEST_DEVICES names {name:?}, and this build has {:?}",
+            COMPILED
+                .iter()
+                .map(|(compiled, _)| *compiled)
+                .collect::<Vec<_>>(),
+        );
+    }
+    COMPILED
+        .iter()
+        .filter(|(name, _)| wanted.as_ref().is_none_or(|wanted| wanted.contains(name)))
+        .map(|(name, construct)| TestDevice {
+            name,
+            device: construct(),
+        })
+        .collect()
+}
+
+/// Those that run CubeCL kernels.
+pub fn cube_devices() -> Vec<TestDevice> {
+    devices().into_iter().filter(TestDevice::is_cube).collect()
+}

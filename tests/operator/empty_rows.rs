@@ -1,0 +1,198 @@
+//! Queries that see nothing, through every cause: output 0, logsumexp −∞ (or the sink), gradients 0, and
+//! what such a query or its output's gradient holds reaches nobody. Tensors without elements too.
+
+use crate::case::{Case, FULL};
+use crate::dense::read;
+use crate::devices::devices;
+use crate::inputs::Inputs;
+use attention_cube::CausalAlignment::{BottomRight, TopLeft};
+use attention_cube::{AttentionOptions, attention_with_lse};
+use burn::tensor::{Tensor, TensorData};
+
+/// Checks with NaN in the queries that `blind` names, and in their output's gradient.
+fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
+    case.check_inputs(clean, clean);
+    let mut given = clean.clone();
+    given.query.fill_rows(f64::NAN, &blind);
+    given.output_gradient.fill_rows(f64::NAN, &blind);
+    case.check_inputs(&given, clean);
+}
+
+fn case(q_len: usize, kv_len: usize) -> Case {
+    Case::new([2, 2, 1, q_len, kv_len, 32, 32])
+}
+
+#[test]
+fn by_mask() {
+    for q_len in [70, 3] {
+        let case = Case {
+            mask: Some([true, true, true, false]),
+            ..case(q_len, 66)
+        };
+        let inputs = case.inputs();
+        let mask = inputs.mask.clone().expect("the case has a mask");
+        check_blind(&case, &inputs, |[b, h, i]| mask.at([b, h, i, 0]) == 0.0);
+    }
+}
+
+#[test]
+fn by_length_zero() {
+    for q_len in [70, 3] {
+        let case = Case {
+            kv_lengths: Some(vec![0, 50]),
+            ..case(q_len, 66)
+        };
+        check_blind(&case, &case.inputs(), |[batch, _, _]| batch == 0);
+    }
+}
+
+#[test]
+fn by_causal_mask() {
+    let case = Case {
+        causal: Some(BottomRight),
+        ..case(150, 66)
+    };
+    check_blind(&case, &case.inputs(), |[_, _, query]| query < 150 - 66);
+}
+
+#[test]
+fn by_causal_mask_with_lengths() {
+    let case = Case {
+        causal: Some(BottomRight),
+        kv_lengths: Some(vec![10, 66]),
+        ..case(100, 66)
+    };
+    let lengths = [10, 66];
+    check_blind(&case, &case.inputs(), |[batch, _, query]| {
+        query < 100 - lengths[batch]
+    });
+}
+
+#[test]
+fn by_a_window_past_the_end() {
+    let case = Case {
+        causal: Some(TopLeft),
+        window: (Some(9), None),
+        ..case(150, 66)
+    };
+    check_blind(&case, &case.inputs(), |[_, _, query]| query >= 66 + 9);
+}
+
+#[test]
+fn by_segments_without_a_partner() {
+    let ids = |length: usize, other: i64| -> Vec<i64> {
+        (0..2 * length as i64)
+            .map(|token| if token % 7 == 3 { other } else { 1 })
+            .collect()
+    };
+    for q_len in [70, 3] {
+        let case = Case {
+            segments: Some((ids(q_len, 5), ids(66, -5))),
+            ..case(q_len, 66)
+        };
+        check_blind(&case, &case.inputs(), |[b, _, i]| (b * q_len + i) % 7 == 3);
+    }
+}
+
+/// With a sink, a query that sees no key has the sink as its logsumexp, and the sink its gradient.
+#[test]
+fn with_sinks() {
+    let masked = Case {
+        mask: Some([true, true, true, false]),
+        sinks: true,
+        ..case(150, 66)
+    };
+    let inputs = masked.inputs();
+    let mask = inputs.mask.clone().expect("the case has a mask");
+    check_blind(&masked, &inputs, |[b, h, i]| mask.at([b, h, i, 0]) == 0.0);
+
+    let causal = Case {
+        causal: Some(BottomRight),
+        sinks: true,
+        ..case(150, 66)
+    };
+    check_blind(&causal, &causal.inputs(), |[_, _, query]| query < 150 - 66);
+}
+
+#[test]
+fn all_queries_at_once() {
+    for q_len in [70, 1] {
+        let case = Case {
+            mask: Some(FULL),
+            bias: Some(FULL),
+            ..case(q_len, 66)
+        };
+        let mut inputs = case.inputs();
+        if let Some(mask) = &mut inputs.mask {
+            mask.values.fill(0.0);
+        }
+        check_blind(&case, &inputs, |_| true);
+    }
+}
+
+/// `[batch, q_heads, kv_heads, q_len, kv_len]` with a zero among them.
+#[test]
+fn tensors_without_elements() {
+    for device in devices() {
+        for [batch, q_heads, kv_heads, q_len, kv_len] in [
+            [0, 2, 1, 3, 4],
+            [2, 0, 0, 3, 4],
+            [2, 0, 1, 3, 4],
+            [2, 2, 1, 0, 4],
+            [2, 2, 1, 3, 0],
+            [2, 2, 1, 0, 0],
+        ] {
+            for with_sinks in [false, true] {
+                let context = format!(
+                    "{}: {:?}",
+                    device.name,
+                    [batch, q_heads, kv_heads, q_len, kv_len]
+                );
+                let autodiff = device.device.clone().autodiff();
+                let ones = |heads, length, columns| {
+                    Tensor::<4>::ones([batch, heads, length, columns], &autodiff).require_grad()
+                };
+                let query = ones(q_heads, q_len, 16);
+                let key = ones(kv_heads, kv_len, 16);
+                let value = ones(kv_heads, kv_len, 8);
+                let values: Vec<f32> = (0..q_heads).map(|head| head as f32).collect();
+                let sinks = Tensor::<1>::from_data(TensorData::new(values, [q_heads]), &autodiff)
+                    .require_grad();
+                let mut options = AttentionOptions::new().causal();
+                if with_sinks {
+                    options = options.sinks(sinks.clone());
+                }
+                let (output, lse) =
+                    attention_with_lse(query.clone(), key.clone(), value.clone(), options)
+                        .unwrap_or_else(|error| panic!("{context}: {error}"));
+                assert_eq!(output.dims(), [batch, q_heads, q_len, 8], "{context}");
+                assert_eq!(lse.dims(), [batch, q_heads, q_len], "{context}");
+                let gradients = (output.clone().sum() + lse.clone().sum()).backward();
+                assert!(
+                    read(output.inner()).iter().all(|x| *x == 0.0),
+                    "{context}: output"
+                );
+                for (index, lse) in read(lse.inner()).into_iter().enumerate() {
+                    let head = (index / q_len % q_heads) as f64;
+                    let expected = if with_sinks { head } else { f64::NEG_INFINITY };
+                    assert_eq!(lse, expected, "{context}: logsumexp");
+                }
+                for leaf in [&query, &key, &value] {
+                    let gradient = leaf.grad(&gradients);
+                    let gradient = gradient.unwrap_or_else(|| panic!("{context}: no gradient"));
+                    assert_eq!(gradient.dims(), leaf.dims(), "{context}");
+                    assert!(
+                        read(gradient).iter().all(|x| *x == 0.0),
+                        "{context}: gradient"
+                    );
+                }
+                if with_sinks {
+                    let gradient = sinks.grad(&gradients);
+                    let gradient = gradient.unwrap_or_else(|| panic!("{context}: no gradient"));
+                    let expected = vec![(batch * q_len) as f64; q_heads];
+                    assert_eq!(read(gradient), expected, "{context}: sinks gradient");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Wrong calls: each is refused with the error that names the argument, what it has and what it should
+//! have; the panicking form panics with that text, and the others never panic.
+
+use crate::devices::{cube_devices, devices};
+use crate::refused::{Call, Expected, Kind, bools, check, dtype, floats, ints, number, shape};
+use attention_cube::{AttentionOptions, try_fused_attention};
+use burn::tensor::{DType, Device, Tensor};
+
+#[test]
+fn shapes_of_queries() {
+    for device in devices() {
+        for has in [[2, 4, 3, 0], [1, 1, 1, 1025]] {
+            let query = floats(has, &device.device);
+            let call = Call {
+                query,
+                ..Call::fitting(&device.device)
+            };
+            let expected = shape("query", &has, (3, "head_dim"), "from 1 to 1024");
+            check(device.name, &call, &expected);
+        }
+    }
+}
+
+#[test]
+fn shapes_of_keys() {
+    let divisor = "a divisor of the query's 4 heads";
+    for device in devices() {
+        let on = &device.device;
+        for (has, dimension, want) in [
+            ([3, 2, 5, 8], (0, "batch"), "2, the query's batch"),
+            ([2, 2, 5, 7], (3, "head_dim"), "8, the query's head_dim"),
+            ([2, 3, 5, 8], (1, "kv_heads"), divisor),
+            ([2, 8, 5, 8], (1, "kv_heads"), divisor),
+            ([2, 0, 5, 8], (1, "kv_heads"), divisor),
+        ] {
+            let value = floats([2, has[1], 5, 6], on);
+            let call = Call {
+                key: floats(has, on),
+                value,
+                ..Call::fitting(on)
+            };
+            check(device.name, &call, &shape("key", &has, dimension, want));
+        }
+    }
+}
+
+#[test]
+fn shapes_of_values() {
+    for device in devices() {
+        let on = &device.device;
+        for (has, dimension, want) in [
+            ([1, 2, 5, 6], (0, "batch"), "2, the query's batch"),
+            ([2, 4, 5, 6], (1, "kv_heads"), "2, the key's kv_heads"),
+            ([2, 2, 4, 6], (2, "kv_len"), "5, the key's kv_len"),
+            ([2, 2, 5, 0], (3, "value_dim"), "from 1 to 1024"),
+            ([2, 2, 5, 1025], (3, "value_dim"), "from 1 to 1024"),
+        ] {
+            let call = Call {
+                value: floats(has, on),
+                ..Call::fitting(on)
+            };
+            check(device.name, &call, &shape("value", &has, dimension, want));
+        }
+    }
+}
+
+#[test]
+fn shapes_of_masks_and_biases() {
+    let scores = [2, 4, 3, 5];
+    for device in devices() {
+        let on = &device.device;
+        for (dim, name) in ["batch", "q_heads", "q_len", "kv_len"]
+            .into_iter()
+            .enumerate()
+        {
+            let mut has = scores;
+            has[dim] = 7;
+            let want = format!("{} or 1, to broadcast to {scores:?}", scores[dim]);
+            let mask = AttentionOptions::new().mask(bools(has, on));
+            let bias = AttentionOptions::new().bias(floats(has, on));
+            for (argument, options) in [("mask", mask), ("bias", bias)] {
+                let call = Call::fitting(on).with_options(options);
+                check(
+                    device.name,
+                    &call,
+                    &shape(argument, &has, (dim, name), &want),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn shapes_of_other_options() {
+    const BATCH: (usize, &str) = (0, "batch");
+    const LENGTH: (usize, &str) = (1, "length");
+    let batch = "2, the query's batch";
+    for device in devices() {
+        let on = &device.device;
+        let segments = |queries: [usize; 2], keys: [usize; 2]| {
+            AttentionOptions::new().segments(ints(queries, on), ints(keys, on))
+        };
+        let lengths = AttentionOptions::new().kv_lengths(ints([3], on));
+        let sinks = AttentionOptions::new().sinks(floats([2], on));
+        let heads = "4, the query's heads";
+        let of_queries = |has, dimension, want| shape("query segments", has, dimension, want);
+        let of_keys = |has, dimension, want| shape("key segments", has, dimension, want);
+        for (options, expected) in [
+            (lengths, shape("kv_lengths", &[3], BATCH, batch)),
+            (segments([1, 3], [2, 5]), of_queries(&[1, 3], BATCH, batch)),
+            (
+                segments([2, 5], [2, 5]),
+                of_queries(&[2, 5], LENGTH, "3, the query's q_len"),
+            ),
+            (segments([2, 3], [4, 5]), of_keys(&[4, 5], BATCH, batch)),
+            (
+                segments([2, 3], [2, 3]),
+                of_keys(&[2, 3], LENGTH, "5, the key's kv_len"),
+            ),
+            (sinks, shape("sinks", &[2], (0, "q_heads"), heads)),
+        ] {
+            check(
+                device.name,
+                &Call::fitting(on).with_options(options),
+                &expected,
+            );
+        }
+    }
+}
+
+#[test]
+fn dtypes() {
+    for device in devices() {
+        let on = &device.device;
+        let half = |tensor: Tensor<4>| tensor.cast(DType::F16);
+        let fit = Call::fitting(on);
+        let bias = AttentionOptions::new().bias(half(floats([1; 4], on)));
+        let sinks = AttentionOptions::new().sinks(floats([4], on).cast(DType::F16));
+        for (argument, call) in [
+            (
+                "key",
+                Call {
+                    key: half(fit.key.clone()),
+                    ..fit.clone()
+                },
+            ),
+            (
+                "value",
+                Call {
+                    value: half(fit.value.clone()),
+                    ..fit.clone()
+                },
+            ),
+            ("bias", fit.with_options(bias)),
+            ("sinks", fit.with_options(sinks)),
+        ] {
+            check(device.name, &call, &dtype(argument));
+        }
+    }
+}
+
+#[test]
+fn numbers() {
+    for device in devices() {
+        let fit = Call::fitting(&device.device);
+        for scale in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e300] {
+            let call = fit.with_options(AttentionOptions::new().scale(scale));
+            check(device.name, &call, &number("scale", scale, "a finite f32"));
+        }
+        for softcap in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300, 1e-300] {
+            let call = fit.with_options(AttentionOptions::new().softcap(softcap));
+            check(
+                device.name,
+                &call,
+                &number("softcap", softcap, "a finite f32 above zero"),
+            );
+        }
+    }
+}
+
+/// Every tensor of a call has to be where the query is.
+#[test]
+fn other_devices() {
+    let flex = &Device::flex();
+    for device in cube_devices() {
+        let on = &device.device;
+        let fit = Call::fitting(on);
+        let new = AttentionOptions::new;
+        let query_segments = new().segments(ints([2, 3], flex), ints([2, 5], on));
+        let key_segments = new().segments(ints([2, 3], on), ints([2, 5], flex));
+        for (argument, call) in [
+            (
+                "key",
+                Call {
+                    key: floats([2, 2, 5, 8], flex),
+                    ..fit.clone()
+                },
+            ),
+            (
+                "value",
+                Call {
+                    value: floats([2, 2, 5, 6], flex),
+                    ..fit.clone()
+                },
+            ),
+            (
+                "mask",
+                fit.with_options(new().mask(bools([2, 4, 3, 5], flex))),
+            ),
+            (
+                "bias",
+                fit.with_options(new().bias(floats([2, 4, 3, 5], flex))),
+            ),
+            (
+                "kv_lengths",
+                fit.with_options(new().kv_lengths(ints([2], flex))),
+            ),
+            ("query segments", fit.with_options(query_segments)),
+            ("key segments", fit.with_options(key_segments)),
+            ("sinks", fit.with_options(new().sinks(floats([4], flex)))),
+        ] {
+            let has = format!("{argument} is on {flex:?}");
+            let texts = vec![has, format!("the query's device, {on:?}")];
+            check(
+                device.name,
+                &call,
+                &Expected {
+                    kind: Kind::Device,
+                    argument,
+                    texts,
+                },
+            );
+        }
+    }
+}
+
+/// What fits is not refused: a constant on the plain device beside tracked tensors, and the reverse.
+#[test]
+fn autodiff_is_no_other_device() {
+    for device in devices() {
+        let tracked = device.device.clone().autodiff();
+        let (plain, other) = (Call::fitting(&device.device), Call::fitting(&tracked));
+        let options = AttentionOptions::new().bias(floats([1; 4], &tracked));
+        let mixed = [
+            Call {
+                key: other.key.clone(),
+                ..plain.with_options(options.clone())
+            },
+            Call {
+                query: other.query.clone(),
+                ..plain.with_options(options)
+            },
+        ];
+        for call in mixed {
+            if let Err(error) = call.of(try_fused_attention) {
+                panic!("{}: {error}", device.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
+
+use crate::devices::{cube_devices, devices};
+use attention_cube::plan::{DeviceProfile, Engine, Pass, Refusal, Selection, select};
+use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
+use burn::tensor::{DType, Device, Tensor};
+
+fn problem(head_dim: usize) -> AttentionProblem {
+    let zeros = Tensor::<4>::zeros([1, 2, 3, head_dim], (&Device::flex(), DType::F32));
+    AttentionProblem::new(&zeros, &zeros, &zeros, &AttentionOptions::new())
+        .unwrap_or_else(|error| panic!("{head_dim}: {error}"))
+}
+
+/// A device on which everything is served.
+fn profile() -> DeviceProfile {
+    DeviceProfile {
+        name: "fabricated".into(),
+        dtypes: vec![DType::F32, DType::F16],
+        shared_memory: 48 << 10,
+        units_per_cube: 1024,
+        bindings: 16,
+        cube_count: 65535,
+        multiprocessors: None,
+    }
+}
+
+#[test]
+fn flex_runs_the_reference() {
+    let explanation = explain(&problem(64), &Device::flex());
+    assert_eq!(explanation.device, None);
+    for selection in [&explanation.forward, &explanation.backward] {
+        assert_eq!(selection.kernel.engine(), Engine::Reference);
+        assert!(
+            selection
+                .refusals
+                .contains(&(Engine::Unit, Refusal::NoCubeCL)),
+            "{explanation}"
+        );
+    }
+    assert!(
+        explanation
+            .to_string()
+            .contains("does not run CubeCL kernels"),
+        "{explanation}"
+    );
+}
+
+#[test]
+fn cube_devices_run_kernels() {
+    for device in cube_devices() {
+        for head_dim in [1, 64, 512, MAX_HEAD_DIM] {
+            let explanation = explain(&problem(head_dim), &device.device);
+            let profile = explanation.device.as_ref();
+            let name = &profile
+                .unwrap_or_else(|| panic!("{}: no profile", device.name))
+                .name;
+            let text = explanation.to_string();
+            assert!(
+                text.contains(name.as_str()) && text.contains("forward"),
+                "{text}"
+            );
+            for selection in [&explanation.forward, &explanation.backward] {
+                assert_ne!(
+                    selection.kernel.engine(),
+                    Engine::Reference,
+                    "{}: {text}",
+                    device.name
+                );
+            }
+        }
+    }
+}
+
+/// Every device answers about every dtype, and a dtype that it has not is refused by name.
+#[test]
+fn a_dtype_that_is_missing_is_named() {
+    for device in devices() {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let explanation = explain(
+                &AttentionProblem {
+                    dtype,
+                    ..problem(64)
+                },
+                &device.device,
+            );
+            let served = explanation.forward.kernel.engine() != Engine::Reference;
+            assert_eq!(
+                served,
+                device.is_cube() && device.supports(dtype),
+                "{explanation}"
+            );
+            if device.is_cube() && !served {
+                let text = explanation.to_string();
+                assert!(text.contains(&format!("have no {dtype:?}")), "{text}");
+            }
+        }
+    }
+}
+
+/// Both passes of `problem` go to the reference, and the unit engine says why.
+#[track_caller]
+fn assert_refused(
+    problem: &AttentionProblem,
+    profile: &DeviceProfile,
+    matches: impl Fn(&Refusal) -> bool,
+    text: &[&str],
+) {
+    for pass in [Pass::Forward, Pass::Backward] {
+        let Selection { kernel, refusals } = select(problem, Some(profile), true, pass);
+        assert_eq!(kernel.engine(), Engine::Reference, "{pass:?}: {refusals:?}");
+        let refusal = refusals.iter().find(|(engine, _)| *engine == Engine::Unit);
+        let (_, refusal) = refusal.unwrap_or_else(|| panic!("{pass:?}: {refusals:?}"));
+        assert!(matches(refusal), "{pass:?}: {refusal:?}");
+        for part in text {
+            let refusal = refusal.to_string();
+            assert!(
+                refusal.contains(part),
+                "{pass:?}: {part:?} is not in {refusal:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn too_little_shared_memory() {
+    assert_refused(
+        &problem(64),
+        &DeviceProfile {
+            shared_memory: 8 << 10,
+            ..profile()
+        },
+        |refusal| {
+            matches!(
+                refusal,
+                Refusal::Tiles {
+                    width: 64,
+                    shared_memory: 8192,
+                    ..
+                }
+            )
+        },
+        &["64 columns", "8192 bytes of shared memory"],
+    );
+}
+
+#[test]
+fn too_few_units() {
+    assert_refused(
+        &problem(64),
+        &DeviceProfile {
+            units_per_cube: 32,
+            ..profile()
+        },
+        |refusal| matches!(refusal, Refusal::Tiles { units: 32, .. }),
+        &["64 columns", "32 units a cube"],
+    );
+}
+
+#[test]
+fn too_few_bindings() {
+    assert_refused(
+        &problem(64),
+        &DeviceProfile {
+            bindings: 4,
+            ..profile()
+        },
+        |refusal| matches!(refusal, Refusal::Bindings { available: 4, .. }),
+        &["buffers", "may bind 4"],
+    );
+}
+
+#[test]
+fn no_such_dtype() {
+    assert_refused(
+        &AttentionProblem {
+            dtype: DType::F16,
+            ..problem(64)
+        },
+        &DeviceProfile {
+            dtypes: vec![DType::F32],
+            ..profile()
+        },
+        |refusal| *refusal == Refusal::Dtype(DType::F16),
+        &["have no F16"],
+    );
+}
+
+#[test]
+fn positions_beyond_32_bits() {
+    assert_refused(
+        &AttentionProblem {
+            kv_len: 1 << 31,
+            ..problem(64)
+        },
+        &profile(),
+        |refusal| matches!(refusal, Refusal::Length { length, .. } if *length == 1 << 31),
+        &["2147483648", "longer than"],
+    );
+}
+
+/// What WebGPU guarantees is enough: 16 KB, 256 units, 8 buffers.
+#[test]
+fn sixteen_kilobytes_serve_every_head_size() {
+    let small = DeviceProfile {
+        shared_memory: 16 << 10,
+        units_per_cube: 256,
+        bindings: 8,
+        ..profile()
+    };
+    for head_dim in 1..=MAX_HEAD_DIM {
+        for q_len in [1, 100] {
+            let problem = AttentionProblem {
+                q_len,
+                ..problem(head_dim)
+            };
+            for vectorized in [false, true] {
+                for pass in [Pass::Forward, Pass::Backward] {
+                    let selection = select(&problem, Some(&small), vectorized, pass);
+                    let engine = selection.kernel.engine();
+                    assert_ne!(
+                        engine,
+                        Engine::Reference,
+                        "{head_dim}, {pass:?}: {selection:?}"
+                    );
+                }
+            }
+        }
+    }
+}

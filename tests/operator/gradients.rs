@@ -1,0 +1,226 @@
+//! Attention inside a graph: with a loss over either result alone, with few inputs that want gradients,
+//! twice over the same keys, under both checkpointing strategies, amid other operations.
+
+use crate::case::Case;
+use crate::compare::{Named, Precision, assert_close};
+use crate::dense::{Dense, read};
+use crate::devices::devices;
+use crate::run::Operator;
+use attention_cube::AttentionOptions;
+use burn::tensor::{DType, Device, Tensor};
+use rand::{SeedableRng, rngs::StdRng};
+
+fn case(q_len: usize) -> Case {
+    Case::new([2, 4, 2, q_len, 70, 32, 32])
+}
+
+#[test]
+fn of_the_output_alone() {
+    for q_len in [66, 2] {
+        Case {
+            lse_gradient: false,
+            ..case(q_len)
+        }
+        .check();
+    }
+}
+
+#[test]
+fn of_the_logsumexp_alone() {
+    let case = case(66);
+    let mut inputs = case.inputs();
+    inputs.output_gradient.values.fill(0.0);
+    case.check_inputs(&inputs, &inputs);
+}
+
+fn random<const N: usize>(shapes: [[usize; 4]; N]) -> [Dense; N] {
+    let mut rng = StdRng::seed_from_u64(crate::case::seed() ^ 0x6752_6164);
+    shapes.map(|shape| Dense::normal(shape, DType::F32, &mut rng))
+}
+
+const QUERY: [usize; 4] = [2, 4, 66, 32];
+const KEY: [usize; 4] = [2, 2, 70, 32];
+
+/// The gradients of all leaves on a device, for a loss that `graph` makes of them.
+fn gradients(
+    leaves: &[Dense],
+    device: &Device,
+    dtype: DType,
+    graph: impl Fn(&[Tensor<4>]) -> Tensor<1>,
+) -> Vec<Named> {
+    let tensors: Vec<_> = leaves
+        .iter()
+        .map(|leaf| leaf.tensor(device, dtype).require_grad())
+        .collect();
+    let gradients = graph(&tensors).backward();
+    let values = |tensor: &Tensor<4>| tensor.grad(&gradients).map(read).unwrap_or_default();
+    let named = |tensor| Named {
+        name: "gradient",
+        values: values(tensor),
+        magnitude: 1.0,
+        stored: 0.0,
+    };
+    tensors.iter().map(named).collect()
+}
+
+/// Checks a graph on every device, plain and checkpointed, against the definition in f64.
+fn check_graph(name: &str, leaves: &[Dense], graph: impl Fn(Operator, &[Tensor<4>]) -> Tensor<1>) {
+    let flex = Device::flex().autodiff();
+    let reference = |dtype| gradients(leaves, &flex, dtype, |x| graph(Operator::Reference, x));
+    let (exact, baseline) = (reference(DType::F64), reference(DType::F32));
+    let precision = Precision {
+        dtype: DType::F32,
+        terms: 140,
+    };
+    for device in devices() {
+        let plain = device.device.clone().autodiff();
+        let checkpointed = plain.clone().gradient_checkpointing();
+        for (strategy, on) in [("plain", plain), ("checkpointed", checkpointed)] {
+            let got = gradients(leaves, &on, DType::F32, |x| graph(Operator::Fused, x));
+            for (leaf, ((got, exact), baseline)) in
+                got.iter().zip(&exact).zip(&baseline).enumerate()
+            {
+                let context = format!("{}, {strategy}, {name}, leaf {leaf}", device.name);
+                assert_close(&context, got, exact, baseline, precision);
+            }
+        }
+    }
+}
+
+fn attend(operator: Operator, query: &Tensor<4>, key: &Tensor<4>, value: &Tensor<4>) -> Tensor<4> {
+    let options = AttentionOptions::new().causal();
+    match operator.call(query.clone(), key.clone(), value.clone(), options) {
+        Ok((output, _)) => output,
+        Err(error) => panic!("{operator:?}: {error}"),
+    }
+}
+
+/// Checkpointing recomputes what is cheap: the inputs of attention here, and what follows it.
+#[test]
+fn amid_other_operations() {
+    let leaves = random([QUERY, KEY, KEY, QUERY]);
+    check_graph("amid other operations", &leaves, |operator, x| {
+        let query = (x[0].clone() * 0.7 + 0.1).tanh() * 2.0;
+        let key = x[1].clone().tanh() * x[1].clone();
+        let value = (x[2].clone() * 0.5).exp();
+        let output = attend(operator, &query, &key, &value);
+        ((output.clone() * x[3].clone()).tanh() + output).sum()
+    });
+}
+
+#[test]
+fn two_calls_over_the_same_keys() {
+    let leaves = random([QUERY, KEY, KEY, QUERY, QUERY]);
+    check_graph("two calls over the same keys", &leaves, |operator, x| {
+        let first = attend(operator, &x[0], &x[1], &x[2]);
+        let second = attend(operator, &x[3], &x[1], &x[2]);
+        (first * x[4].clone()).sum() + (second * x[0].clone()).sum()
+    });
+}
+
+/// The output of one attention is the query of the next.
+#[test]
+fn one_call_after_another() {
+    let leaves = random([QUERY, KEY, KEY, QUERY]);
+    check_graph("one call after another", &leaves, |operator, x| {
+        let first = attend(operator, &x[0], &x[1], &x[2]);
+        let second = attend(operator, &first, &x[1], &x[2]);
+        (second * x[3].clone()).sum()
+    });
+}
+
+/// One tensor in all three places.
+#[test]
+fn self_attention_of_one_tensor() {
+    let leaves = random([QUERY, QUERY]);
+    check_graph("one tensor thrice", &leaves, |operator, x| {
+        (attend(operator, &x[0], &x[0], &x[0]) * x[1].clone()).sum()
+    });
+}
+
+/// The logsumexp merges two attentions over halves of the keys into the one over all.
+#[test]
+fn halves_merged_by_their_logsumexp() {
+    let leaves = random([QUERY, KEY, KEY, QUERY]);
+    check_graph("merged halves", &leaves, |operator, x| {
+        let half = |keys: std::ops::Range<usize>| {
+            let part = |tensor: &Tensor<4>| tensor.clone().slice([0..2, 0..2, keys.clone(), 0..32]);
+            let options = AttentionOptions::new();
+            let (output, lse) = operator
+                .call(x[0].clone(), part(&x[1]), part(&x[2]), options)
+                .unwrap_or_else(|error| panic!("{operator:?}: {error}"));
+            (output, lse.exp().unsqueeze_dim::<4>(3))
+        };
+        let ((first, first_weight), (second, second_weight)) = (half(0..31), half(31..70));
+        let merged = (first * first_weight.clone() + second * second_weight.clone())
+            / (first_weight + second_weight);
+        (merged * x[3].clone()).sum()
+    });
+}
+
+/// Constants on the plain device beside tracked tensors, whichever of the inputs is the tracked one.
+#[test]
+fn of_one_input_alone() {
+    let case = Case {
+        bias: Some([false, true, true, true]),
+        sinks: true,
+        ..case(66)
+    };
+    let inputs = case.inputs();
+    let all = case.run(&inputs, &Device::flex(), DType::F64, Operator::Reference);
+    let baseline = case.run(&inputs, &Device::flex(), DType::F32, Operator::Reference);
+    for device in devices() {
+        let tracked_device = device.device.clone().autodiff();
+        for tracked in 0..5 {
+            let place = |index| {
+                if index == tracked {
+                    &tracked_device
+                } else {
+                    &device.device
+                }
+            };
+            let on = |index: usize, dense: &Dense| {
+                let tensor = dense.tensor(place(index), DType::F32);
+                if index == tracked {
+                    tensor.require_grad()
+                } else {
+                    tensor
+                }
+            };
+            let bias = on(3, inputs.bias.as_ref().expect("the case has a bias"));
+            let sinks = inputs.sinks.as_ref().expect("the case has sinks");
+            let sinks = on(4, sinks);
+            let leaves = [
+                on(0, &inputs.query),
+                on(1, &inputs.key),
+                on(2, &inputs.value),
+                bias.clone(),
+                sinks.clone(),
+            ];
+            let options = AttentionOptions::new().bias(bias).sinks(sinks.reshape([4]));
+            let [query, key, value, ..] = leaves.clone();
+            let (output, lse) = Operator::Fused
+                .call(query, key, value, options)
+                .unwrap_or_else(|error| panic!("{}, {tracked}: {error}", device.name));
+            let lse_weights = inputs.lse_gradient.as_ref().expect("the case has one");
+            let weights = inputs.output_gradient.tensor(&device.device, DType::F32);
+            let lse_weights = lse_weights
+                .tensor(&device.device, DType::F32)
+                .reshape(lse.dims());
+            let gradients = ((output * weights).sum() + (lse * lse_weights).sum()).backward();
+            let gradient = leaves[tracked].grad(&gradients);
+            let (exact, baseline) = (&all[2 + tracked], &baseline[2 + tracked]);
+            let context = format!("{}, {} alone", device.name, exact.name);
+            let gradient = gradient.unwrap_or_else(|| panic!("{context}: none"));
+            let got = Named {
+                values: read(gradient),
+                ..exact.clone()
+            };
+            let precision = Precision {
+                dtype: DType::F32,
+                terms: 140,
+            };
+            assert_close(&context, &got, exact, baseline, precision);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Every kind of head size: powers of two, odd ones, those between two tile widths, values wider or
+//! narrower than keys, up to 1024; forward and backward, causal, at lengths that fill no tile.
+
+use crate::case::Case;
+use attention_cube::CausalAlignment;
+
+fn check(dims: &[(usize, usize)]) {
+    for &(head_dim, value_dim) in dims {
+        Case {
+            causal: Some(CausalAlignment::BottomRight),
+            ..Case::new([1, 2, 1, 37, 45, head_dim, value_dim])
+        }
+        .check();
+    }
+}
+
+#[test]
+fn small() {
+    check(&[(1, 1), (7, 7), (8, 8), (16, 16), (33, 33)]);
+}
+
+#[test]
+fn medium() {
+    check(&[(64, 64), (80, 80), (96, 96), (128, 128), (192, 192)]);
+}
+
+#[test]
+fn large() {
+    check(&[(256, 256), (320, 320), (512, 512)]);
+}
+
+#[test]
+fn largest() {
+    check(&[(1000, 1000), (1024, 1024)]);
+}
+
+#[test]
+fn values_of_another_width() {
+    check(&[(576, 512), (192, 128), (1, 64), (40, 5), (30, 128)]);
+}
+
+/// A query of one token takes the kernel for few rows.
+#[test]
+fn decoding() {
+    for (head_dim, value_dim) in [
+        (1, 1),
+        (33, 33),
+        (128, 128),
+        (256, 256),
+        (576, 512),
+        (1024, 1024),
+    ] {
+        Case {
+            causal: Some(CausalAlignment::BottomRight),
+            ..Case::new([1, 4, 2, 1, 150, head_dim, value_dim])
+        }
+        .check();
+    }
+}

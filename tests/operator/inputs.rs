@@ -1,0 +1,67 @@
+//! The data of a case, on the host and on a device.
+
+use crate::dense::Dense;
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+
+/// The data of a case on the host, in f64 but of values that its dtype holds.
+#[derive(Clone, Debug)]
+pub struct Inputs {
+    pub query: Dense,
+    pub key: Dense,
+    pub value: Dense,
+    pub output_gradient: Dense,
+    /// `[batch, q_heads, q_len, 1]`.
+    pub lse_gradient: Option<Dense>,
+    pub bias: Option<Dense>,
+    /// `[1, q_heads, 1, 1]`, or of one head if expanded.
+    pub sinks: Option<Dense>,
+    /// 1 is visible.
+    pub mask: Option<Dense>,
+    pub kv_lengths: Option<Vec<i64>>,
+    pub segments: Option<(Vec<i64>, Vec<i64>)>,
+}
+
+/// The optional tensors of a call on a device.
+pub struct Extras {
+    pub mask: Option<Tensor<4, Bool>>,
+    pub bias: Option<Tensor<4>>,
+    pub kv_lengths: Option<Tensor<1, Int>>,
+    pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
+    pub sinks: Option<Tensor<1>>,
+}
+
+impl Inputs {
+    /// On a device with autodiff: bias and sinks are leaves.
+    pub fn extras(&self, device: &Device, dtype: DType) -> Extras {
+        let ids = |ids: &Vec<i64>, length: usize| {
+            let shape = [ids.len() / length, length];
+            Tensor::<2, Int>::from_data(TensorData::new(ids.clone(), shape), device)
+        };
+        Extras {
+            mask: self.mask.as_ref().map(|mask| {
+                let values: Vec<bool> = mask.values.iter().map(|value| *value != 0.0).collect();
+                Tensor::from_data(TensorData::new(values, mask.shape), device)
+            }),
+            bias: self
+                .bias
+                .as_ref()
+                .map(|bias| bias.tensor(device, dtype).require_grad()),
+            kv_lengths: self.kv_lengths.as_ref().map(|lengths| {
+                Tensor::from_data(TensorData::new(lengths.clone(), [lengths.len()]), device)
+            }),
+            segments: self.segments.as_ref().map(|(queries, keys)| {
+                (
+                    ids(queries, self.query.shape[2]),
+                    ids(keys, self.key.shape[2]),
+                )
+            }),
+            sinks: self.sinks.as_ref().map(|sinks| {
+                sinks
+                    .tensor(device, dtype)
+                    .reshape([sinks.values.len()])
+                    .detach()
+                    .require_grad()
+            }),
+        }
+    }
+}

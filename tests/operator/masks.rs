@@ -1,0 +1,180 @@
+//! Who sees whom: causal mask under both alignments, windows, bool masks of every broadcast shape, and
+//! all of them together; hidden keys may hold anything.
+
+use crate::case::{Case, FULL};
+use attention_cube::CausalAlignment::{self, BottomRight, TopLeft};
+
+/// `[batch 2, 2 query heads on 1, q_len, kv_len, 32, 32]`.
+fn case(q_len: usize, kv_len: usize) -> Case {
+    Case::new([2, 2, 1, q_len, kv_len, 32, 32])
+}
+
+#[test]
+fn causal_under_both_alignments() {
+    for alignment in [BottomRight, TopLeft] {
+        for (q_len, kv_len) in [(70, 70), (70, 150), (150, 70), (3, 70), (70, 3)] {
+            Case {
+                causal: Some(alignment),
+                ..case(q_len, kv_len)
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
+fn windows() {
+    for (left, right) in [
+        (Some(20), None),
+        (None, Some(20)),
+        (Some(10), Some(5)),
+        (Some(0), Some(0)),
+        (Some(0), None),
+        (None, Some(0)),
+        (Some(1000), Some(1000)),
+        (Some(usize::MAX), Some(usize::MAX)),
+    ] {
+        Case {
+            window: (left, right),
+            ..case(100, 130)
+        }
+        .check();
+    }
+    Case {
+        window: (Some(10), Some(40)),
+        ..case(130, 100)
+    }
+    .check();
+}
+
+#[test]
+fn causal_windows() {
+    for alignment in [BottomRight, TopLeft] {
+        for (left, right) in [
+            (Some(0), Some(0)),
+            (Some(30), Some(0)),
+            (Some(30), Some(50)),
+        ] {
+            for (q_len, kv_len) in [(100, 130), (130, 100)] {
+                Case {
+                    causal: Some(alignment),
+                    window: (left, right),
+                    ..case(q_len, kv_len)
+                }
+                .check();
+            }
+        }
+    }
+}
+
+#[test]
+fn masks_of_every_broadcast_shape() {
+    for bits in 0..16 {
+        let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
+        for expanded in [false, true] {
+            Case {
+                mask: Some(extent),
+                expanded,
+                ..case(66, 70)
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
+fn everything_at_once() {
+    for causal in [None, Some(BottomRight), Some(TopLeft)] {
+        Case {
+            mask: Some(FULL),
+            causal,
+            window: (Some(25), Some(30)),
+            kv_lengths: Some(vec![120, 90]),
+            ..case(100, 130)
+        }
+        .check();
+    }
+}
+
+/// Poison in the keys that `hidden` names; zeros in the oracle.
+fn check_poisoned(case: &Case, hide: impl Fn(usize) -> bool) {
+    let clean = case.inputs();
+    let mut given = clean.clone();
+    given.key.fill_rows(f64::INFINITY, |[_, _, key]| hide(key));
+    given.value.fill_rows(f64::NAN, |[_, _, key]| hide(key));
+    case.check_inputs(&given, &clean);
+}
+
+#[test]
+fn poison_right_of_the_diagonal() {
+    let causal = Some(CausalAlignment::TopLeft);
+    check_poisoned(
+        &Case {
+            causal,
+            ..case(70, 150)
+        },
+        |key| key >= 70,
+    );
+}
+
+#[test]
+fn poison_outside_of_the_window() {
+    // Queries stand at the keys 40..130 and see from 10 to the left.
+    let windowed = Case {
+        window: (Some(10), Some(5)),
+        ..case(90, 130)
+    };
+    check_poisoned(&windowed, |key| key < 30);
+    let windowed = Case {
+        causal: Some(TopLeft),
+        window: (Some(10), None),
+        ..case(90, 130)
+    };
+    check_poisoned(&windowed, |key| key >= 90);
+}
+
+/// Hidden keys amid visible ones, in the prefill's kernel and in the one for few rows.
+#[test]
+fn poison_under_the_mask() {
+    let hidden = |key: usize| key.is_multiple_of(3) || (64..128).contains(&key);
+    for q_len in [66, 2] {
+        let case = Case {
+            mask: Some([false, false, false, true]),
+            ..case(q_len, 150)
+        };
+        let mut clean = case.inputs();
+        if let Some(mask) = &mut clean.mask {
+            for (key, visible) in mask.values.iter_mut().enumerate() {
+                *visible = f64::from(!hidden(key));
+            }
+        }
+        let mut given = clean.clone();
+        given.key.fill_rows(f64::NAN, |[_, _, key]| hidden(key));
+        given
+            .value
+            .fill_rows(f64::NEG_INFINITY, |[_, _, key]| hidden(key));
+        case.check_inputs(&given, &clean);
+    }
+}
+
+/// Some keys for all queries, and all keys for some queries.
+#[test]
+fn a_bias_of_minus_infinity_hides() {
+    for q_len in [66, 2] {
+        let case = Case {
+            bias: Some(FULL),
+            ..case(q_len, 70)
+        };
+        let mut inputs = case.inputs();
+        if let Some(bias) = &mut inputs.bias {
+            let (queries, keys) = (q_len, 70);
+            for (index, value) in bias.values.iter_mut().enumerate() {
+                let (query, key) = (index / keys % queries, index % keys);
+                if key.is_multiple_of(5) || query == 1 {
+                    *value = f64::NEG_INFINITY;
+                }
+            }
+        }
+        case.check_inputs(&inputs, &inputs);
+    }
+}

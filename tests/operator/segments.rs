@@ -1,0 +1,93 @@
+//! Packed documents: equal ids see each other and nobody else, whatever the ids are and in whatever order.
+//! In the oracle here, they are a block-diagonal mask.
+
+use crate::case::{Case, FULL};
+use crate::dense::Dense;
+use crate::inputs::Inputs;
+use attention_cube::CausalAlignment;
+
+/// Checks segments on the devices against a mask that says the same in the oracle.
+fn check(case: Case) {
+    let (queries, keys) = case.segments.clone().expect("a case with segments");
+    let masked = Case {
+        segments: None,
+        mask: Some(FULL),
+        ..case.clone()
+    };
+    let given = Inputs {
+        segments: case.segments.clone(),
+        mask: None,
+        ..masked.inputs()
+    };
+    let (q_len, kv_len) = (case.q_len, case.kv_len);
+    let mask = Dense::from_fn(case.scores(), |[b, _, i, j]| {
+        f64::from(queries[b * q_len + i] == keys[b * kv_len + j])
+    });
+    let equivalent = Inputs {
+        segments: None,
+        mask: Some(mask),
+        ..given.clone()
+    };
+    case.check_inputs(&given, &equivalent);
+    case.check_inputs(&given, &given);
+}
+
+fn case(length: usize, ids: Vec<i64>) -> Case {
+    Case {
+        segments: Some((ids.clone(), ids)),
+        ..Case::new([2, 2, 1, length, length, 32, 32])
+    }
+}
+
+/// Ids of two sequences of `length` tokens: documents that end at `ends`.
+fn documents(length: usize, ends: [&[usize]; 2]) -> Vec<i64> {
+    ends.into_iter()
+        .flat_map(|ends| {
+            (0..length).map(|token| ends.iter().filter(|end| token >= **end).count() as i64)
+        })
+        .collect()
+}
+
+#[test]
+fn sorted() {
+    for causal in [None, Some(CausalAlignment::BottomRight)] {
+        let ids = documents(150, [&[10, 64, 65, 140], &[128]]);
+        check(Case {
+            causal,
+            ..case(150, ids)
+        });
+    }
+}
+
+#[test]
+fn unsorted_and_negative() {
+    for causal in [None, Some(CausalAlignment::BottomRight)] {
+        let ids = (0..2 * 100).map(|token| [3, -1, 7, i64::from(i32::MIN), 0][token * token % 5]);
+        check(Case {
+            causal,
+            ..case(100, ids.collect())
+        });
+    }
+}
+
+#[test]
+fn of_queries_unlike_those_of_keys() {
+    let queries = documents(100, [&[30, 70], &[64]]);
+    let keys = documents(150, [&[100], &[20, 80, 90]]);
+    let segments = Some((queries, keys));
+    check(Case {
+        segments,
+        ..Case::new([2, 2, 1, 100, 150, 32, 32])
+    });
+}
+
+#[test]
+fn with_lengths_and_window() {
+    let ids = documents(150, [&[40, 100], &[75]]);
+    check(Case {
+        kv_lengths: Some(vec![150, 90]),
+        causal: Some(CausalAlignment::TopLeft),
+        window: (Some(20), Some(0)),
+        ..case(150, ids)
+    });
+}

@@ -1,0 +1,229 @@
+//! Inputs and gradients that do not lie contiguously: permuted, sliced, broadcast with stride 0, with a
+//! last dimension that is not contiguous. The result is that of the contiguous copy, and every gradient
+//! has its input's shape.
+
+use crate::case::{Case, FULL};
+use crate::dense::{Layout, read};
+use crate::devices::devices;
+use attention_cube::{AttentionOptions, fused_attention};
+use burn::tensor::{Bool, Int, Tensor, TensorData};
+
+fn case(q_len: usize) -> Case {
+    Case::new([2, 4, 2, q_len, 70, 32, 32])
+}
+
+/// Each layout for all three inputs at once.
+#[test]
+fn every_layout() {
+    for layout in Layout::ALL {
+        for q_len in [66, 3] {
+            Case {
+                layouts: [layout, layout, layout, Layout::Contiguous],
+                ..case(q_len)
+            }
+            .check();
+        }
+    }
+}
+
+/// One input apart from the others: strides must not be taken from a neighbour.
+#[test]
+fn one_input_apart() {
+    for index in 0..3 {
+        for layout in [Layout::HeadsLast, Layout::Transposed, Layout::SharedHeads] {
+            let mut layouts = [Layout::Contiguous; 4];
+            layouts[index] = layout;
+            Case {
+                layouts,
+                ..case(66)
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
+fn gradients_of_the_output() {
+    for layout in [
+        Layout::HeadsLast,
+        Layout::Transposed,
+        Layout::SharedBatch,
+        Layout::SharedHeads,
+    ] {
+        for q_len in [66, 3] {
+            let layouts = [
+                Layout::Contiguous,
+                Layout::Contiguous,
+                Layout::Contiguous,
+                layout,
+            ];
+            Case {
+                layouts,
+                ..case(q_len)
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
+fn everything_apart() {
+    Case {
+        layouts: [
+            Layout::HeadsLast,
+            Layout::Projection {
+                before: 8,
+                after: 4,
+            },
+            Layout::SharedHeads,
+            Layout::Transposed,
+        ],
+        mask: Some([true, false, true, true]),
+        bias: Some([false, true, true, true]),
+        expanded: true,
+        ..case(66)
+    }
+    .check();
+}
+
+/// A bias that the caller expanded: its gradient sums over what it was expanded along.
+#[test]
+fn expanded_biases() {
+    for bias in [
+        FULL,
+        [false, true, true, true],
+        [true, false, false, true],
+        [false; 4],
+    ] {
+        Case {
+            bias: Some(bias),
+            expanded: true,
+            ..case(66)
+        }
+        .check();
+    }
+}
+
+/// Sizes that no vector of four divides, so that every row starts elsewhere.
+#[test]
+fn odd_columns() {
+    for layout in [
+        Layout::Contiguous,
+        Layout::HeadsLast,
+        Layout::Projection {
+            before: 3,
+            after: 1,
+        },
+    ] {
+        Case {
+            layouts: [layout, layout, layout, Layout::Contiguous],
+            ..Case::new([2, 2, 1, 66, 70, 33, 33])
+        }
+        .check();
+    }
+}
+
+/// Lengths, ids and sinks of one sequence or head, expanded to all.
+#[test]
+fn expanded_integers_and_sinks() {
+    let ids = |length: i64| -> Vec<i64> { (0..length).map(|token| token / 40).collect() };
+    for q_len in [66, 3] {
+        let plain = Case {
+            expanded: true,
+            sinks: true,
+            ..case(q_len)
+        };
+        Case {
+            kv_lengths: Some(vec![50]),
+            ..plain.clone()
+        }
+        .check();
+        Case {
+            segments: Some((ids(q_len as i64), ids(70))),
+            ..plain
+        }
+        .check();
+    }
+}
+
+/// Lengths, ids and sinks that are columns of wider tensors, and a mask whose rows and columns swap.
+#[test]
+fn sliced_integers_sinks_and_masks() {
+    for device in devices() {
+        let on = &device.device;
+        let normal = |heads: usize, length: usize| {
+            let values = (0..2 * heads * length * 32).map(|x| ((x * 37 % 101) as f32).sin());
+            let data = TensorData::new(values.collect::<Vec<_>>(), [2, heads, length, 32]);
+            Tensor::<4>::from_data(data, on)
+        };
+        let (query, key) = (normal(4, 66), normal(2, 70));
+        let ids = |length: usize, wide: usize| {
+            let values: Vec<i64> = (0..2 * length * wide)
+                .map(|x| {
+                    if x % wide == 0 {
+                        (x / wide % length / 33) as i64
+                    } else {
+                        -9
+                    }
+                })
+                .collect();
+            let ids = Tensor::<3, Int>::from_data(TensorData::new(values, [2, length, wide]), on);
+            ids.slice([0..2, 0..length, 0..1]).squeeze_dim::<2>(2)
+        };
+        let lengths = |wide: usize| {
+            let values: Vec<i64> = (0..2 * wide)
+                .map(|x| {
+                    if x % wide == 0 {
+                        40 + (x / wide) as i64
+                    } else {
+                        -9
+                    }
+                })
+                .collect();
+            let lengths = Tensor::<2, Int>::from_data(TensorData::new(values, [2, wide]), on);
+            lengths.slice([0..2, 0..1]).squeeze_dim::<1>(1)
+        };
+        let sinks = |wide: usize| {
+            let values: Vec<f32> = (0..4 * wide)
+                .map(|x| {
+                    if x % wide == 0 {
+                        (x / wide) as f32
+                    } else {
+                        9.0
+                    }
+                })
+                .collect();
+            let sinks = Tensor::<2>::from_data(TensorData::new(values, [4, wide]), on);
+            sinks.slice([0..4, 0..1]).squeeze_dim::<1>(1)
+        };
+        let mask = |swapped: bool| {
+            let visible = |query: usize, key: usize| (3 * query + key) % 4 != 0;
+            let values: Vec<bool> = if swapped {
+                (0..70 * 66).map(|x| visible(x % 66, x / 66)).collect()
+            } else {
+                (0..66 * 70).map(|x| visible(x / 70, x % 70)).collect()
+            };
+            let shape = if swapped {
+                [1, 1, 70, 66]
+            } else {
+                [1, 1, 66, 70]
+            };
+            let mask = Tensor::<4, Bool>::from_data(TensorData::new(values, shape), on);
+            if swapped { mask.swap_dims(2, 3) } else { mask }
+        };
+        let attend = |wide: usize| {
+            let options = AttentionOptions::new()
+                .segments(ids(66, wide), ids(70, wide))
+                .kv_lengths(lengths(wide))
+                .sinks(sinks(wide))
+                .mask(mask(wide > 1));
+            read(fused_attention(
+                query.clone(),
+                key.clone(),
+                key.clone(),
+                options,
+            ))
+        };
+        assert!(attend(1) == attend(3), "{}", device.name);
+    }
+}
