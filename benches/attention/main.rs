@@ -301,9 +301,9 @@ impl<'a> Bench<'a> {
         let measured = Measured {
             milliseconds: times.single * 1e3,
             launches: times.launches,
-            sustained_milliseconds: times.sustained * 1e3,
+            sustained_milliseconds: times.sustained.map(|seconds| seconds * 1e3),
             rate,
-            sustained_rate: work / times.sustained,
+            sustained_rate: times.sustained.map(|seconds| work / seconds),
             unit,
             percent_of_ceiling: ceiling.map(|ceiling| 100.0 * rate / ceiling),
             errors: times.errors,
@@ -331,7 +331,7 @@ impl<'a> Bench<'a> {
         Ok(Times {
             single: singles.median,
             launches: singles.launches,
-            sustained,
+            sustained: Some(sustained),
             errors,
         })
     }
@@ -370,7 +370,7 @@ impl<'a> Bench<'a> {
         let loss = self
             .timer
             .sustained(effort, loss_single, || backward(loss()))?;
-        let sustained = (both - forward - loss).max(f64::MIN_POSITIVE);
+        let sustained = Some(both - forward - loss).filter(|difference| *difference > 0.0);
         Ok(Times {
             single,
             launches: singles.launches,
@@ -393,7 +393,8 @@ struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    sustained: f64,
+    /// `None` where noise is larger than what it is the difference of.
+    sustained: Option<f64>,
     errors: Option<Errors>,
 }
 

@@ -69,11 +69,11 @@ pub enum Outcome {
 pub struct Measured {
     pub milliseconds: f64,
     pub launches: usize,
-    /// Back to back.
-    pub sustained_milliseconds: f64,
+    /// Back to back; absent where noise hides it.
+    pub sustained_milliseconds: Option<f64>,
     /// FLOP/s, or bytes a second for decoding.
     pub rate: f64,
-    pub sustained_rate: f64,
+    pub sustained_rate: Option<f64>,
     pub unit: Unit,
     pub percent_of_ceiling: Option<f64>,
     pub errors: Option<Errors>,
@@ -140,7 +140,9 @@ impl Row {
                     "{:>10.3} {:>14} {:>14} {percent:>7} {error:>9} {same_dtype:>10}",
                     measured.milliseconds,
                     measured.unit.show(measured.rate),
-                    measured.unit.show(measured.sustained_rate),
+                    measured
+                        .sustained_rate
+                        .map_or_else(|| "–".into(), |rate| measured.unit.show(rate)),
                 );
                 if self.peer == Peer::Ours && measured.errors.is_some_and(|e| !e.is_good()) {
                     print!("  WRONG");

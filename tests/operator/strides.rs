@@ -7,6 +7,7 @@ use crate::dense::{Layout, read};
 use crate::devices::devices;
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
+use std::iter;
 
 fn case(q_len: usize) -> Case {
     Case::new([2, 4, 2, q_len, 70, 32, 32])
@@ -157,47 +158,31 @@ fn sliced_integers_sinks_and_masks() {
             Tensor::<4>::from_data(data, on)
         };
         let (query, key) = (normal(4, 66), normal(2, 70));
+        // Each value the first of `wide` columns; −9 in the others.
+        let spread = |values: Vec<i64>, wide: usize| -> Vec<i64> {
+            let row = |value| iter::once(value).chain(iter::repeat(-9)).take(wide);
+            values.into_iter().flat_map(row).collect()
+        };
         let ids = |length: usize, wide: usize| {
-            let values: Vec<i64> = (0..2 * length * wide)
-                .map(|x| {
-                    if x % wide == 0 {
-                        (x / wide % length / 33) as i64
-                    } else {
-                        -9
-                    }
-                })
+            let ids = (0..2 * length)
+                .map(|token| (token % length / 33) as i64)
                 .collect();
-            let ids = Tensor::<3, Int>::from_data(TensorData::new(values, [2, length, wide]), on);
+            let data = TensorData::new(spread(ids, wide), [2, length, wide]);
+            let ids = Tensor::<3, Int>::from_data(data, on);
             ids.slice([0..2, 0..length, 0..1]).squeeze_dim::<2>(2)
         };
         let lengths = |wide: usize| {
-            let values: Vec<i64> = (0..2 * wide)
-                .map(|x| {
-                    if x % wide == 0 {
-                        40 + (x / wide) as i64
-                    } else {
-                        -9
-                    }
-                })
-                .collect();
-            let lengths = Tensor::<2, Int>::from_data(TensorData::new(values, [2, wide]), on);
+            let data = TensorData::new(spread(vec![40, 41], wide), [2, wide]);
+            let lengths = Tensor::<2, Int>::from_data(data, on);
             lengths.slice([0..2, 0..1]).squeeze_dim::<1>(1)
         };
         let sinks = |wide: usize| {
-            let values: Vec<f32> = (0..4 * wide)
-                .map(|x| {
-                    if x % wide == 0 {
-                        (x / wide) as f32
-                    } else {
-                        9.0
-                    }
-                })
-                .collect();
-            let sinks = Tensor::<2>::from_data(TensorData::new(values, [4, wide]), on);
+            let data = TensorData::new(spread(vec![0, 1, 2, 3], wide), [4, wide]);
+            let sinks = Tensor::<2>::from_data(data.convert::<f32>(), on);
             sinks.slice([0..4, 0..1]).squeeze_dim::<1>(1)
         };
         let mask = |swapped: bool| {
-            let visible = |query: usize, key: usize| (3 * query + key) % 4 != 0;
+            let visible = |query: usize, key: usize| !(3 * query + key).is_multiple_of(4);
             let values: Vec<bool> = if swapped {
                 (0..70 * 66).map(|x| visible(x % 66, x / 66)).collect()
             } else {

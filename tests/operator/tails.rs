@@ -143,7 +143,7 @@ fn a_length_is_a_trimmed_sequence() {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
-                // The gradients of two heads' keys would not be one run: there is one head.
+                // One sequence's part, and of that the rows of its keys: there is one head of them.
                 let precision = Precision {
                     dtype: DType::F32,
                     terms: 101,

@@ -52,7 +52,11 @@ pub fn explain(problem: &AttentionProblem, device: &Device) -> Explanation {
     let profile = profile(device);
     let choose = |pass| select(problem, profile.as_ref(), true, pass);
     let (forward, backward) = (choose(Pass::Forward), choose(Pass::Backward));
-    Explanation { device: profile, forward, backward }
+    Explanation {
+        device: profile,
+        forward,
+        backward,
+    }
 }
 
 #[cfg(feature = "cube")]

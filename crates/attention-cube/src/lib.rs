@@ -113,7 +113,10 @@ pub fn attention_with_lse(
     let problem = AttentionProblem::new(&query, &key, &value, &options)?;
     let result: AttentionOutput<Dispatch> =
         Dispatch::attention_forward(inputs(query, key, value, options), problem);
-    Ok((Tensor::from_dispatch(result.output), Tensor::from_dispatch(result.logsumexp)))
+    Ok((
+        Tensor::from_dispatch(result.output),
+        Tensor::from_dispatch(result.logsumexp),
+    ))
 }
 
 /// The tensors of a call, as Burn's dispatch takes them.

@@ -12,7 +12,9 @@ pub const MAX_HEAD_DIM: usize = 1024;
 #[non_exhaustive]
 pub enum AttentionError {
     /// A tensor's shape does not fit the others.
-    #[error("{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}")]
+    #[error(
+        "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
+    )]
     Shape {
         /// The argument's name.
         argument: &'static str,
@@ -117,18 +119,28 @@ impl AttentionProblem {
         let value_dim = value.dims()[3];
 
         check_head_dim("query", "head_dim", &query.dims(), head_dim)?;
-        check_dims("key", &key.dims(), &["batch", "kv_heads", "kv_len", "head_dim"], [
-            Some((batch, "the query's batch")),
-            None,
-            None,
-            Some((head_dim, "the query's head_dim")),
-        ])?;
-        check_dims("value", &value.dims(), &["batch", "kv_heads", "kv_len", "value_dim"], [
-            Some((batch, "the query's batch")),
-            Some((kv_heads, "the key's kv_heads")),
-            Some((kv_len, "the key's kv_len")),
-            None,
-        ])?;
+        check_dims(
+            "key",
+            &key.dims(),
+            &["batch", "kv_heads", "kv_len", "head_dim"],
+            [
+                Some((batch, "the query's batch")),
+                None,
+                None,
+                Some((head_dim, "the query's head_dim")),
+            ],
+        )?;
+        check_dims(
+            "value",
+            &value.dims(),
+            &["batch", "kv_heads", "kv_len", "value_dim"],
+            [
+                Some((batch, "the query's batch")),
+                Some((kv_heads, "the key's kv_heads")),
+                Some((kv_len, "the key's kv_len")),
+                None,
+            ],
+        )?;
         check_head_dim("value", "value_dim", &value.dims(), value_dim)?;
         if q_heads > 0 && (kv_heads == 0 || !q_heads.is_multiple_of(kv_heads)) {
             return Err(AttentionError::Shape {
@@ -176,7 +188,12 @@ impl AttentionProblem {
                 ("key segments", key_ids, (kv_len, "the key's kv_len")),
             ] {
                 let batch = Some((batch, "the query's batch"));
-                check_dims(argument, &ids.dims(), &["batch", "length"], [batch, Some(length)])?;
+                check_dims(
+                    argument,
+                    &ids.dims(),
+                    &["batch", "length"],
+                    [batch, Some(length)],
+                )?;
                 check_device(argument, ids, &device)?;
             }
         }
@@ -220,7 +237,10 @@ impl AttentionProblem {
             window_left: options.window_left,
             window_right: options.window_right,
             mask: options.mask.as_ref().map(Tensor::dims),
-            bias: options.bias.as_ref().map(|bias| (bias.dims(), bias.dtype())),
+            bias: options
+                .bias
+                .as_ref()
+                .map(|bias| (bias.dims(), bias.dtype())),
             kv_lengths: options.kv_lengths.is_some(),
             segments: options.segments.is_some(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
@@ -274,7 +294,9 @@ impl AttentionProblem {
             .map(|i| {
                 let position = i + offset;
                 let first = self.window_left.map_or(0, |left| position - left as i64);
-                let end = self.right().map_or(i64::MAX, |right| position + right as i64 + 1);
+                let end = self
+                    .right()
+                    .map_or(i64::MAX, |right| position + right as i64 + 1);
                 (end.min(self.kv_len as i64) - first.max(0)).max(0)
             })
             .sum();
@@ -350,9 +372,15 @@ fn check_dtype(
     if allowed.iter().any(|(dtype, _)| *dtype == has) {
         return Ok(());
     }
-    let expected: Vec<_> =
-        allowed.iter().map(|(dtype, whose)| format!("{dtype:?} ({whose})")).collect();
-    Err(AttentionError::Dtype { argument, has, expected: expected.join(", ") })
+    let expected: Vec<_> = allowed
+        .iter()
+        .map(|(dtype, whose)| format!("{dtype:?} ({whose})"))
+        .collect();
+    Err(AttentionError::Dtype {
+        argument,
+        has,
+        expected: expected.join(", "),
+    })
 }
 
 fn check_device<const D: usize, K: Basic>(

@@ -30,7 +30,10 @@ pub fn attention(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::new(&query, &key, &value, &options)?;
     let result = forward::<Dispatch>(crate::inputs(query, key, value, options), &problem);
-    Ok((Tensor::from_dispatch(result.output), Tensor::from_dispatch(result.logsumexp)))
+    Ok((
+        Tensor::from_dispatch(result.output),
+        Tensor::from_dispatch(result.logsumexp),
+    ))
 }
 
 /// The forward.
@@ -45,7 +48,10 @@ pub(crate) fn forward<B: Backend>(
     let scores = Scores::<B>::new(&inputs, problem);
     let value = scores.value.clone();
 
-    let mut max = B::float_clamp_min(B::float_max_dim(scores.scores.clone(), 3), FINITE_MIN.into());
+    let mut max = B::float_clamp_min(
+        B::float_max_dim(scores.scores.clone(), 3),
+        FINITE_MIN.into(),
+    );
     if let Some(sinks) = &scores.sinks {
         max = elementwise_max::<B>(max, sinks.clone());
     }
@@ -93,22 +99,22 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    let bools = bool_dtype::<B>(&scores.scores);
-    let logsumexp = B::float_reshape(saved.logsumexp, rows.clone());
-    let unseeing = B::float_equal_elem(logsumexp.clone(), f64::NEG_INFINITY.into(), bools);
-    let logsumexp = B::float_mask_fill(logsumexp, unseeing.clone(), 0.0.into());
     // What reaches a query that sees nothing goes nowhere, whatever it is.
-    let output_gradient =
-        B::float_mask_fill(cast::<B>(saved.output_gradient, compute), unseeing.clone(), 0.0.into());
-    let output = B::float_mask_fill(cast::<B>(saved.output, compute), unseeing.clone(), 0.0.into());
-
-    let p = B::float_exp(B::float_sub(scores.scores, logsumexp.clone()));
+    let seeing = |rows| match &scores.blind {
+        Some(blind) => B::float_mask_fill(rows, blind.clone(), 0.0.into()),
+        None => rows,
+    };
+    // Of such a query the logsumexp is the sink, if there is one, and else −∞, a constant.
+    let defined = |rows| if sinks.is_some() { rows } else { seeing(rows) };
+    let logsumexp = defined(B::float_reshape(saved.logsumexp, rows.clone()));
+    let output_gradient = seeing(cast::<B>(saved.output_gradient, compute));
+    let output = seeing(cast::<B>(saved.output, compute));
     let mut delta = B::float_sum_dim(B::float_mul(output_gradient.clone(), output), 3);
     if let Some(gradient) = saved.logsumexp_gradient.into_option() {
         let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
-        let gradient = B::float_mask_fill(gradient, unseeing, 0.0.into());
-        delta = B::float_sub(delta, gradient);
+        delta = B::float_sub(delta, defined(gradient));
     }
+    let p = B::float_exp(B::float_sub(scores.scores, logsumexp.clone()));
 
     let output_gradient = to_groups::<B>(output_gradient, problem);
     let dv = B::float_matmul(
@@ -123,9 +129,9 @@ pub(crate) fn backward<B: Backend>(
     let dbias = bias
         .filter(|_| request.bias)
         .map(|bias| cast::<B>(sum_to::<B>(ds.clone(), &bias.shape()), bias.dtype()));
-    let dsinks = sinks.filter(|_| request.sinks).map(|original| {
-        sinks_gradient::<B>(original, logsumexp, delta, problem)
-    });
+    let dsinks = sinks
+        .filter(|_| request.sinks)
+        .map(|original| sinks_gradient::<B>(original, logsumexp, delta, problem));
 
     let ds = match scores.softcap_slope {
         Some(slope) => B::float_mul(ds, slope),
@@ -228,6 +234,8 @@ struct Scores<B: Backend> {
     softcap_slope: Option<FloatTensor<B>>,
     /// `[1, q_heads, 1, 1]`.
     sinks: Option<FloatTensor<B>>,
+    /// The queries that see no key, `[batch, q_heads, q_len, 1]`, where some may.
+    blind: Option<BoolTensor<B>>,
 }
 
 impl<B: Backend> Scores<B> {
@@ -237,17 +245,20 @@ impl<B: Backend> Scores<B> {
         let mut key = cast::<B>(inputs.key.clone(), compute);
         let mut value = cast::<B>(inputs.value.clone(), compute);
         let visible = visibility(inputs, problem);
+        let mut blind = None;
         if let Some(visible) = &visible {
             // 0 · NaN is NaN: what takes part in nothing must be zero before it is multiplied by zero.
             let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
-            query = B::float_mask_fill(query, queries_blind, 0.0.into());
+            query = B::float_mask_fill(query, queries_blind.clone(), 0.0.into());
+            blind = Some(queries_blind);
             key = B::float_mask_fill(key, keys_unseen.clone(), 0.0.into());
             value = B::float_mask_fill(value, keys_unseen, 0.0.into());
         }
         let query = to_groups::<B>(query, problem);
 
         let scores = B::float_matmul(query.clone(), B::float_transpose(key.clone()));
-        let mut scores = B::float_mul_scalar(from_groups::<B>(scores, problem), problem.scale.into());
+        let mut scores =
+            B::float_mul_scalar(from_groups::<B>(scores, problem), problem.scale.into());
         let mut softcap_slope = None;
         if let Some(softcap) = problem.softcap {
             let tanh = B::float_tanh(B::float_div_scalar(scores, softcap.into()));
@@ -263,9 +274,20 @@ impl<B: Backend> Scores<B> {
             scores = B::float_mask_fill(scores, hidden, f64::NEG_INFINITY.into());
         }
         let sinks = inputs.sinks.clone().into_option().map(|sinks| {
-            B::float_reshape(cast::<B>(sinks, compute), Shape::new([1, problem.q_heads, 1, 1]))
+            B::float_reshape(
+                cast::<B>(sinks, compute),
+                Shape::new([1, problem.q_heads, 1, 1]),
+            )
         });
-        Self { query, key, value, scores, softcap_slope, sinks }
+        Self {
+            query,
+            key,
+            value,
+            scores,
+            softcap_slope,
+            sinks,
+            blind,
+        }
     }
 }
 
@@ -293,9 +315,7 @@ fn visibility<B: Backend>(
         let queries = positions::<B>(q_len, 2, &device, ints);
         let own = match (problem.is_bottom_right(), lengths) {
             (false, _) => queries,
-            (true, None) => {
-                B::int_add_scalar(queries, (kv_len as i64 - q_len as i64).into())
-            }
+            (true, None) => B::int_add_scalar(queries, (kv_len as i64 - q_len as i64).into()),
             (true, Some(lengths)) => {
                 B::int_add(queries, B::int_sub_scalar(lengths, (q_len as i64).into()))
             }
@@ -315,8 +335,10 @@ fn visibility<B: Backend>(
             B::int_cast(queries, ints),
             Shape::new([problem.batch, 1, q_len, 1]),
         );
-        let keys =
-            B::int_reshape(B::int_cast(keys, ints), Shape::new([problem.batch, 1, 1, kv_len]));
+        let keys = B::int_reshape(
+            B::int_cast(keys, ints),
+            Shape::new([problem.batch, 1, 1, kv_len]),
+        );
         let scores = |heads| Shape::new([problem.batch, heads, q_len, kv_len]);
         conditions.push(B::int_equal(
             B::int_expand(queries, scores(1)),
@@ -327,9 +349,19 @@ fn visibility<B: Backend>(
     if let Some(mask) = inputs.mask.clone().into_option() {
         conditions.push(mask);
     }
+    if let Some(bias) = inputs.bias.clone().into_option() {
+        conditions.push(B::float_not_equal_elem(
+            bias,
+            f64::NEG_INFINITY.into(),
+            bools,
+        ));
+    }
     conditions.into_iter().reduce(|all, next| {
         let shape = broadcast(&all.shape(), &next.shape());
-        B::bool_and(B::bool_expand(all, shape.clone()), B::bool_expand(next, shape))
+        B::bool_and(
+            B::bool_expand(all, shape.clone()),
+            B::bool_expand(next, shape),
+        )
     })
 }
 
@@ -347,7 +379,10 @@ fn positions<B: Backend>(
 ) -> IntTensor<B> {
     let mut shape = [1; 4];
     shape[dim] = length;
-    B::int_reshape(B::int_arange(0..length as i64, device, dtype), Shape::new(shape))
+    B::int_reshape(
+        B::int_arange(0..length as i64, device, dtype),
+        Shape::new(shape),
+    )
 }
 
 /// The queries that see no key `[batch, q_heads, q_len, 1]`, and the keys that no query of their group
@@ -356,7 +391,14 @@ fn unused<B: Backend>(
     visible: BoolTensor<B>,
     problem: &AttentionProblem,
 ) -> (BoolTensor<B>, BoolTensor<B>) {
-    let AttentionProblem { batch, q_heads, kv_heads, q_len, kv_len, .. } = *problem;
+    let AttentionProblem {
+        batch,
+        q_heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
     let visible = B::bool_expand(visible, Shape::new([batch, q_heads, q_len, kv_len]));
     let seeing = B::bool_any_dim(visible.clone(), 3);
     let by_group = Shape::new([batch, kv_heads, problem.group() * q_len, kv_len]);
@@ -369,7 +411,10 @@ fn unused<B: Backend>(
 fn to_groups<B: Backend>(tensor: FloatTensor<B>, problem: &AttentionProblem) -> FloatTensor<B> {
     let columns = tensor.shape()[3];
     let rows = problem.group() * problem.q_len;
-    B::float_reshape(tensor, Shape::new([problem.batch, problem.kv_heads, rows, columns]))
+    B::float_reshape(
+        tensor,
+        Shape::new([problem.batch, problem.kv_heads, rows, columns]),
+    )
 }
 
 /// The inverse of [`to_groups`].

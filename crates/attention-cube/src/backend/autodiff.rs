@@ -80,7 +80,10 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
                 logsumexp_gradient: logsumexp_gradient.into(),
             },
             state.problem,
-            BackwardRequest { bias: bias.is_some(), sinks: sinks.is_some() },
+            BackwardRequest {
+                bias: bias.is_some(),
+                sinks: sinks.is_some(),
+            },
         );
         for (parent, gradient) in [
             (query, Some(computed.query)),
@@ -98,7 +101,9 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
     // A poisoned lock means that another thread of this backward panicked: its gradient is whole or absent.
-    slot.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take()
+    slot.lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+        .take()
 }
 
 #[derive(Debug)]
@@ -188,13 +193,16 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
                 problem,
             };
             let output = preparation.finish(state, result.output.clone());
-            let logsumexp =
-                match LogsumexpStep.prepare::<C>([output.node()]).compute_bound().stateful() {
-                    OpsKind::Tracked(preparation) => {
-                        preparation.finish((slot, result.output), result.logsumexp)
-                    }
-                    OpsKind::UnTracked(preparation) => preparation.finish(result.logsumexp),
-                };
+            let logsumexp = match LogsumexpStep
+                .prepare::<C>([output.node()])
+                .compute_bound()
+                .stateful()
+            {
+                OpsKind::Tracked(preparation) => {
+                    preparation.finish((slot, result.output), result.logsumexp)
+                }
+                OpsKind::UnTracked(preparation) => preparation.finish(result.logsumexp),
+            };
             AttentionOutput { output, logsumexp }
         }
         OpsKind::UnTracked(preparation) => {
@@ -225,9 +233,7 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
     ) -> AttentionOutput<Self> {
         let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());
         match (&inputs.bias, &inputs.sinks) {
-            (MaybeFloat::Absent, MaybeFloat::Absent) => {
-                tracked_forward(inputs, [q, k, v], problem)
-            }
+            (MaybeFloat::Absent, MaybeFloat::Absent) => tracked_forward(inputs, [q, k, v], problem),
             (MaybeFloat::Present(other), MaybeFloat::Absent)
             | (MaybeFloat::Absent, MaybeFloat::Present(other)) => {
                 let other = other.node();

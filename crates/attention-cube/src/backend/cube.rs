@@ -12,9 +12,7 @@ use crate::plan::{DeviceProfile, Kernel, Pass, select, unit::UnitPlan};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{Device, Shape};
 use burn_cubecl::{
-    CubeBackend, cubecl,
-    kernel::untile,
-    ops::numeric::empty_device_contiguous_dtype,
+    CubeBackend, cubecl, kernel::untile, ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
 use cubecl::client::Client;
@@ -26,7 +24,10 @@ pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {
         burn::backend::DispatchDevice::Cube(device) => Some(profile(&device.client())),
-        #[allow(unreachable_patterns, reason = "without other backends it is the only device")]
+        #[allow(
+            unreachable_patterns,
+            reason = "without other backends it is the only device"
+        )]
         _ => None,
     }
 }
@@ -48,7 +49,9 @@ fn profile(client: &Client) -> DeviceProfile {
         units_per_cube: hardware.max_units_per_cube as usize,
         bindings: hardware.max_bindings as usize,
         cube_count: hardware.max_cube_count.0,
-        multiprocessors: hardware.num_streaming_multiprocessors.map(|count| count as usize),
+        multiprocessors: hardware
+            .num_streaming_multiprocessors
+            .map(|count| count as usize),
     }
 }
 
@@ -61,7 +64,9 @@ impl AttentionBackend for CubeBackend {
             return reference::forward_of_nothing::<Self>(&inputs, &problem);
         }
         let inputs = rows_of(inputs);
-        let vectorized = [&inputs.query, &inputs.key, &inputs.value].into_iter().all(is_vectorized);
+        let vectorized = [&inputs.query, &inputs.key, &inputs.value]
+            .into_iter()
+            .all(is_vectorized);
         match choose(&inputs.query.client, &problem, vectorized, Pass::Forward) {
             Kernel::Unit(UnitPlan::Forward(plan)) => forward::launch(inputs, &problem, plan),
             Kernel::Unit(UnitPlan::Backward(_)) | Kernel::Reference => {
@@ -85,10 +90,15 @@ impl AttentionBackend for CubeBackend {
             output_gradient: untile(saved.output_gradient),
             ..saved
         };
-        let vectorized =
-            [&inputs.query, &inputs.key, &inputs.value, &saved.output, &saved.output_gradient]
-                .into_iter()
-                .all(is_vectorized);
+        let vectorized = [
+            &inputs.query,
+            &inputs.key,
+            &inputs.value,
+            &saved.output,
+            &saved.output_gradient,
+        ]
+        .into_iter()
+        .all(is_vectorized);
         match choose(&inputs.query.client, &problem, vectorized, Pass::Backward) {
             Kernel::Unit(UnitPlan::Backward(plan)) => {
                 backward::launch(inputs, saved, &problem, plan, request)
@@ -129,7 +139,12 @@ fn is_vectorized(tensor: &CubeTensor) -> bool {
 
 /// A new contiguous tensor beside `like`.
 fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
-    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape.into(), dtype)
+    empty_device_contiguous_dtype(
+        like.client.clone(),
+        like.device.clone(),
+        shape.into(),
+        dtype,
+    )
 }
 
 /// The launch of `cubes` cubes, which may be more than fit one dimension.
@@ -171,7 +186,9 @@ impl Extras {
     }
 
     fn tensors(&self) -> impl Iterator<Item = &CubeTensor> {
-        [&self.mask, &self.bias, &self.integers].into_iter().flatten()
+        [&self.mask, &self.bias, &self.integers]
+            .into_iter()
+            .flatten()
     }
 }
 
@@ -185,7 +202,10 @@ fn structure(problem: &AttentionProblem) -> Structure {
 }
 
 fn score_kind(problem: &AttentionProblem) -> ScoreKind {
-    ScoreKind { softcap: problem.softcap.is_some(), bias: problem.bias.is_some() }
+    ScoreKind {
+        softcap: problem.softcap.is_some(),
+        bias: problem.bias.is_some(),
+    }
 }
 
 fn score_arguments(problem: &AttentionProblem) -> ScoreArgumentsLaunch {

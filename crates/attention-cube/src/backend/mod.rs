@@ -173,7 +173,11 @@ mod metadata {
         request: &BackwardRequest,
     ) -> AttentionGradientsMetadata {
         let wanted = |input: &MaybeFloatMetadata, wanted: bool| {
-            if wanted { input.clone() } else { MaybeFloatMetadata::Absent }
+            if wanted {
+                input.clone()
+            } else {
+                MaybeFloatMetadata::Absent
+            }
         };
         AttentionGradientsMetadata {
             query: inputs.query.clone(),

@@ -42,5 +42,10 @@ pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Sh
     if comptime!(last_first) {
         tile = grid.tiles - 1u32 - tile;
     }
-    Share { tile, split, head: plane % grid.heads, batch: plane / grid.heads }
+    Share {
+        tile,
+        split,
+        head: plane % grid.heads,
+        batch: plane / grid.heads,
+    }
 }

@@ -64,7 +64,15 @@ pub(crate) fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: S
     slope
 }
 
-/// Adds the bias.
+impl ScoreKind {
+    /// Whether a key that a query does not see may lie in a block's run of visible keys, so that rows
+    /// which nobody in the tile uses must be kept from being multiplied by zero.
+    pub const fn leaves_holes(&self, structure: &Structure) -> bool {
+        self.bias || structure.is_irregular()
+    }
+}
+
+/// Adds the bias; one of −∞ hides, whatever the score is.
 #[cube]
 pub(crate) fn biased<F: Float>(
     score: f32,
@@ -73,7 +81,18 @@ pub(crate) fn biased<F: Float>(
 ) -> f32 {
     #[comptime]
     match bias {
-        ComptimeOption::Some(bias) => score + f32::cast_from(bias[offset(place, bias.stride(0), bias.stride(1), bias.stride(2), bias.stride(3))]),
+        ComptimeOption::Some(bias) => {
+            let bias = f32::cast_from(
+                bias[offset(
+                    place,
+                    bias.stride(0),
+                    bias.stride(1),
+                    bias.stride(2),
+                    bias.stride(3),
+                )],
+            );
+            select(bias <= HIDDEN, f32::new(HIDDEN), score + bias)
+        }
         ComptimeOption::None => score,
     }
 }
@@ -90,12 +109,26 @@ pub(crate) fn is_visible<M: Numeric>(
 ) -> bool {
     let mut visible = place.query < extent.q_len && place.key < extent.kv_len;
     if visible {
-        visible = sees(sight, extent, integers, place.batch, place.query, place.key, structure);
+        visible = sees(
+            sight,
+            extent,
+            integers,
+            place.batch,
+            place.query,
+            place.key,
+            structure,
+        );
         #[comptime]
         match mask {
             ComptimeOption::Some(mask) => {
                 if visible {
-                    visible = mask[offset(place, mask.stride(0), mask.stride(1), mask.stride(2), mask.stride(3))] != M::from_int(0);
+                    visible = mask[offset(
+                        place,
+                        mask.stride(0),
+                        mask.stride(1),
+                        mask.stride(2),
+                        mask.stride(3),
+                    )] != M::from_int(0);
                 }
             }
             ComptimeOption::None => {}

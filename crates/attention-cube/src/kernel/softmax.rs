@@ -4,8 +4,8 @@
 //! A row's running maximum and the factor that brings older results to it live in shared memory and are
 //! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
 
-use crate::plan::unit::UnitTiles;
 use super::score::{HIDDEN, probability};
+use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
 /// What units share about the rows.

@@ -69,7 +69,13 @@ pub(crate) fn sight(
         length = min(max(own, 0i32), length);
     }
     let offset = (length - extent.q_len) * extent.bottom_right;
-    Sight { q_len: extent.q_len, length, offset, left: extent.left, right: extent.right }
+    Sight {
+        q_len: extent.q_len,
+        length,
+        offset,
+        left: extent.left,
+        right: extent.right,
+    }
 }
 
 /// One of the packed integers.
@@ -91,7 +97,10 @@ pub(crate) fn first_key(sight: &Sight, i: i32) -> i32 {
 /// One past the last key that query `i` sees; not above `first_key` if it sees none.
 #[cube]
 pub(crate) fn end_key(sight: &Sight, i: i32) -> i32 {
-    max(min(i + sight.offset + sight.right + 1i32, sight.length), 0i32)
+    max(
+        min(i + sight.offset + sight.right + 1i32, sight.length),
+        0i32,
+    )
 }
 
 /// The first query that sees key `j`.

@@ -89,7 +89,9 @@ pub enum Refusal {
         units: usize,
     },
     /// Too many tensors at once.
-    #[error("these options need {needed} buffers, and a kernel on this device may bind {available}")]
+    #[error(
+        "these options need {needed} buffers, and a kernel on this device may bind {available}"
+    )]
     Bindings {
         /// Buffers of the kernel with the most.
         needed: usize,
@@ -127,7 +129,10 @@ pub fn select(
         .ok_or(Refusal::NoCubeCL)
         .and_then(|device| unit::plan(problem, device, vectorized, pass));
     match unit {
-        Ok(plan) => Selection { kernel: Kernel::Unit(plan), refusals: Vec::new() },
+        Ok(plan) => Selection {
+            kernel: Kernel::Unit(plan),
+            refusals: Vec::new(),
+        },
         Err(refusal) => Selection {
             kernel: Kernel::Reference,
             refusals: vec![(Engine::Unit, refusal)],

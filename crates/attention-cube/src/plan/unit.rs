@@ -78,7 +78,11 @@ impl UnitTiles {
     /// Vectors of shared memory that the operands of either product take.
     pub const fn stage_vectors(&self) -> usize {
         let streamed = self.streamed_rows * self.staged_width();
-        if self.transposed_vectors() > streamed { self.transposed_vectors() } else { streamed }
+        if self.transposed_vectors() > streamed {
+            self.transposed_vectors()
+        } else {
+            streamed
+        }
     }
 
     /// Vectors of shared memory that P takes.
@@ -93,7 +97,12 @@ impl UnitTiles {
 
     /// Floats of shared memory in which the bias's gradient adds the units' sums up.
     pub const fn sum_floats(&self) -> usize {
-        self.units * if self.rows_per_unit() > 4 { self.rows_per_unit() } else { 4 }
+        self.units
+            * if self.rows_per_unit() > 4 {
+                self.rows_per_unit()
+            } else {
+                4
+            }
     }
 
     /// Bytes of shared memory of the largest kernel.
@@ -101,7 +110,11 @@ impl UnitTiles {
         let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns());
         let with_tile = 16 * (self.stage_vectors() + self.tile_vectors()) + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        if with_tile > with_sums { with_tile } else { with_sums }
+        if with_tile > with_sums {
+            with_tile
+        } else {
+            with_sums
+        }
     }
 }
 
@@ -144,8 +157,20 @@ struct Shape {
     depth: usize,
 }
 
-const fn shape(width: usize, units: usize, rows: usize, column_units: usize, depth: usize) -> Shape {
-    Shape { width, units, rows, column_units, depth }
+const fn shape(
+    width: usize,
+    units: usize,
+    rows: usize,
+    column_units: usize,
+    depth: usize,
+) -> Shape {
+    Shape {
+        width,
+        units,
+        rows,
+        column_units,
+        depth,
+    }
 }
 
 // TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20; the
@@ -220,11 +245,17 @@ pub fn plan(
     }
     let length = problem.q_len.max(problem.kv_len);
     if length > MAX_LENGTH {
-        return Err(Refusal::Length { length, limit: MAX_LENGTH });
+        return Err(Refusal::Length {
+            length,
+            limit: MAX_LENGTH,
+        });
     }
     let needed = bindings(problem, pass);
     if needed > device.bindings {
-        return Err(Refusal::Bindings { needed, available: device.bindings });
+        return Err(Refusal::Bindings {
+            needed,
+            available: device.bindings,
+        });
     }
     let vector = if vectorized
         && problem.head_dim.is_multiple_of(4)
@@ -238,7 +269,13 @@ pub fn plan(
         Pass::Forward => forward(problem, device, vector).map(UnitPlan::Forward),
         Pass::Backward => Ok(UnitPlan::Backward(BackwardPlan {
             query: choose(SINGLE, problem.head_dim, 0, device, vector)?,
-            key_value: choose(DOUBLE, problem.head_dim.max(problem.value_dim), 0, device, vector)?,
+            key_value: choose(
+                DOUBLE,
+                problem.head_dim.max(problem.value_dim),
+                0,
+                device,
+                vector,
+            )?,
         })),
     }
 }
@@ -252,11 +289,19 @@ fn forward(
     let rows = problem.q_len * problem.group();
     if rows > DECODE_ROWS {
         let tiles = choose(SINGLE, width, 0, device, vector)?;
-        return Ok(ForwardPlan { tiles, packed: false, splits: 1 });
+        return Ok(ForwardPlan {
+            tiles,
+            packed: false,
+            splits: 1,
+        });
     }
     let Ok(tiles) = choose(DECODE, width, rows, device, vector) else {
         let tiles = choose(SINGLE, width, 0, device, vector)?;
-        return Ok(ForwardPlan { tiles, packed: false, splits: 1 });
+        return Ok(ForwardPlan {
+            tiles,
+            packed: false,
+            splits: 1,
+        });
     };
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
@@ -266,7 +311,11 @@ fn forward(
     };
     let blocks = visible.div_ceil(tiles.columns()).max(1);
     let splits = (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks);
-    Ok(ForwardPlan { tiles, packed: true, splits })
+    Ok(ForwardPlan {
+        tiles,
+        packed: true,
+        splits,
+    })
 }
 
 /// Buffers of the kernel that binds the most.
@@ -307,7 +356,13 @@ fn choose(
 /// Completes a row of the table: the division of the output's columns that loads and multiplies least,
 /// and as many streamed rows as the first product's shared memory holds.
 fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
-    let Shape { units, rows, column_units, depth, .. } = *shape;
+    let Shape {
+        units,
+        rows,
+        column_units,
+        depth,
+        ..
+    } = *shape;
     let vectors = width.div_ceil(4);
     let (output_units, output_vectors) = (0..)
         .map(|power| 1 << power)
@@ -372,18 +427,34 @@ mod tests {
                 for shape in table.iter().filter(|shape| width <= shape.width) {
                     let tiles = tiles(shape, width, 4);
                     let context = format!("{width}: {tiles:?}");
-                    assert!(4 * tiles.output_units * tiles.output_vectors >= width, "{context}");
-                    assert_eq!(tiles.rows_per_unit() * tiles.row_units(), tiles.rows, "{context}");
+                    assert!(
+                        4 * tiles.output_units * tiles.output_vectors >= width,
+                        "{context}"
+                    );
+                    assert_eq!(
+                        tiles.rows_per_unit() * tiles.row_units(),
+                        tiles.rows,
+                        "{context}"
+                    );
                     assert_eq!(
                         tiles.output_rows() * tiles.output_row_units(),
                         tiles.rows,
                         "{context}"
                     );
-                    assert!(tiles.rows_per_unit() > 0 && tiles.output_rows() > 0, "{context}");
+                    assert!(
+                        tiles.rows_per_unit() > 0 && tiles.output_rows() > 0,
+                        "{context}"
+                    );
                     assert!(tiles.rows <= tiles.units, "{context}");
                     assert!(tiles.columns() <= tiles.units, "{context}");
-                    assert!(tiles.output_vectors.is_multiple_of(tiles.staged_vectors), "{context}");
-                    assert!(tiles.columns().is_multiple_of(tiles.streamed_rows), "{context}");
+                    assert!(
+                        tiles.output_vectors.is_multiple_of(tiles.staged_vectors),
+                        "{context}"
+                    );
+                    assert!(
+                        tiles.columns().is_multiple_of(tiles.streamed_rows),
+                        "{context}"
+                    );
                 }
             }
         }

@@ -21,19 +21,45 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let AttentionProblem { batch, q_heads, q_len, .. } = *problem;
+    let AttentionProblem {
+        batch,
+        q_heads,
+        q_len,
+        ..
+    } = *problem;
     let rows = empty(&inputs.query, [batch, q_heads, q_len, 2], DType::F32);
     let output_gradient = saved.output_gradient.clone();
     launch_rows(saved, &rows, problem, plan.query.vector);
-    let pass = BackwardPass { inputs, output_gradient, rows, problem };
+    let pass = BackwardPass {
+        inputs,
+        output_gradient,
+        rows,
+        problem,
+    };
 
     let query = pass.query(plan.query);
     let (key, value) = pass.key_value(plan.key_value);
-    let bias = pass.inputs.bias.clone().into_option().filter(|_| request.bias);
+    let bias = pass
+        .inputs
+        .bias
+        .clone()
+        .into_option()
+        .filter(|_| request.bias);
     let bias = bias.map(|bias| pass.bias(bias, plan.query));
-    let sinks = pass.inputs.sinks.clone().into_option().filter(|_| request.sinks);
+    let sinks = pass
+        .inputs
+        .sinks
+        .clone()
+        .into_option()
+        .filter(|_| request.sinks);
     let sinks = sinks.map(|sinks| pass.sinks(sinks));
-    AttentionGradients { query, key, value, bias: bias.into(), sinks: sinks.into() }
+    AttentionGradients {
+        query,
+        key,
+        value,
+        bias: bias.into(),
+        sinks: sinks.into(),
+    }
 }
 
 fn launch_rows(
@@ -78,16 +104,26 @@ struct BackwardPass<'a> {
 
 impl BackwardPass<'_> {
     fn kind(&self, tiles: UnitTiles) -> BackwardKind {
-        BackwardKind { tiles, structure: structure(self.problem), score: score_kind(self.problem) }
+        BackwardKind {
+            tiles,
+            structure: structure(self.problem),
+            score: score_kind(self.problem),
+        }
     }
 
     fn addresses<'a>(&'a self, extras: &'a Extras, outputs: &[&'a CubeTensor]) -> AddressType {
         let inputs = &self.inputs;
         address_type(
-            [&inputs.query, &inputs.key, &inputs.value, &self.output_gradient, &self.rows]
-                .into_iter()
-                .chain(extras.tensors())
-                .chain(outputs.iter().copied()),
+            [
+                &inputs.query,
+                &inputs.key,
+                &inputs.value,
+                &self.output_gradient,
+                &self.rows,
+            ]
+            .into_iter()
+            .chain(extras.tensors())
+            .chain(outputs.iter().copied()),
         )
     }
 
@@ -99,10 +135,17 @@ impl BackwardPass<'_> {
         let (problem, inputs) = (self.problem, &self.inputs);
         let client = self.rows.client.clone();
         let gradient = empty(&self.rows, inputs.query.meta.shape().clone(), problem.dtype);
-        let blocks = Blocks { queries: tiles.rows, keys: tiles.columns() };
+        let blocks = Blocks {
+            queries: tiles.rows,
+            keys: tiles.columns(),
+        };
         let (extras, extent) = extras(inputs, problem, blocks);
-        let (cubes, grid) =
-            grid(problem.q_len.div_ceil(tiles.rows), 1, problem.q_heads, problem.batch);
+        let (cubes, grid) = grid(
+            problem.q_len.div_ceil(tiles.rows),
+            1,
+            problem.q_heads,
+            problem.batch,
+        );
         // Safety: reads and writes stay inside the shapes, whose sizes the kernel was given.
         unsafe {
             query_gradient::launch_unchecked(
@@ -140,10 +183,17 @@ impl BackwardPass<'_> {
         let client = self.rows.client.clone();
         let key_gradient = empty(&self.rows, inputs.key.meta.shape().clone(), problem.dtype);
         let value_gradient = empty(&self.rows, inputs.value.meta.shape().clone(), problem.dtype);
-        let blocks = Blocks { queries: tiles.columns(), keys: tiles.rows };
+        let blocks = Blocks {
+            queries: tiles.columns(),
+            keys: tiles.rows,
+        };
         let (extras, extent) = extras(inputs, problem, blocks);
-        let (cubes, grid) =
-            grid(problem.kv_len.div_ceil(tiles.rows), 1, problem.kv_heads, problem.batch);
+        let (cubes, grid) = grid(
+            problem.kv_len.div_ceil(tiles.rows),
+            1,
+            problem.kv_heads,
+            problem.batch,
+        );
         // Safety: as for the query's gradient.
         unsafe {
             key_value_gradient::launch_unchecked(
@@ -182,11 +232,18 @@ impl BackwardPass<'_> {
         let client = self.rows.client.clone();
         let shape = bias.meta.shape().clone();
         let gradient = empty(&self.rows, shape.clone(), bias.dtype);
-        let blocks = Blocks { queries: tiles.rows, keys: tiles.columns() };
+        let blocks = Blocks {
+            queries: tiles.rows,
+            keys: tiles.columns(),
+        };
         let (extras, extent) = extras(inputs, problem, blocks);
         let key_tiles = shape[3].div_ceil(tiles.columns());
-        let (cubes, grid) =
-            grid(shape[2].div_ceil(tiles.rows) * key_tiles, 1, shape[1], shape[0]);
+        let (cubes, grid) = grid(
+            shape[2].div_ceil(tiles.rows) * key_tiles,
+            1,
+            shape[1],
+            shape[0],
+        );
         let broadcast = Broadcast {
             batch: shape[0] != problem.batch,
             heads: shape[1] != problem.q_heads,

@@ -13,8 +13,19 @@ pub(super) fn launch(
     problem: &AttentionProblem,
     plan: ForwardPlan,
 ) -> AttentionOutput<CubeBackend> {
-    let ForwardPlan { tiles, packed, splits } = plan;
-    let AttentionProblem { batch, q_heads, kv_heads, q_len, value_dim, .. } = *problem;
+    let ForwardPlan {
+        tiles,
+        packed,
+        splits,
+    } = plan;
+    let AttentionProblem {
+        batch,
+        q_heads,
+        kv_heads,
+        q_len,
+        value_dim,
+        ..
+    } = *problem;
     let client = inputs.query.client.clone();
     let split = splits > 1;
 
@@ -22,20 +33,30 @@ pub(super) fn launch(
         &inputs,
         problem,
         // Packed tiles hold all queries of a sequence.
-        Blocks { queries: if packed { q_len } else { tiles.rows }, keys: tiles.columns() },
+        Blocks {
+            queries: if packed { q_len } else { tiles.rows },
+            keys: tiles.columns(),
+        },
     );
     let sinks = inputs.sinks.into_option();
-    let sink_element = sinks
-        .as_ref()
-        .map_or(extras.bias_element, |sinks| dtype_to_storage_type(sinks.dtype));
+    let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
+        dtype_to_storage_type(sinks.dtype)
+    });
 
     let output_dtype = if split { DType::F32 } else { problem.dtype };
     // One dimension more than the result: the parts.
-    let output = empty(&inputs.query, [splits, batch, q_heads, q_len * value_dim], output_dtype);
+    let output = empty(
+        &inputs.query,
+        [splits, batch, q_heads, q_len * value_dim],
+        output_dtype,
+    );
     let logsumexp = empty(&inputs.query, [splits, batch, q_heads, q_len], DType::F32);
 
-    let (rows, heads) =
-        if packed { (q_len * problem.group(), kv_heads) } else { (q_len, q_heads) };
+    let (rows, heads) = if packed {
+        (q_len * problem.group(), kv_heads)
+    } else {
+        (q_len, q_heads)
+    };
     let (cubes, grid) = grid(rows.div_ceil(tiles.rows), splits, heads, batch);
     let kind = ForwardKind {
         tiles,
@@ -46,9 +67,15 @@ pub(super) fn launch(
     };
     let kernel_sinks = if split { None } else { sinks.clone() };
     let addresses = address_type(
-        [&inputs.query, &inputs.key, &inputs.value, &output, &logsumexp]
-            .into_iter()
-            .chain(extras.tensors()),
+        [
+            &inputs.query,
+            &inputs.key,
+            &inputs.value,
+            &output,
+            &logsumexp,
+        ]
+        .into_iter()
+        .chain(extras.tensors()),
     );
     // Safety: the kernel reads rows and columns inside the shapes, by their strides, and writes the
     // outputs inside the shapes above, which it was given the sizes of.

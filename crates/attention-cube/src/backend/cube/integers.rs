@@ -20,7 +20,12 @@ pub(super) fn prepare(
     problem: &AttentionProblem,
     blocks: Blocks,
 ) -> (Option<CubeTensor>, ExtentLaunch) {
-    let AttentionProblem { batch, q_len, kv_len, .. } = *problem;
+    let AttentionProblem {
+        batch,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
     let lengths = inputs.kv_lengths.clone().into_option();
     let queries = inputs.query_segments.clone().into_option();
     let keys = inputs.key_segments.clone().into_option();
@@ -125,9 +130,22 @@ pub(super) fn extras(
 ) -> (Extras, ExtentLaunch) {
     let (integers, extent) = prepare(inputs, problem, blocks);
     // Kernels read these at `[batch, q_heads, q_len, kv_len]`, by their strides.
-    let scores = Shape::new([problem.batch, problem.q_heads, problem.q_len, problem.kv_len]);
-    let mask = inputs.mask.clone().into_option().map(|mask| CubeBackend::bool_expand(mask, scores.clone()));
-    let bias = inputs.bias.clone().into_option().map(|bias| CubeBackend::float_expand(bias, scores.clone()));
+    let scores = Shape::new([
+        problem.batch,
+        problem.q_heads,
+        problem.q_len,
+        problem.kv_len,
+    ]);
+    let mask = inputs
+        .mask
+        .clone()
+        .into_option()
+        .map(|mask| CubeBackend::bool_expand(mask, scores.clone()));
+    let bias = inputs
+        .bias
+        .clone()
+        .into_option()
+        .map(|bias| CubeBackend::float_expand(bias, scores.clone()));
     let element = |tensor: &Option<CubeTensor>, absent| {
         dtype_to_storage_type(tensor.as_ref().map_or(absent, |tensor| tensor.dtype))
     };

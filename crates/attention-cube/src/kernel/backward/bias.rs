@@ -120,8 +120,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                             head_stride: 0usize,
                         };
                         let key_rows = Rows {
-                            base: batch as usize * key.stride(0)
-                                + kv_head as usize * key.stride(1),
+                            base: batch as usize * key.stride(0) + kv_head as usize * key.stride(1),
                             row_stride: key.stride(2),
                             column_stride: key.stride(3),
                             first: keys_first,
@@ -131,7 +130,16 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                             head_stride: 0usize,
                         };
                         multiply_transposed(
-                            query, &query_rows, first_row, key, &key_rows, first, &mut stage, &mut s, tiles, false,
+                            query,
+                            &query_rows,
+                            first_row,
+                            key,
+                            &key_rows,
+                            first,
+                            &mut stage,
+                            &mut s,
+                            tiles,
+                            false,
                         );
                         let output_gradient_rows = Rows {
                             base: batch as usize * output_gradient.stride(0)
@@ -187,7 +195,12 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                                     key: first + (unit_column * 4 + c) as i32,
                                 };
                                 let visible = is_visible(
-                                    &mask, &sight, &extent, &integers, &place, kind.structure,
+                                    &mask,
+                                    &sight,
+                                    &extent,
+                                    &integers,
+                                    &place,
+                                    kind.structure,
                                 );
                                 let gradient = score_gradient(
                                     s[k * 4 + c],
@@ -212,7 +225,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    let target = share.batch as usize * gradient.stride(0) + share.head as usize * gradient.stride(1);
+    let target =
+        share.batch as usize * gradient.stride(0) + share.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
         // Down the rows: within a unit, then over the units above each other.
         sync_cube();

@@ -132,7 +132,16 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 let first = block * block_size;
                 let last = first + block_size - 1i32;
                 multiply_transposed(
-                    key, &key_rows, first_row, query, &query_rows, first, &mut stage, &mut s, tiles, false,
+                    key,
+                    &key_rows,
+                    first_row,
+                    query,
+                    &query_rows,
+                    first,
+                    &mut stage,
+                    &mut s,
+                    tiles,
+                    false,
                 );
                 multiply_transposed(
                     value,
@@ -162,7 +171,11 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     let mut delta = 0.0f32;
                     if query_index < extent.q_len {
                         let at = row_at(
-                            batch, head, query_index, group * key.shape(1) as u32, extent.q_len,
+                            batch,
+                            head,
+                            query_index,
+                            group * key.shape(1) as u32,
+                            extent.q_len,
                         );
                         logsumexp = rows[at];
                         delta = rows[at + 1];
@@ -178,7 +191,12 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         let mut visible = true;
                         if !whole {
                             visible = is_visible(
-                                &mask, &sight, &extent, &integers, &place, kind.structure,
+                                &mask,
+                                &sight,
+                                &extent,
+                                &integers,
+                                &place,
+                                kind.structure,
                             );
                         }
                         let gradient = score_gradient(
@@ -197,7 +215,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     }
                 }
                 store_tile(&s, &mut tile, tiles);
-                if comptime!(kind.structure.is_irregular()) {
+                if comptime!(kind.score.leaves_holes(&kind.structure)) {
                     mark_used(&tile, &mut used, tiles);
                 }
                 accumulate(
@@ -208,12 +226,12 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     &mut stage,
                     &used,
                     &mut dv,
-                    comptime!(kind.structure.is_irregular()),
+                    comptime!(kind.score.leaves_holes(&kind.structure)),
                     tiles,
                 );
                 sync_cube();
                 store_tile(&dp, &mut tile, tiles);
-                if comptime!(kind.structure.is_irregular()) {
+                if comptime!(kind.score.leaves_holes(&kind.structure)) {
                     mark_used(&tile, &mut used, tiles);
                 }
                 accumulate(
@@ -224,7 +242,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     &mut stage,
                     &used,
                     &mut dk,
-                    comptime!(kind.structure.is_irregular()),
+                    comptime!(kind.score.leaves_holes(&kind.structure)),
                     tiles,
                 );
             }
@@ -242,7 +260,15 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         head_rows: 0u32,
         head_stride: 0usize,
     };
-    store_output(&dk, &ones, key_gradient, &key_gradient_rows, first_row, false, tiles);
+    store_output(
+        &dk,
+        &ones,
+        key_gradient,
+        &key_gradient_rows,
+        first_row,
+        false,
+        tiles,
+    );
     let value_gradient_rows = Rows {
         base: batch as usize * value_gradient.stride(0)
             + kv_head as usize * value_gradient.stride(1),
@@ -254,5 +280,13 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         head_rows: 0u32,
         head_stride: 0usize,
     };
-    store_output(&dv, &ones, value_gradient, &value_gradient_rows, first_row, false, tiles);
+    store_output(
+        &dv,
+        &ones,
+        value_gradient,
+        &value_gradient_rows,
+        first_row,
+        false,
+        tiles,
+    );
 }

@@ -18,9 +18,9 @@ pub(crate) mod key_value;
 pub(crate) mod query;
 pub(crate) mod rows;
 
-use crate::plan::unit::UnitTiles;
 use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use super::visibility::Structure;
+use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
 /// What a backward kernel is compiled for.

@@ -138,7 +138,16 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         if visited {
             let first = block * block_size;
             multiply_transposed(
-                query, &query_rows, first_row, key, &key_rows, first, &mut stage, &mut s, tiles, false,
+                query,
+                &query_rows,
+                first_row,
+                key,
+                &key_rows,
+                first,
+                &mut stage,
+                &mut s,
+                tiles,
+                false,
             );
             multiply_transposed(
                 output_gradient,
@@ -168,9 +177,8 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     };
                     let mut visible = true;
                     if !whole {
-                        visible = is_visible(
-                            &mask, &sight, &extent, &integers, &place, kind.structure,
-                        );
+                        visible =
+                            is_visible(&mask, &sight, &extent, &integers, &place, kind.structure);
                     }
                     let gradient = score_gradient(
                         s[k * 4 + c],
@@ -187,7 +195,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 }
             }
             store_tile(&s, &mut ds_tile, tiles);
-            if comptime!(kind.structure.is_irregular()) {
+            if comptime!(kind.score.leaves_holes(&kind.structure)) {
                 mark_used(&ds_tile, &mut used, tiles);
             }
             accumulate(
@@ -198,7 +206,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 &mut stage,
                 &used,
                 &mut dq,
-                comptime!(kind.structure.is_irregular()),
+                comptime!(kind.score.leaves_holes(&kind.structure)),
                 tiles,
             );
         }
@@ -215,5 +223,13 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         head_rows: 0u32,
         head_stride: 0usize,
     };
-    store_output(&dq, &ones, gradient, &gradient_rows, first_row, false, tiles);
+    store_output(
+        &dq,
+        &ones,
+        gradient,
+        &gradient_rows,
+        first_row,
+        false,
+        tiles,
+    );
 }

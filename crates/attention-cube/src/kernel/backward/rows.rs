@@ -57,7 +57,9 @@ pub(crate) fn row_terms<E: Float, N: Size>(
             let g = load_vec4(output_gradient, &gradient_rows, gradient_at, vector * 4u32);
             #[unroll]
             for component in 0..4usize {
-                sum += o.extract(component) * g.extract(component);
+                // A query that sees nothing has an output of zeros, and a gradient that may be anything.
+                let output = o.extract(component);
+                sum += select(output == 0.0f32, 0.0f32, output * g.extract(component));
             }
             vector += ROW_UNITS;
         }

@@ -152,7 +152,18 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
         let column = chunk * comptime!(tiles.depth as u32);
         sync_cube();
         stage_rows(
-            a, a_rows, a_first, column, stage, 0usize, tiles.rows, vectors, pitch, 0usize, a_packed, tiles.units,
+            a,
+            a_rows,
+            a_first,
+            column,
+            stage,
+            0usize,
+            tiles.rows,
+            vectors,
+            pitch,
+            0usize,
+            a_packed,
+            tiles.units,
         );
         stage_rows(
             b,
@@ -173,8 +184,8 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
             let mut b_values = Array::<Vec4>::new(4usize);
             #[unroll]
             for c in 0..4usize {
-                b_values[c] =
-                    stage[b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
+                b_values[c] = stage
+                    [b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
             }
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
@@ -196,11 +207,7 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
 
 /// Writes a unit's part of a tile of S's shape to shared memory.
 #[cube]
-pub(crate) fn store_tile(
-    s: &Array<f32>,
-    tile: &mut Shared<[Vec4]>,
-    #[comptime] tiles: UnitTiles,
-) {
+pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] tiles: UnitTiles) {
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     #[unroll]
@@ -303,8 +310,9 @@ pub(crate) fn accumulate<E: Float, N: Size>(
                             stage[(quad * 4 + lane) * width + unit_column + v * tiles.output_units];
                         #[unroll]
                         for k in 0..comptime!(tiles.output_rows()) {
-                            let index =
-                                comptime!(k * tiles.output_vectors + part * tiles.staged_vectors + v);
+                            let index = comptime!(
+                                k * tiles.output_vectors + part * tiles.staged_vectors + v
+                            );
                             output[index] += Vec4::cast_from(p[k].extract(lane)) * b_value;
                         }
                     }

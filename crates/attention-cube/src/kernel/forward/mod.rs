@@ -10,8 +10,7 @@
 //! partial output with its logsumexp, which `decode/merge.rs` joins.
 
 use super::engine::unit::{
-    Rows, Vec4, accumulate, mark_used, multiply_transposed, store_output, store_tile,
-    zero_output,
+    Rows, Vec4, accumulate, mark_used, multiply_transposed, store_output, store_tile, zero_output,
 };
 use super::schedule::{Grid, share};
 use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
@@ -165,7 +164,16 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         if visited {
             let first = block * block_size;
             multiply_transposed(
-                query, &query_rows, first_row, key, &key_rows, first, &mut stage, &mut s, tiles, kind.packed,
+                query,
+                &query_rows,
+                first_row,
+                key,
+                &key_rows,
+                first,
+                &mut stage,
+                &mut s,
+                tiles,
+                kind.packed,
             );
             let mut whole = rows_whole && first >= common_first && first + block_size <= common_end;
             if comptime!(kind.structure.is_irregular()) {
@@ -190,9 +198,8 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                     };
                     let mut visible = true;
                     if !whole {
-                        visible = is_visible(
-                            &mask, &sight, &extent, &integers, &place, kind.structure,
-                        );
+                        visible =
+                            is_visible(&mask, &sight, &extent, &integers, &place, kind.structure);
                     }
                     let mut value = f32::new(HIDDEN);
                     if visible {
@@ -213,7 +220,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                     o[comptime!(k * tiles.output_vectors + v)] *= factor;
                 }
             }
-            if comptime!(kind.structure.is_irregular()) {
+            if comptime!(kind.score.leaves_holes(&kind.structure)) {
                 mark_used(&p_tile, &mut used, tiles);
             }
             accumulate(
@@ -224,7 +231,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                 &mut stage,
                 &used,
                 &mut o,
-                comptime!(kind.structure.is_irregular()),
+                comptime!(kind.score.leaves_holes(&kind.structure)),
                 tiles,
             );
         }
@@ -280,6 +287,12 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         head_stride: output.stride(2),
     };
     store_output(
-        &o, &statistics.factor, output, &output_rows, first_row, kind.packed, tiles,
+        &o,
+        &statistics.factor,
+        output,
+        &output_rows,
+        first_row,
+        kind.packed,
+        tiles,
     );
 }
