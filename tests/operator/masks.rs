@@ -157,24 +157,42 @@ fn poison_under_the_mask() {
     }
 }
 
-/// Some keys for all queries, and all keys for some queries.
+/// Some keys from all queries, and all keys from some queries; neither may leak what they hold.
 #[test]
 fn a_bias_of_minus_infinity_hides() {
-    for q_len in [66, 2] {
+    for (q_len, extent, sinks) in [
+        (66, FULL, false),
+        (66, FULL, true),
+        (66, [false, false, false, true], false),
+        (2, FULL, true),
+    ] {
         let case = Case {
-            bias: Some(FULL),
+            bias: Some(extent),
+            sinks,
             ..case(q_len, 70)
         };
-        let mut inputs = case.inputs();
-        if let Some(bias) = &mut inputs.bias {
-            let (queries, keys) = (q_len, 70);
+        let hidden_key = |key: usize| key.is_multiple_of(5);
+        let blind_query = |query: usize| extent[2] && query == 1;
+        let mut clean = case.inputs();
+        if let Some(bias) = &mut clean.bias {
             for (index, value) in bias.values.iter_mut().enumerate() {
-                let (query, key) = (index / keys % queries, index % keys);
-                if key.is_multiple_of(5) || query == 1 {
+                if hidden_key(index % 70) || blind_query(index / 70 % q_len) {
                     *value = f64::NEG_INFINITY;
                 }
             }
         }
-        case.check_inputs(&inputs, &inputs);
+        case.check_inputs(&clean, &clean);
+        let mut given = clean.clone();
+        given.key.fill_rows(f64::NAN, |[_, _, key]| hidden_key(key));
+        given
+            .value
+            .fill_rows(f64::INFINITY, |[_, _, key]| hidden_key(key));
+        given
+            .query
+            .fill_rows(f64::NAN, |[_, _, query]| blind_query(query));
+        given
+            .output_gradient
+            .fill_rows(f64::NAN, |[_, _, query]| blind_query(query));
+        case.check_inputs(&given, &clean);
     }
 }

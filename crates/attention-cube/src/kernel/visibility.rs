@@ -131,6 +131,10 @@ pub(crate) fn segments_meet(
 
 /// Whether query `i` sees key `j`, both of them existing: window, length and segments.
 #[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
 pub(crate) fn sees(
     sight: &Sight,
     extent: &Extent,

@@ -290,7 +290,7 @@ impl BackwardPass<'_> {
     fn sinks(&self, sinks: CubeTensor) -> CubeTensor {
         let problem = self.problem;
         let column = |index: usize| {
-            let rows = CubeBackend::float_slice(
+            CubeBackend::float_slice(
                 self.rows.clone(),
                 &[
                     (0..problem.batch).into(),
@@ -298,8 +298,7 @@ impl BackwardPass<'_> {
                     (0..problem.q_len).into(),
                     (index..index + 1).into(),
                 ],
-            );
-            rows
+            )
         };
         reference::sinks_gradient::<CubeBackend>(sinks, column(0), column(1), problem)
     }

@@ -180,6 +180,13 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
             tiles.units,
         );
         sync_cube();
+        // A sum of its own for each chunk: one chain over 512 columns would lose two more bits, which
+        // shows where the backward subtracts Δ from dP.
+        let mut part = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+        #[unroll]
+        for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+            part[index] = 0.0f32;
+        }
         for vector in 0..vectors {
             let mut b_values = Array::<Vec4>::new(4usize);
             #[unroll]
@@ -193,14 +200,18 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
                 #[unroll]
                 for c in 0..4usize {
                     let b_value = b_values[c];
-                    let mut sum = s[k * 4 + c];
+                    let mut sum = part[k * 4 + c];
                     #[unroll]
                     for lane in 0..4usize {
                         sum += a_value.extract(lane) * b_value.extract(lane);
                     }
-                    s[k * 4 + c] = sum;
+                    part[k * 4 + c] = sum;
                 }
             }
+        }
+        #[unroll]
+        for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+            s[index] += part[index];
         }
     }
 }
