@@ -19,7 +19,7 @@
 //! `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
 //! `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`. Query head `h`
 //! reads key head `h / (q_heads / kv_heads)`. f32, f16 and bf16, where the device has them; f64 where
-//! the device runs the [`reference`].
+//! the device runs the [reference](mod@reference).
 //!
 //! Scores are f32, whatever the inputs: × scale → softcap → + bias → visibility → (sink) → softmax in
 //! f32 → values, accumulated in f32 → the input's dtype.

@@ -2,8 +2,8 @@
 //! devices without CubeCL run.
 //!
 //! It computes in f32 (in f64 for f64 inputs) and keeps all scores of all queries in memory: read it
-//! for what the operator means, not for how fast it can be. [`forward`] is differentiable by Burn's
-//! autodiff, which is what the explicit [`backward`] is checked against.
+//! for what the operator means, not for how fast it can be. [`attention`] is differentiable by Burn's
+//! autodiff, which is what the explicit backward of the fused operator is checked against.
 
 use crate::backend::{
     AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, BackwardRequest,
