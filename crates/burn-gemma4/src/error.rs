@@ -1,0 +1,105 @@
+//! What can be wrong with a checkpoint, a prompt or a request.
+
+use std::path::PathBuf;
+
+/// Why a model could not be loaded or asked. Every message names the file, tensor or argument at fault.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Gemma4Error {
+    /// A file or folder that cannot be read.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A file that is there and does not hold what it should.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A configuration that no Gemma 4 text model has, or that this crate does not compute.
+    #[error("config.json: {0}")]
+    Config(String),
+    /// Tensors of the checkpoint that do not fit the model.
+    #[error("{}: {}", path.display(), list(problems))]
+    Tensors {
+        /// The checkpoint's folder.
+        path: PathBuf,
+        /// What is wrong, tensor by tensor.
+        problems: Vec<TensorProblem>,
+    },
+    /// Text that the tokenizer does not take, or tokens that it does not know.
+    #[error("tokenizer: {0}")]
+    Tokenizer(String),
+    /// A chat template that does not parse, or that refuses the conversation.
+    #[error("chat template: {0}")]
+    ChatTemplate(String),
+    /// An argument that does not fit the model.
+    #[error("{argument}: {reason}")]
+    Argument {
+        /// The argument's name.
+        argument: &'static str,
+        /// What it is and what it should be.
+        reason: String,
+    },
+    /// A device that does not do what the model needs.
+    #[error("device: {0}")]
+    Device(String),
+}
+
+/// One tensor of a checkpoint that does not fit.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorProblem {
+    /// The model has it, the checkpoint does not.
+    #[error("{name} is missing")]
+    Missing {
+        /// Its name in the file.
+        name: String,
+    },
+    /// The checkpoint has it, the model does not.
+    #[error("{name} is not part of the model that config.json describes")]
+    Extra {
+        /// Its name in the file.
+        name: String,
+    },
+    /// Its shape is not the model's.
+    #[error("{name} has the shape {found:?}, the model that config.json describes has {expected:?}")]
+    Shape {
+        /// Its name in the file.
+        name: String,
+        /// The file's shape.
+        found: Vec<usize>,
+        /// The model's shape.
+        expected: Vec<usize>,
+    },
+    /// Its elements are not floating-point numbers that a model computes in.
+    #[error("{name} has the dtype {found}, which is none of F64, F32, F16, BF16")]
+    Dtype {
+        /// Its name in the file.
+        name: String,
+        /// The file's dtype.
+        found: String,
+    },
+}
+
+/// Enough to see what is wrong, not a screen for every layer of the model.
+fn list(problems: &[TensorProblem]) -> String {
+    const SHOWN: usize = 5;
+    let mut text = problems
+        .iter()
+        .take(SHOWN)
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join("; ");
+    if problems.len() > SHOWN {
+        text += &format!("; and {} more tensors", problems.len() - SHOWN);
+    }
+    text
+}
