@@ -70,7 +70,9 @@ pub enum TensorProblem {
         name: String,
     },
     /// Its shape is not the model's.
-    #[error("{name} has the shape {found:?}, the model that config.json describes has {expected:?}")]
+    #[error(
+        "{name} has the shape {found:?}, the model that config.json describes has {expected:?}"
+    )]
     Shape {
         /// Its name in the file.
         name: String,
