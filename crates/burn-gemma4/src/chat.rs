@@ -1,0 +1,389 @@
+//! Conversations as prompts, by the checkpoint's `chat_template.jinja`.
+
+use crate::Gemma4Error;
+use minijinja::{Environment, ErrorKind, Value, context, value::Kwargs};
+use serde::{Deserialize, Serialize};
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use std::fmt::Write as _;
+use std::io;
+use std::path::Path;
+
+/// Who says a [`Message`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Instructions that hold for the whole conversation; the first message or none.
+    System,
+    /// The person.
+    User,
+    /// The model.
+    Assistant,
+}
+
+/// One message of a conversation. Serialized, it is what other programs send to chat models:
+/// `{"role": "user", "content": "…"}`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// Who says it.
+    pub role: Role,
+    /// What is said.
+    pub content: String,
+}
+
+impl Message {
+    /// Instructions that hold for the whole conversation.
+    pub fn system(content: impl Into<String>) -> Self {
+        Self {
+            role: Role::System,
+            content: content.into(),
+        }
+    }
+
+    /// What the person says.
+    pub fn user(content: impl Into<String>) -> Self {
+        Self {
+            role: Role::User,
+            content: content.into(),
+        }
+    }
+
+    /// What the model said.
+    pub fn assistant(content: impl Into<String>) -> Self {
+        Self {
+            role: Role::Assistant,
+            content: content.into(),
+        }
+    }
+}
+
+/// How a conversation becomes a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChatOptions {
+    /// Whether the prompt ends with the beginning of the model's turn, so that the model answers. Default:
+    /// true.
+    pub add_generation_prompt: bool,
+    /// Whether the model may think before it answers. Default: false.
+    pub enable_thinking: bool,
+}
+
+impl Default for ChatOptions {
+    fn default() -> Self {
+        Self {
+            add_generation_prompt: true,
+            enable_thinking: false,
+        }
+    }
+}
+
+/// A checkpoint's chat template: a Jinja template, rendered as transformers' `apply_chat_template` does.
+///
+/// # Examples
+/// ```
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// use burn_gemma4::{ChatOptions, ChatTemplate, Message};
+///
+/// let prompt = ChatTemplate::gemma4().render(&[Message::user("Hi")], ChatOptions::default())?;
+/// assert_eq!(prompt, "<bos><|turn>user\nHi<turn|>\n<|turn>model\n");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+}
+
+/// The template's name in errors.
+const NAME: &str = "chat_template.jinja";
+
+/// What templates may name of the tokenizer. The names are transformers', the tokens Gemma 4's.
+const SPECIAL_TOKENS: [(&str, &str); 23] = [
+    ("bos_token", "<bos>"),
+    ("eos_token", "<eos>"),
+    ("pad_token", "<pad>"),
+    ("unk_token", "<unk>"),
+    ("mask_token", "<mask>"),
+    ("sot_token", "<|turn>"),
+    ("eot_token", "<turn|>"),
+    ("soc_token", "<|channel>"),
+    ("eoc_token", "<channel|>"),
+    ("think_token", "<|think|>"),
+    ("escape_token", "<|\"|>"),
+    ("std_token", "<|tool>"),
+    ("etd_token", "<tool|>"),
+    ("stc_token", "<|tool_call>"),
+    ("etc_token", "<tool_call|>"),
+    ("str_token", "<|tool_response>"),
+    ("etr_token", "<tool_response|>"),
+    ("image_token", "<|image|>"),
+    ("boi_token", "<|image>"),
+    ("eoi_token", "<image|>"),
+    ("audio_token", "<|audio|>"),
+    ("boa_token", "<|audio>"),
+    ("eoa_token", "<audio|>"),
+];
+
+impl ChatTemplate {
+    /// Reads a `chat_template.jinja`.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it is not UTF-8
+    /// or not a Jinja template.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).map_err(|source| Gemma4Error::Io {
+            path: path.into(),
+            source,
+        })?;
+        let malformed = |reason: String| Gemma4Error::Malformed {
+            path: path.into(),
+            reason,
+        };
+        let source = String::from_utf8(bytes).map_err(|error| malformed(error.to_string()))?;
+        parse(source).map_err(|error| malformed(error.to_string()))
+    }
+
+    /// A template from its text.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::ChatTemplate`] where the text is not a Jinja template.
+    pub fn from_source(source: &str) -> Result<Self, Gemma4Error> {
+        parse(source.into()).map_err(refused)
+    }
+
+    /// Gemma 4's own turns, for checkpoints that bring no template: system, user and model, text only.
+    pub fn gemma4() -> Self {
+        parse(include_str!("chat_template.jinja").into())
+            .expect("the template of this crate parses")
+    }
+
+    /// The prompt that `messages` become, special tokens as text: to be encoded without adding any.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::ChatTemplate`] where the template refuses the conversation, for example for the order
+    /// of its roles, or fails.
+    pub fn render(
+        &self,
+        messages: &[Message],
+        options: ChatOptions,
+    ) -> Result<String, Gemma4Error> {
+        let template = self.environment.get_template(NAME).map_err(refused)?;
+        let context = context! {
+            messages => messages,
+            tools => (),
+            add_generation_prompt => options.add_generation_prompt,
+            enable_thinking => options.enable_thinking,
+        };
+        template.render(context).map_err(refused)
+    }
+}
+
+fn refused(error: minijinja::Error) -> Gemma4Error {
+    Gemma4Error::ChatTemplate(error.to_string())
+}
+
+/// The environment that transformers gives to chat templates.
+fn parse(source: String) -> Result<ChatTemplate, minijinja::Error> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", raise_exception);
+    environment.add_function("strftime_now", strftime_now);
+    environment.add_filter("tojson", tojson);
+    for (name, token) in SPECIAL_TOKENS {
+        environment.add_global(name, token);
+    }
+    environment.add_template_owned(NAME, source)?;
+    Ok(ChatTemplate { environment })
+}
+
+fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
+    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+}
+
+fn strftime_now(format: &str) -> Result<String, minijinja::Error> {
+    let mut text = String::new();
+    write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| {
+        let reason = format!("strftime_now: {format:?} is no format of a time");
+        minijinja::Error::new(ErrorKind::InvalidOperation, reason)
+    })?;
+    Ok(text)
+}
+
+/// Python's `json.dumps`: minijinja's own filter escapes for HTML and leaves out spaces.
+fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let mut json = Vec::new();
+    let written = match indent.map(|width| " ".repeat(width)) {
+        Some(indent) => {
+            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut json, formatter))
+        }
+        None => value.serialize(&mut Serializer::with_formatter(&mut json, OneLine)),
+    };
+    let failed = |reason: String| minijinja::Error::new(ErrorKind::BadSerialization, reason);
+    written.map_err(|error| failed(error.to_string()))?;
+    String::from_utf8(json).map_err(|error| failed(error.to_string()))
+}
+
+/// Spaces as Python writes them.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(
+        &mut self,
+        writer: &mut W,
+        first: bool,
+    ) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn render(source: &str, messages: &[Message]) -> Result<String, Gemma4Error> {
+        ChatTemplate::from_source(source)?.render(messages, ChatOptions::default())
+    }
+
+    fn rendered(source: &str) -> String {
+        render(source, &[Message::user("Hi")]).unwrap_or_else(|error| panic!("{source}: {error}"))
+    }
+
+    fn conversation() -> Vec<Message> {
+        vec![
+            Message::system(" Be brief. "),
+            Message::user("One\ntwo "),
+            Message::assistant("<|channel>thought\nhm<channel|> Three. "),
+            Message::user("And then?"),
+        ]
+    }
+
+    #[test]
+    fn gemma4_turns() {
+        let template = ChatTemplate::gemma4();
+        let turns = "<|turn>user\nOne\ntwo<turn|>\n<|turn>model\nThree.<turn|>\n<|turn>user\nAnd then?<turn|>\n";
+        for (add_generation_prompt, end) in [(true, "<|turn>model\n"), (false, "")] {
+            for (enable_thinking, think) in [(true, "<|think|>\n"), (false, "")] {
+                let options = ChatOptions {
+                    add_generation_prompt,
+                    enable_thinking,
+                };
+                let text = template.render(&conversation(), options).expect("a prompt");
+                let system = format!("<bos><|turn>system\n{think}Be brief.<turn|>\n");
+                assert_eq!(text, system + turns + end);
+            }
+        }
+    }
+
+    #[test]
+    fn gemma4_without_system() {
+        let template = ChatTemplate::gemma4();
+        let messages = [Message::user("Hi")];
+        let thinking = ChatOptions {
+            enable_thinking: true,
+            ..ChatOptions::default()
+        };
+        assert_eq!(
+            template.render(&messages, thinking).expect("a prompt"),
+            "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
+        );
+    }
+
+    #[test]
+    fn no_messages_are_no_conversation() {
+        let error = ChatTemplate::gemma4()
+            .render(&[], ChatOptions::default())
+            .expect_err("no messages");
+        assert!(
+            error.to_string().contains("at least one message"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn blocks_are_trimmed_as_in_transformers() {
+        let source = "a\n  {% if true %}\n  b\n  {% endif %}\nc\n";
+        assert_eq!(rendered(source), "a\n  b\nc");
+    }
+
+    #[test]
+    fn python_methods_and_loop_controls() {
+        let source = "{% for x in 'a,b,c,d'.split(',') %}{% if x == 'b' %}{% continue %}{% endif %}\
+                      {% if x == 'd' %}{% break %}{% endif %}{{ x.upper() }}{% endfor %}\
+                      {{ messages[0].get('name', 'nobody') }}";
+        assert_eq!(rendered(source), "ACnobody");
+    }
+
+    #[test]
+    fn variables_of_transformers() {
+        let source = "{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ add_generation_prompt }}\
+                      {{ enable_thinking is defined and enable_thinking }}{{ documents is defined }}";
+        assert_eq!(rendered(source), "<bos><eos>TrueTrueFalseFalse");
+    }
+
+    #[test]
+    fn json_is_pythons() {
+        assert_eq!(
+            rendered("{{ messages | tojson }}"),
+            r#"[{"role": "user", "content": "Hi"}]"#
+        );
+        assert_eq!(
+            rendered("{{ {'a': [1, '<é>']} | tojson(indent=2) }}"),
+            "{\n  \"a\": [\n    1,\n    \"<é>\"\n  ]\n}"
+        );
+        let error = render("{{ 1 | tojson(colour=2) }}", &[]).expect_err("unknown");
+        assert!(error.to_string().contains("colour"), "{error}");
+    }
+
+    #[test]
+    fn times() {
+        let year = rendered("{{ strftime_now('%Y') }}");
+        assert!(year.len() == 4 && year.parse::<u16>().is_ok(), "{year}");
+        let error = render("{{ strftime_now('%!') }}", &[]).expect_err("no format");
+        assert!(error.to_string().contains("%!"), "{error}");
+    }
+
+    #[test]
+    fn what_a_template_raises_is_the_error() {
+        let source = "{{ raise_exception('roles must alternate') }}";
+        let error = render(source, &[]).expect_err("raised");
+        assert!(matches!(&error, Gemma4Error::ChatTemplate(_)), "{error}");
+        assert!(
+            error.to_string().contains("roles must alternate"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_does_not_parse_is_refused_with_its_line() {
+        let error = ChatTemplate::from_source("a\n{% if %}").expect_err("no template");
+        assert!(matches!(&error, Gemma4Error::ChatTemplate(_)), "{error}");
+        assert!(
+            error.to_string().contains("chat_template.jinja:2"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn messages_are_what_others_send() {
+        let json = r#"{"role":"assistant","content":"Hi"}"#;
+        let message: Message = serde_json::from_str(json).expect("a message");
+        assert_eq!(message, Message::assistant("Hi"));
+        assert_eq!(serde_json::to_string(&message).expect("JSON"), json);
+    }
+}

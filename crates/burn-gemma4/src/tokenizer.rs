@@ -1,0 +1,401 @@
+//! Text to tokens and back, by the checkpoint's `tokenizer.json`.
+
+use crate::Gemma4Error;
+use std::path::Path;
+use tokenizers::{DecoderWrapper, Model};
+
+/// The tokenizer of a checkpoint.
+///
+/// # Examples
+/// ```no_run
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// use burn_gemma4::Tokenizer;
+///
+/// let tokenizer = Tokenizer::from_file("gemma-4-E2B-it/tokenizer.json")?;
+/// let tokens = tokenizer.encode("<bos>The capital of France is")?;
+/// assert_eq!(tokenizer.decode(&tokens, true)?, "The capital of France is");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it holds no
+    /// tokenizer, or one whose decoder is not of Gemma's kind.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).map_err(|source| Gemma4Error::Io {
+            path: path.into(),
+            source,
+        })?;
+        parse(&bytes).map_err(|reason| Gemma4Error::Malformed {
+            path: path.into(),
+            reason,
+        })
+    }
+
+    /// A tokenizer from the contents of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where they are no tokenizer, or one whose decoder is not of Gemma's kind.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
+        parse(bytes).map_err(Gemma4Error::Tokenizer)
+    }
+
+    /// The tokens of `text`. Special tokens in the text, such as `<bos>` and `<|turn>`, become their ids;
+    /// nothing is added.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
+        let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of `tokens`, with or without special tokens. Bytes that are not UTF-8 become U+FFFD; ids
+    /// that the tokenizer does not know have no text.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the tokens.
+    pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String, Gemma4Error> {
+        self.inner.decode(tokens, skip_special).map_err(refused)
+    }
+
+    /// The id of a token, such as `<|turn>`.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// How many tokens there are, special and other added ones included.
+    pub fn vocab_size(&self) -> usize {
+        let model = self.inner.get_model();
+        let added = self.inner.get_added_vocabulary().get_vocab();
+        let beyond = added
+            .values()
+            .filter(|&&id| model.id_to_token(id).is_none());
+        model.get_vocab_size() + beyond.count()
+    }
+
+    /// A decoder for tokens that come one by one.
+    ///
+    /// # Examples
+    /// ```no_run
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// # let tokenizer = burn_gemma4::Tokenizer::from_file("tokenizer.json")?;
+    /// # let tokens = tokenizer.encode("text")?;
+    /// let mut stream = tokenizer.stream();
+    /// for token in tokens {
+    ///     print!("{}", stream.push(token)?);
+    /// }
+    /// println!("{}", stream.finish()?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream {
+            tokenizer: self,
+            held: Vec::new(),
+        }
+    }
+}
+
+/// Turns tokens into text as they come, and never gives out half a UTF-8 character.
+///
+/// What [`push`](Self::push) gives out, followed by what [`finish`](Self::finish) gives out, is what
+/// [`Tokenizer::decode`] makes of all tokens without special ones.
+#[derive(Clone, Debug)]
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    /// A run of byte tokens. Its text is known at its end only: one byte that is out of place turns the
+    /// whole run into U+FFFD.
+    held: Vec<u32>,
+}
+
+impl TextStream<'_> {
+    /// The text that becomes complete with `token`; often all of the token's, sometimes none.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the token.
+    pub fn push(&mut self, token: u32) -> Result<String, Gemma4Error> {
+        match self.tokenizer.kind(token) {
+            Kind::Silent => Ok(String::new()),
+            Kind::Byte => {
+                self.held.push(token);
+                Ok(String::new())
+            }
+            Kind::Text => {
+                self.held.push(token);
+                self.finish()
+            }
+        }
+    }
+
+    /// The text that was held back. Bytes of a character that did not become complete are U+FFFD.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the tokens.
+    pub fn finish(&mut self) -> Result<String, Gemma4Error> {
+        let text = self.tokenizer.decode(&self.held, true);
+        self.held.clear();
+        text
+    }
+}
+
+/// What a token is to a [`TextStream`].
+enum Kind {
+    /// Special or unknown: no text, and no end to a run of bytes.
+    Silent,
+    /// One byte, such as `<0xE2>`.
+    Byte,
+    /// Whole characters.
+    Text,
+}
+
+impl Tokenizer {
+    fn kind(&self, id: u32) -> Kind {
+        match self.inner.id_to_token(id) {
+            None => Kind::Silent,
+            Some(token) if self.inner.get_added_vocabulary().is_special_token(&token) => {
+                Kind::Silent
+            }
+            Some(token) if is_byte(&token) => Kind::Byte,
+            Some(_) => Kind::Text,
+        }
+    }
+}
+
+/// The decoder's own test for a byte token.
+fn is_byte(token: &str) -> bool {
+    token.len() == 6
+        && token
+            .strip_prefix("<0x")
+            .and_then(|rest| rest.strip_suffix('>'))
+            .is_some_and(|digits| u8::from_str_radix(digits, 16).is_ok())
+}
+
+fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
+    let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
+        .map_err(|error| format!("no tokenizer: {error}"))?;
+    match inner.get_decoder() {
+        None => return Err("it has no decoder".into()),
+        Some(decoder) if !decodes_token_by_token(decoder) => {
+            return Err(
+                "its decoder is not of Gemma's kind, which is Replace, ByteFallback, Fuse".into(),
+            );
+        }
+        Some(_) => (),
+    }
+    // Both serve training; a prompt has to come through whole and alone.
+    inner
+        .with_truncation(None)
+        .map_err(|error| error.to_string())?;
+    inner.with_padding(None);
+    Ok(Tokenizer { inner })
+}
+
+/// Whether a token's text depends on no other token, except for runs of bytes. [`TextStream`] is exact for
+/// such decoders only.
+fn decodes_token_by_token(decoder: &DecoderWrapper) -> bool {
+    let is_one = |decoder: &DecoderWrapper| {
+        matches!(
+            decoder,
+            DecoderWrapper::Replace(_) | DecoderWrapper::ByteFallback(_)
+        )
+    };
+    match decoder {
+        DecoderWrapper::Sequence(sequence) => match sequence.get_decoders() {
+            [before @ .., DecoderWrapper::Fuse(_)] => before.iter().all(is_one),
+            all => all.iter().all(is_one),
+        },
+        decoder => is_one(decoder) || matches!(decoder, DecoderWrapper::Fuse(_)),
+    }
+}
+
+fn refused(error: tokenizers::Error) -> Gemma4Error {
+    Gemma4Error::Tokenizer(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    const EOS: u32 = 0;
+    const BOS: u32 = 1;
+    const SPACE: u32 = 3;
+    const H: u32 = 4;
+    const HI: u32 = 6;
+    const FIRST_BYTE: u32 = 8;
+    /// Not special: an added token that the model's vocabulary lacks.
+    const ADDED: u32 = FIRST_BYTE + 256;
+
+    fn byte(byte: u8) -> u32 {
+        FIRST_BYTE + u32::from(byte)
+    }
+
+    /// Gemma's kind of tokenizer, of a few tokens.
+    fn description() -> Value {
+        let words = ["<eos>", "<bos>", "<unk>", "▁", "h", "i", "hi", "▁hi"];
+        let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
+        let vocab: serde_json::Map<String, Value> = words
+            .into_iter()
+            .map(String::from)
+            .chain(bytes)
+            .zip(0u32..)
+            .map(|(token, id)| (token, id.into()))
+            .collect();
+        let added = |id: u32, content: &str, special: bool| {
+            json!({
+                "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": special,
+            })
+        };
+        json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": [added(EOS, "<eos>", true), added(BOS, "<bos>", true), added(ADDED, "<tag>", false)],
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            "pre_tokenizer": {
+                "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false,
+            },
+            "post_processor": null,
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ]},
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+                "vocab": vocab, "merges": [["h", "i"], ["▁", "hi"]],
+            },
+        })
+    }
+
+    fn build(description: &Value) -> Result<Tokenizer, Gemma4Error> {
+        Tokenizer::from_bytes(description.to_string().as_bytes())
+    }
+
+    fn tokenizer() -> Tokenizer {
+        build(&description()).expect("a well-formed tokenizer")
+    }
+
+    /// What each push gave out, and what was left.
+    fn streamed(tokens: &[u32]) -> (Vec<String>, String) {
+        let tokenizer = tokenizer();
+        let mut stream = tokenizer.stream();
+        let pushed: Vec<String> = tokens
+            .iter()
+            .map(|&token| stream.push(token).expect("text"))
+            .collect();
+        let rest = stream.finish().expect("text");
+        let all = tokenizer.decode(tokens, true).expect("text");
+        assert_eq!(pushed.concat() + &rest, all, "{tokens:?}");
+        (pushed, rest)
+    }
+
+    #[test]
+    fn special_tokens_are_recognised_and_none_is_added() {
+        let tokens = tokenizer().encode("<bos>hi hié<tag>").expect("tokens");
+        assert_eq!(tokens, [BOS, HI, 7, byte(0xC3), byte(0xA9), ADDED]);
+        assert_eq!(tokenizer().encode("").expect("tokens"), []);
+    }
+
+    #[test]
+    fn special_tokens_are_skipped_on_request() {
+        let tokens = [BOS, HI, EOS, ADDED];
+        assert_eq!(tokenizer().decode(&tokens, true).expect("text"), "hi<tag>");
+        assert_eq!(
+            tokenizer().decode(&tokens, false).expect("text"),
+            "<bos>hi<eos><tag>"
+        );
+    }
+
+    #[test]
+    fn ids_and_size() {
+        assert_eq!(tokenizer().id("<bos>"), Some(BOS));
+        assert_eq!(tokenizer().id("<tag>"), Some(ADDED));
+        assert_eq!(tokenizer().id("absent"), None);
+        assert_eq!(tokenizer().vocab_size(), ADDED as usize + 1);
+    }
+
+    #[test]
+    fn text_comes_as_soon_as_it_is_certain() {
+        let (pushed, rest) = streamed(&[HI, byte(0xC3), byte(0xA9), SPACE, H]);
+        assert_eq!(pushed, ["hi", "", "", "é ", "h"]);
+        assert_eq!(rest, "");
+    }
+
+    #[test]
+    fn a_character_that_stays_incomplete_comes_last() {
+        let (pushed, rest) = streamed(&[H, byte(0xE2), byte(0x82)]);
+        assert_eq!(pushed, ["h", "", ""]);
+        assert_eq!(rest, "\u{FFFD}\u{FFFD}");
+    }
+
+    #[test]
+    fn a_late_wrong_byte_spoils_its_run() {
+        let (pushed, _) = streamed(&[byte(0xC3), byte(0xA9), byte(0xFF), H]);
+        assert_eq!(pushed, ["", "", "", "\u{FFFD}\u{FFFD}\u{FFFD}h"]);
+    }
+
+    #[test]
+    fn special_and_unknown_tokens_do_not_end_a_run() {
+        let (pushed, _) = streamed(&[byte(0xC3), EOS, 100_000, byte(0xA9), H]);
+        assert_eq!(pushed, ["", "", "", "", "éh"]);
+    }
+
+    #[test]
+    fn a_stream_starts_again_after_its_end() {
+        let tokenizer = tokenizer();
+        let mut stream = tokenizer.stream();
+        assert_eq!(stream.push(byte(b'a')).expect("text"), "");
+        assert_eq!(stream.finish().expect("text"), "a");
+        assert_eq!(stream.finish().expect("text"), "");
+        assert_eq!(stream.push(HI).expect("text"), "hi");
+    }
+
+    #[test]
+    fn truncation_and_padding_of_the_file_are_off() {
+        let mut description = description();
+        description["truncation"] =
+            json!({"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Right"});
+        description["padding"] = json!({
+            "strategy": {"Fixed": 8}, "direction": "Left", "pad_to_multiple_of": null, "pad_id": 0,
+            "pad_type_id": 0, "pad_token": "<eos>",
+        });
+        let tokenizer = build(&description).expect("a tokenizer");
+        assert_eq!(tokenizer.encode("hi hi").expect("tokens"), [HI, 7]);
+    }
+
+    #[test]
+    fn decoders_that_look_at_neighbours_are_refused() {
+        for decoder in [
+            Value::Null,
+            json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
+            json!({"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}),
+            json!({"type": "Sequence", "decoders": [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]}),
+        ] {
+            let mut description = description();
+            description["decoder"] = decoder;
+            let error = build(&description).expect_err("refused").to_string();
+            assert!(error.contains("decoder"), "{error}");
+        }
+    }
+
+    #[test]
+    fn errors_name_the_file() {
+        let absent = Tokenizer::from_file("no/such/tokenizer.json").expect_err("absent");
+        assert!(matches!(&absent, Gemma4Error::Io { .. }), "{absent}");
+        assert!(absent.to_string().contains("tokenizer.json"), "{absent}");
+        let corrupt = Tokenizer::from_bytes(b"{\"version\": ").expect_err("corrupt");
+        assert!(matches!(&corrupt, Gemma4Error::Tokenizer(_)), "{corrupt}");
+    }
+}
