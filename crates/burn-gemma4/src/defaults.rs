@@ -1,6 +1,6 @@
 //! What a checkpoint's `generation_config.json` says about generation.
 
-use crate::{Gemma4Error, Sampling};
+use crate::{Gemma4Config, Gemma4Error, Sampling};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -67,6 +67,14 @@ impl GenerationDefaults {
     /// [`Sampling::validate`] refuses.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
         parse(json.as_bytes(), Path::new("generation_config.json"))
+    }
+
+    /// With the tokens that end texts from the model's configuration where the file named none.
+    pub(crate) fn or_of(mut self, config: &Gemma4Config) -> Self {
+        if self.stop_tokens.is_empty() {
+            self.stop_tokens.clone_from(&config.eos_tokens);
+        }
+        self
     }
 
     /// The sampling, without a seed; greedy where `do_sample` is false.

@@ -1,0 +1,364 @@
+//! Keys and values of the positions that a model has read.
+//!
+//! Sliding layers keep a ring of one window, full layers a buffer that grows by blocks, layers that read an
+//! earlier layer's keys and values keep nothing. Sequences of a batch are aligned at their ends: a shorter one
+//! begins with padding, which nothing sees, so that every sequence writes the same column.
+
+use crate::{
+    Gemma4Config, LayerType,
+    layer::{
+        attention::{KeyValues, Visible},
+        rope::Positions,
+    },
+};
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+
+/// Columns that a full layer's buffer grows by. Growing copies the buffer, which attention reads once a column
+/// anyway, so this bounds the copies to 1/256 of what is read.
+const BLOCK: usize = 256;
+
+/// Keys and values of a batch of sequences.
+#[derive(Debug)]
+pub struct Cache {
+    /// Of every layer that has its own keys and values.
+    stores: Vec<Store>,
+    window: usize,
+    /// Columns written, padding included.
+    columns: usize,
+    /// Leading columns of each sequence that are padding.
+    padding: Vec<usize>,
+}
+
+/// Where one layer's keys and values are: `[batch, kv_heads, slots, head_dim]`, from the first call on.
+#[derive(Debug)]
+enum Store {
+    /// Column `c` is in slot `c % window`.
+    Ring(Option<Buffers>),
+    /// Column `c` is in slot `c`.
+    Growing(Option<Buffers>),
+}
+
+#[derive(Debug)]
+struct Buffers {
+    key: Tensor<4>,
+    value: Tensor<4>,
+}
+
+/// What all layers share in one call.
+#[derive(Debug)]
+pub(crate) struct Step {
+    /// Columns before the call.
+    past: usize,
+    /// Columns of the call.
+    count: usize,
+    sliding: Visible,
+    full: Visible,
+}
+
+impl Cache {
+    /// An empty cache for `padding.len()` sequences, each of which begins with that many columns of padding.
+    pub(crate) fn new(config: &Gemma4Config, padding: Vec<usize>) -> Self {
+        let stores = config.layer_types[..config.first_shared_layer()]
+            .iter()
+            .map(|kind| match kind {
+                LayerType::Sliding => Store::Ring(None),
+                LayerType::Full => Store::Growing(None),
+            })
+            .collect();
+        Self {
+            stores,
+            window: config.sliding_window,
+            columns: 0,
+            padding,
+        }
+    }
+
+    /// Sequences.
+    pub fn batch(&self) -> usize {
+        self.padding.len()
+    }
+
+    /// Columns written, padding included.
+    pub fn len(&self) -> usize {
+        self.columns
+    }
+
+    /// Whether nothing is written.
+    pub fn is_empty(&self) -> bool {
+        self.columns == 0
+    }
+
+    /// Bytes that keys and values take on the device.
+    pub fn bytes(&self) -> usize {
+        let bytes = |tensor: &Tensor<4>| tensor.shape().num_elements() * tensor.dtype().size();
+        self.stores
+            .iter()
+            .filter_map(|store| match store {
+                Store::Ring(buffers) | Store::Growing(buffers) => buffers.as_ref(),
+            })
+            .map(|buffers| bytes(&buffers.key) + bytes(&buffers.value))
+            .sum()
+    }
+
+    /// The positions of the next `count` columns. Padding is at position 0, like the first token.
+    pub(crate) fn positions(&self, count: usize) -> Positions {
+        if self.padding.iter().all(|padding| *padding == 0) {
+            return Positions::Range {
+                first: self.columns,
+                count,
+            };
+        }
+        let columns = self.columns..self.columns + count;
+        Positions::Each(
+            self.padding
+                .iter()
+                .map(|padding| {
+                    columns
+                        .clone()
+                        .map(|column| column.saturating_sub(*padding))
+                        .collect()
+                })
+                .collect(),
+        )
+    }
+
+    /// What a call with `count` more columns sees.
+    pub(crate) fn step(&self, count: usize, device: &Device) -> Step {
+        let (past, batch) = (self.columns, self.batch());
+        let end = past + count;
+        let lengths = || Tensor::<1, Int>::full([batch], end as i64, device);
+        let causal = count > 1;
+        let sliding = match self.reads_ring(count) {
+            true => Visible {
+                lengths: (end < self.window).then(lengths),
+                mask: self.mask(&self.ring_columns(end), device),
+                ..Visible::default()
+            },
+            false => Visible {
+                causal: true,
+                window: Some(self.window),
+                lengths: None,
+                mask: self.mask(&columns(past - self.kept(), end), device),
+            },
+        };
+        let full = match past == 0 {
+            true => Visible {
+                causal,
+                mask: self.mask(&columns(0, end), device),
+                ..Visible::default()
+            },
+            false => Visible {
+                causal,
+                lengths: Some(lengths()),
+                mask: self.mask(&columns(0, capacity(end)), device),
+                ..Visible::default()
+            },
+        };
+        Step {
+            past,
+            count,
+            sliding,
+            full,
+        }
+    }
+
+    /// Takes a layer's new keys and values, `[batch, kv_heads, count, head_dim]`, and gives what its queries read.
+    ///
+    /// # Panics
+    /// For a layer that reads an earlier layer's keys and values.
+    pub(crate) fn extend(
+        &mut self,
+        layer: usize,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        step: &Step,
+    ) -> KeyValues {
+        let (reads_ring, kept, window) = (self.reads_ring(step.count), self.kept(), self.window);
+        match &mut self.stores[layer] {
+            Store::Ring(store) => {
+                let visible = step.sliding.clone();
+                let slots = |tensor: &Tensor<4>| empty(tensor, window);
+                let buffers = store.take().unwrap_or_else(|| Buffers {
+                    key: slots(&key),
+                    value: slots(&value),
+                });
+                if reads_ring {
+                    let buffers = buffers.map(key, value, |buffer, new| {
+                        write(buffer, new, 0, step.past % window, 1)
+                    });
+                    let read = buffers.read(visible);
+                    *store = Some(buffers);
+                    return read;
+                }
+                // The ring holds fewer columns than the queries see together: they read what it has kept and
+                // the new ones side by side.
+                let read = KeyValues {
+                    key: in_order(&buffers.key, &key, step.past, kept),
+                    value: in_order(&buffers.value, &value, step.past, kept),
+                    visible,
+                };
+                *store =
+                    Some(buffers.map(key, value, |buffer, new| write_ring(buffer, new, step.past)));
+                read
+            }
+            Store::Growing(store) => {
+                let visible = step.full.clone();
+                let end = step.past + step.count;
+                let new = (step.past == 0).then(|| KeyValues {
+                    key: key.clone(),
+                    value: value.clone(),
+                    visible: visible.clone(),
+                });
+                let buffers = store.take();
+                let grown = |buffer: Option<Tensor<4>>, new: &Tensor<4>| match buffer {
+                    Some(buffer) if buffer.dims()[2] >= end => buffer,
+                    Some(buffer) => write(
+                        empty(new, capacity(end)),
+                        buffer.clone(),
+                        0,
+                        0,
+                        buffer.dims()[2],
+                    ),
+                    None => empty(new, capacity(end)),
+                };
+                let (old_key, old_value) = match buffers {
+                    Some(Buffers { key, value }) => (Some(key), Some(value)),
+                    None => (None, None),
+                };
+                let buffers = Buffers {
+                    key: grown(old_key, &key),
+                    value: grown(old_value, &value),
+                }
+                .map(key, value, |buffer, new| {
+                    write(buffer, new, 0, step.past, step.count)
+                });
+                let read = new.unwrap_or_else(|| buffers.read(visible));
+                *store = Some(buffers);
+                read
+            }
+        }
+    }
+
+    /// Counts the columns of a call whose every layer has been extended.
+    pub(crate) fn advance(&mut self, step: &Step) {
+        self.columns += step.count;
+    }
+
+    /// Whether a call's queries read the ring where it lies: a single query sees all of it, in any order.
+    fn reads_ring(&self, count: usize) -> bool {
+        count == 1
+    }
+
+    /// Columns of the past that a sliding layer's next queries may still see.
+    fn kept(&self) -> usize {
+        self.columns.min(self.window - 1)
+    }
+
+    /// The columns in the ring's slots once `end` columns are written, the newest of each slot.
+    fn ring_columns(&self, end: usize) -> Vec<usize> {
+        (0..self.window)
+            .map(|slot| match slot < end {
+                true => slot + (end - 1 - slot) / self.window * self.window,
+                false => slot,
+            })
+            .collect()
+    }
+
+    /// `[batch, 1, 1, columns]`, `false` for padding; `None` where there is none.
+    fn mask(&self, columns: &[usize], device: &Device) -> Option<Tensor<4, Bool>> {
+        let padded = self
+            .padding
+            .iter()
+            .any(|padding| columns.iter().any(|column| column < padding));
+        padded.then(|| {
+            let visible: Vec<bool> = self
+                .padding
+                .iter()
+                .flat_map(|padding| columns.iter().map(move |column| column >= padding))
+                .collect();
+            let shape = [self.batch(), 1, 1, columns.len()];
+            Tensor::from_data(TensorData::new(visible, shape), device)
+        })
+    }
+}
+
+impl Buffers {
+    fn map(
+        self,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        write: impl Fn(Tensor<4>, Tensor<4>) -> Tensor<4>,
+    ) -> Self {
+        Self {
+            key: write(self.key, key),
+            value: write(self.value, value),
+        }
+    }
+
+    fn read(&self, visible: Visible) -> KeyValues {
+        KeyValues {
+            key: self.key.clone(),
+            value: self.value.clone(),
+            visible,
+        }
+    }
+}
+
+fn columns(start: usize, end: usize) -> Vec<usize> {
+    (start..end).collect()
+}
+
+/// Slots of a buffer that holds `columns`.
+fn capacity(columns: usize) -> usize {
+    columns.next_multiple_of(BLOCK)
+}
+
+/// A buffer for tensors like `like` with `slots` slots. What is in them before they are written is never read.
+fn empty(like: &Tensor<4>, slots: usize) -> Tensor<4> {
+    let [batch, heads, _, head_dim] = like.dims();
+    Tensor::empty(
+        [batch, heads, slots, head_dim],
+        (&like.device(), like.dtype()),
+    )
+}
+
+/// Writes `count` columns of `new`, from its `start` on, into the slots from `slot` on.
+///
+/// The buffer is the only handle to its memory, so this writes in place.
+fn write(buffer: Tensor<4>, new: Tensor<4>, start: usize, slot: usize, count: usize) -> Tensor<4> {
+    let [batch, heads, _, head_dim] = buffer.dims();
+    buffer.slice_assign(
+        [0..batch, 0..heads, slot..slot + count, 0..head_dim],
+        new.narrow(2, start, count),
+    )
+}
+
+/// Writes into a ring the last columns of `new`, whose first column comes after `past` others.
+fn write_ring(ring: Tensor<4>, new: Tensor<4>, past: usize) -> Tensor<4> {
+    let (window, count) = (ring.dims()[2], new.dims()[2]);
+    let kept = count.min(window);
+    let start = count - kept;
+    let slot = (past + start) % window;
+    let first = kept.min(window - slot);
+    let ring = write(ring, new.clone(), start, slot, first);
+    match kept - first {
+        0 => ring,
+        rest => write(ring, new, start + first, 0, rest),
+    }
+}
+
+/// The last `kept` of `past` columns of a ring, in order, and then `new`.
+fn in_order(ring: &Tensor<4>, new: &Tensor<4>, past: usize, kept: usize) -> Tensor<4> {
+    if kept == 0 {
+        return new.clone();
+    }
+    let window = ring.dims()[2];
+    let slot = (past - kept) % window;
+    let first = kept.min(window - slot);
+    let mut parts = vec![ring.clone().narrow(2, slot, first)];
+    if kept > first {
+        parts.push(ring.clone().narrow(2, 0, kept - first));
+    }
+    parts.push(new.clone());
+    Tensor::cat(parts, 2)
+}

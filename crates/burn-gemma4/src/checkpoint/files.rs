@@ -1,0 +1,173 @@
+//! The tensors of a checkpoint: where they are in which safetensors file.
+
+use crate::Gemma4Error;
+use memmap2::Mmap;
+use safetensors::{Dtype, SafeTensors};
+use serde::Deserialize;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
+    io::ErrorKind,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// All tensors of a checkpoint, by name. Nothing is read before it is asked for.
+pub(super) struct TensorFiles {
+    files: Vec<Bytes>,
+    tensors: BTreeMap<String, Entry>,
+}
+
+/// A file's contents.
+enum Bytes {
+    Mapped(Mmap),
+    Embedded(&'static [u8]),
+}
+
+/// One tensor.
+pub(super) struct Entry {
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    file: usize,
+    range: Range<usize>,
+}
+
+impl Entry {
+    /// Bytes in the file.
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl TensorFiles {
+    /// The tensors of a folder: of `model.safetensors`, or of all files that `model.safetensors.index.json` names.
+    pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
+        let index = folder.join(INDEX);
+        let names = match fs::read_to_string(&index) {
+            Ok(text) => shards(&index, &text)?,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                BTreeSet::from([SINGLE.to_owned()])
+            }
+            Err(source) => {
+                return Err(Gemma4Error::Io {
+                    path: index,
+                    source,
+                });
+            }
+        };
+        let mut opened = Self {
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+        };
+        for name in names {
+            let path = folder.join(name);
+            let bytes = map(&path)?;
+            opened.add(path, Bytes::Mapped(bytes))?;
+        }
+        Ok(opened)
+    }
+
+    /// The tensors of a file that is part of the program.
+    pub fn embedded(name: &str, bytes: &'static [u8]) -> Result<Self, Gemma4Error> {
+        let mut opened = Self {
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+        };
+        opened.add(name.into(), Bytes::Embedded(bytes))?;
+        Ok(opened)
+    }
+
+    fn add(&mut self, path: PathBuf, bytes: Bytes) -> Result<(), Gemma4Error> {
+        let malformed = |reason: String| Gemma4Error::Malformed {
+            path: path.clone(),
+            reason,
+        };
+        let contents = bytes.as_slice();
+        let tensors = SafeTensors::deserialize(contents).map_err(|error| {
+            malformed(format!(
+                "not a whole safetensors file of {} bytes: {error}",
+                contents.len()
+            ))
+        })?;
+        let file = self.files.len();
+        for (name, view) in tensors.iter() {
+            let start = view.data().as_ptr() as usize - contents.as_ptr() as usize;
+            let entry = Entry {
+                dtype: view.dtype(),
+                shape: view.shape().to_vec(),
+                file,
+                range: start..start + view.data().len(),
+            };
+            if self.tensors.insert(name.to_owned(), entry).is_some() {
+                return Err(malformed(format!("{name} is in another file, too")));
+            }
+        }
+        self.files.push(bytes);
+        Ok(())
+    }
+
+    /// The tensor called `name`.
+    pub fn get(&self, name: &str) -> Option<&Entry> {
+        self.tensors.get(name)
+    }
+
+    /// All names.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// A tensor's bytes, little-endian, row after row.
+    pub fn bytes(&self, entry: &Entry) -> &[u8] {
+        &self.files[entry.file].as_slice()[entry.range.clone()]
+    }
+}
+
+impl Bytes {
+    fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Mapped(map) => map,
+            Self::Embedded(bytes) => bytes,
+        }
+    }
+}
+
+/// The files that an index names.
+fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
+    let malformed = |reason: String| Gemma4Error::Malformed {
+        path: path.to_owned(),
+        reason,
+    };
+    let index: Index = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+    let names: BTreeSet<String> = index.weight_map.into_values().collect();
+    if names.is_empty() {
+        return Err(malformed("weight_map names no file".into()));
+    }
+    // A checkpoint from elsewhere must not reach outside its folder.
+    match names.iter().find(|name| {
+        Path::new(name)
+            .file_name()
+            .is_none_or(|file| file != name.as_str())
+    }) {
+        Some(name) => Err(malformed(format!("{name:?} is not the name of a file"))),
+        None => Ok(names),
+    }
+}
+
+fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
+    let failed = |source| Gemma4Error::Io {
+        path: path.to_owned(),
+        source,
+    };
+    let file = File::open(path).map_err(failed)?;
+    // SAFETY: what is mapped must not change while it is read. The file is opened for reading and not written by this
+    // process; as with every program that maps files, whoever changes a checkpoint that is being loaded breaks the load.
+    unsafe { Mmap::map(&file) }.map_err(failed)
+}

@@ -1,0 +1,349 @@
+//! `config.json`, in the dialect of the Hub and in that of `save_pretrained`.
+
+use super::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
+use crate::Gemma4Error;
+use burn::tensor::DType;
+use serde::Deserialize;
+use std::{collections::BTreeMap, fs, path::Path};
+
+/// The model types whose text part this crate computes.
+const MODEL_TYPES: [&str; 4] = [
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+];
+
+/// A file's top level: of a text model the fields themselves, of a multimodal model a folder of parts.
+#[derive(Deserialize)]
+struct File {
+    model_type: Option<String>,
+    text_config: Option<serde_json::Value>,
+    eos_token_id: Option<Tokens>,
+    dtype: Option<String>,
+    torch_dtype: Option<String>,
+    tie_word_embeddings: Option<bool>,
+}
+
+#[derive(Deserialize)]
+struct Text {
+    vocab_size: Option<usize>,
+    vocab_size_per_layer_input: Option<usize>,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    num_global_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    global_head_dim: Option<usize>,
+    per_layer_config: Option<BTreeMap<String, PerLayer>>,
+    layer_types: Option<Vec<String>>,
+    sliding_window: Option<usize>,
+    num_kv_shared_layers: Option<usize>,
+    use_double_wide_mlp: Option<bool>,
+    hidden_size_per_layer_input: Option<usize>,
+    attention_k_eq_v: Option<bool>,
+    enable_moe_block: Option<bool>,
+    num_experts: Option<usize>,
+    top_k_experts: Option<usize>,
+    moe_intermediate_size: Option<usize>,
+    rope_parameters: Option<BTreeMap<String, Rope>>,
+    rms_norm_eps: Option<f64>,
+    final_logit_softcapping: Option<f64>,
+    tie_word_embeddings: Option<bool>,
+    max_position_embeddings: Option<usize>,
+    initializer_range: Option<f64>,
+    hidden_activation: Option<String>,
+    attention_bias: Option<bool>,
+    use_bidirectional_attention: Option<String>,
+    bos_token_id: Option<u32>,
+    eos_token_id: Option<Tokens>,
+    pad_token_id: Option<u32>,
+    dtype: Option<String>,
+}
+
+/// What `save_pretrained` writes of a layer that differs from the others.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PerLayer {
+    head_dim: Option<usize>,
+    num_key_value_heads: Option<usize>,
+}
+
+#[derive(Deserialize)]
+struct Rope {
+    rope_type: Option<String>,
+    rope_theta: Option<f64>,
+    partial_rotary_factor: Option<f64>,
+    factor: Option<f64>,
+}
+
+/// One token or several.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Tokens {
+    One(u32),
+    Several(Vec<u32>),
+}
+
+impl Tokens {
+    pub(crate) fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::One(token) => vec![token],
+            Self::Several(tokens) => tokens,
+        }
+    }
+}
+
+impl Gemma4Config {
+    /// Reads a checkpoint's `config.json`.
+    ///
+    /// # Errors
+    /// Where the file cannot be read, is not JSON, or describes no Gemma 4 text model.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let path = path.as_ref();
+        let text = fs::read_to_string(path).map_err(|source| Gemma4Error::Io {
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::from_json(&text).map_err(|error| match error {
+            Gemma4Error::Config(reason) => Gemma4Error::Malformed {
+                path: path.to_owned(),
+                reason,
+            },
+            other => other,
+        })
+    }
+
+    /// Reads the text of a `config.json`: the Hub's (`global_head_dim`, `num_global_key_value_heads`), or that
+    /// of transformers' `save_pretrained` (`per_layer_config`); of a multimodal model the text part.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Config`] naming the field.
+    pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
+        let bad = |error: serde_json::Error| Gemma4Error::Config(error.to_string());
+        let file: File = serde_json::from_str(json).map_err(bad)?;
+        match file.model_type.as_deref() {
+            Some(model_type) if MODEL_TYPES.contains(&model_type) => {}
+            Some(other) => {
+                return Err(Gemma4Error::Config(format!(
+                    "model_type is {other:?}, which is none of {MODEL_TYPES:?}"
+                )));
+            }
+            None => {
+                return Err(Gemma4Error::Config(format!(
+                    "model_type is missing; it should be one of {MODEL_TYPES:?}"
+                )));
+            }
+        }
+        let mut text: Text = match &file.text_config {
+            Some(text) => Text::deserialize(text).map_err(bad)?,
+            None => serde_json::from_str(json).map_err(bad)?,
+        };
+        // A multimodal model's own fields hold for its text part, too.
+        text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
+        text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
+        text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);
+        let config = text.into_config()?;
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+impl Text {
+    /// Fields that are absent have the values of transformers' class.
+    fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {
+        self.refuse_unsupported()?;
+        let layer_types = self.layer_types()?;
+        let sliding_head_dim = self.head_dim.unwrap_or(256);
+        let attention_k_eq_v = self.attention_k_eq_v.unwrap_or(false);
+        let (global_head_dim, per_layer_heads) = self.global_heads(&layer_types)?;
+        // Full layers have heads of their own number only where values are keys.
+        let num_global_key_value_heads = match attention_k_eq_v {
+            true => self.num_global_key_value_heads.or(per_layer_heads),
+            false => per_layer_heads,
+        };
+        let experts = match self.enable_moe_block.unwrap_or(false) {
+            true => Some(ExpertsConfig {
+                num_experts: required("num_experts", self.num_experts)?,
+                top_k_experts: required("top_k_experts", self.top_k_experts)?,
+                moe_intermediate_size: required(
+                    "moe_intermediate_size",
+                    self.moe_intermediate_size,
+                )?,
+            }),
+            false => None,
+        };
+        let vocab_size = self.vocab_size.unwrap_or(262_144);
+        let config = Gemma4Config {
+            vocab_size,
+            vocab_size_per_layer_input: self.vocab_size_per_layer_input.unwrap_or(vocab_size),
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            use_double_wide_mlp: self.use_double_wide_mlp.unwrap_or(false),
+            num_kv_shared_layers: self.num_kv_shared_layers.unwrap_or(0),
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            num_global_key_value_heads: num_global_key_value_heads
+                .unwrap_or(self.num_key_value_heads),
+            sliding_head_dim,
+            global_head_dim,
+            sliding_window: self.sliding_window.unwrap_or(512),
+            attention_k_eq_v,
+            hidden_size_per_layer_input: self.hidden_size_per_layer_input.unwrap_or(256),
+            experts,
+            sliding_rope: self.rope("sliding_attention", RopeConfig::SLIDING)?,
+            global_rope: self.rope("full_attention", RopeConfig::GLOBAL)?,
+            rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
+            final_logit_softcapping: self.final_logit_softcapping,
+            tie_word_embeddings: self.tie_word_embeddings.unwrap_or(true),
+            max_position_embeddings: self.max_position_embeddings.unwrap_or(131_072),
+            initializer_range: self.initializer_range.unwrap_or(0.02),
+            bos_token: self.bos_token_id.unwrap_or(2),
+            pad_token: self.pad_token_id.unwrap_or(0),
+            dtype: self.dtype.as_deref().map(dtype).transpose()?,
+            layer_types,
+            eos_tokens: self.eos_token_id.map_or_else(|| vec![1], Tokens::into_vec),
+        };
+        Ok(config)
+    }
+
+    fn refuse_unsupported(&self) -> Result<(), Gemma4Error> {
+        let refuse = |field: &str, value: &str, supported: &str| {
+            Err(Gemma4Error::Config(format!(
+                "{field} is {value:?}; only {supported} is supported"
+            )))
+        };
+        match self.hidden_activation.as_deref() {
+            None | Some("gelu_pytorch_tanh") => {}
+            Some(other) => return refuse("hidden_activation", other, "gelu_pytorch_tanh"),
+        }
+        if self.attention_bias == Some(true) {
+            return refuse("attention_bias", "true", "false");
+        }
+        match self.use_bidirectional_attention.as_deref() {
+            // Among images only; text stays causal.
+            None | Some("vision") => Ok(()),
+            Some(other) => refuse("use_bidirectional_attention", other, "null or \"vision\""),
+        }
+    }
+
+    fn layer_types(&self) -> Result<Vec<LayerType>, Gemma4Error> {
+        let layers = self.num_hidden_layers;
+        let mut types = match &self.layer_types {
+            Some(names) => self.named_layer_types(names)?,
+            None => (1..=layers)
+                .map(|layer| match layer % 6 == 0 {
+                    true => LayerType::Full,
+                    false => LayerType::Sliding,
+                })
+                .collect(),
+        };
+        // As transformers does, whatever the file says.
+        if let Some(last) = types.last_mut() {
+            *last = LayerType::Full;
+        }
+        Ok(types)
+    }
+
+    fn named_layer_types(&self, names: &[String]) -> Result<Vec<LayerType>, Gemma4Error> {
+        let layers = self.num_hidden_layers;
+        if names.len() != layers {
+            return Err(Gemma4Error::Config(format!(
+                "layer_types has {} entries, but num_hidden_layers is {layers}",
+                names.len()
+            )));
+        }
+        names
+            .iter()
+            .map(|name| match name.as_str() {
+                "sliding_attention" => Ok(LayerType::Sliding),
+                "full_attention" => Ok(LayerType::Full),
+                other => Err(Gemma4Error::Config(format!(
+                    "layer_types has {other:?}, which is neither \"sliding_attention\" nor \"full_attention\""
+                ))),
+            })
+            .collect()
+    }
+
+    /// The head dimension of full layers and, of the second dialect, their number of key and value heads.
+    fn global_heads(
+        &self,
+        layer_types: &[LayerType],
+    ) -> Result<(usize, Option<usize>), Gemma4Error> {
+        let Some(layers) = &self.per_layer_config else {
+            return Ok((self.global_head_dim.unwrap_or(512), None));
+        };
+        let inconsistent =
+            |reason: String| Gemma4Error::Config(format!("per_layer_config: {reason}"));
+        let mut global: Option<&PerLayer> = None;
+        for (name, layer) in layers {
+            let index: usize = name
+                .parse()
+                .map_err(|_| inconsistent(format!("{name:?} is not the number of a layer")))?;
+            match layer_types.get(index) {
+                Some(LayerType::Full) => {}
+                Some(LayerType::Sliding) => {
+                    return Err(inconsistent(format!(
+                        "layer {index} is sliding; only full layers may differ"
+                    )));
+                }
+                None => return Err(inconsistent(format!("there is no layer {index}"))),
+            }
+            let first = *global.get_or_insert(layer);
+            if (first.head_dim, first.num_key_value_heads)
+                != (layer.head_dim, layer.num_key_value_heads)
+            {
+                return Err(inconsistent("full layers differ from one another".into()));
+            }
+        }
+        let head_dim = global
+            .and_then(|layer| layer.head_dim)
+            .or(self.global_head_dim)
+            .or(self.head_dim)
+            .unwrap_or(256);
+        Ok((head_dim, global.and_then(|layer| layer.num_key_value_heads)))
+    }
+
+    fn rope(&self, kind: &str, default: RopeConfig) -> Result<RopeConfig, Gemma4Error> {
+        let Some(rope) = self
+            .rope_parameters
+            .as_ref()
+            .and_then(|kinds| kinds.get(kind))
+        else {
+            return Ok(default);
+        };
+        let partial_rotary_factor = match rope.rope_type.as_deref() {
+            None | Some("default") => 1.0,
+            Some("proportional") => rope.partial_rotary_factor.unwrap_or(1.0),
+            Some(other) => {
+                return Err(Gemma4Error::Config(format!(
+                    "rope_parameters.{kind}.rope_type is {other:?}, which is neither \"default\" nor \"proportional\""
+                )));
+            }
+        };
+        Ok(RopeConfig {
+            theta: rope.rope_theta.unwrap_or(default.theta),
+            partial_rotary_factor,
+            factor: rope.factor.unwrap_or(1.0),
+        })
+    }
+}
+
+fn required(field: &str, value: Option<usize>) -> Result<usize, Gemma4Error> {
+    value.ok_or_else(|| {
+        Gemma4Error::Config(format!("{field} is missing, but enable_moe_block is true"))
+    })
+}
+
+fn dtype(name: &str) -> Result<DType, Gemma4Error> {
+    match name {
+        "float32" => Ok(DType::F32),
+        "float16" => Ok(DType::F16),
+        "bfloat16" => Ok(DType::BF16),
+        other => Err(Gemma4Error::Config(format!(
+            "dtype is {other:?}, which is none of float32, float16, bfloat16"
+        ))),
+    }
+}

@@ -1,0 +1,334 @@
+//! A checkpoint, ready to be asked: model, tokenizer, chat template and defaults.
+
+use crate::{
+    Cache, ChatOptions, ChatTemplate, Gemma4Config, Gemma4Error, Gemma4Model, GenerateOptions,
+    Generation, GenerationDefaults, LoadOptions, Message, Token, Tokenizer, generate,
+};
+use burn::tensor::{DType, Device};
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+};
+
+/// Tokens that a generation has at most where nobody says otherwise.
+const DEFAULT_MAX_TOKENS: usize = 256;
+
+/// A Gemma 4 with all that belongs to its checkpoint.
+///
+/// ```no_run
+/// use burn::tensor::Device;
+/// use burn_gemma4::Gemma4;
+/// use std::ops::ControlFlow;
+///
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// let gemma = Gemma4::from_pretrained("gemma-4-E2B-it", &Device::default())?;
+/// gemma.generate("The capital of France is", &gemma.options(), |token| {
+///     print!("{}", token.text);
+///     ControlFlow::Continue(())
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Gemma4 {
+    model: Gemma4Model,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate,
+    defaults: GenerationDefaults,
+}
+
+/// What to go on from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// Text to continue. The token that begins every text is put before it.
+    Text(String),
+    /// A conversation to answer, by the checkpoint's chat template.
+    Chat(Vec<Message>),
+    /// Tokens as they are.
+    Tokens(Vec<u32>),
+}
+
+impl From<&str> for Prompt {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+impl From<String> for Prompt {
+    fn from(text: String) -> Self {
+        Self::Text(text)
+    }
+}
+
+impl From<Vec<Message>> for Prompt {
+    fn from(messages: Vec<Message>) -> Self {
+        Self::Chat(messages)
+    }
+}
+
+impl From<Vec<u32>> for Prompt {
+    fn from(tokens: Vec<u32>) -> Self {
+        Self::Tokens(tokens)
+    }
+}
+
+impl Gemma4 {
+    /// Loads a checkpoint's folder as Hugging Face has it, in the checkpoint's dtype; in f32 where the device does not
+    /// compute in that.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn from_pretrained(folder: impl AsRef<Path>, device: &Device) -> Result<Self, Gemma4Error> {
+        Self::load(folder, device, LoadOptions::new())
+    }
+
+    /// Loads a checkpoint's folder: `config.json`, safetensors, `tokenizer.json`, and where they are there `chat_template.jinja`
+    /// and `generation_config.json`.
+    ///
+    /// # Errors
+    /// Where a file is missing or not what it should be, naming it; as [`Gemma4Model::load`].
+    pub fn load(
+        folder: impl AsRef<Path>,
+        device: &Device,
+        options: LoadOptions<'_>,
+    ) -> Result<Self, Gemma4Error> {
+        let folder = folder.as_ref();
+        // The small files first: what is wrong with them need not wait for the weights.
+        let config = Gemma4Config::from_file(folder.join("config.json"))?;
+        let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"))?;
+        let chat_template = match existing(folder, "chat_template.jinja")? {
+            Some(path) => ChatTemplate::from_file(path)?,
+            None => ChatTemplate::gemma4(),
+        };
+        let defaults = match existing(folder, "generation_config.json")? {
+            Some(path) => GenerationDefaults::from_file(path)?,
+            None => GenerationDefaults::default(),
+        };
+        Ok(Self {
+            model: Gemma4Model::load(folder, device, options)?,
+            tokenizer,
+            chat_template,
+            defaults: defaults.or_of(&config),
+        })
+    }
+
+    /// The small model that is part of this crate: random weights, which show that everything works and write no sense.
+    ///
+    /// # Errors
+    /// Where the device does not compute in the dtype asked for.
+    pub fn embedded(device: &Device, options: LoadOptions<'_>) -> Result<Self, Gemma4Error> {
+        let config = include_str!("../embedded/config.json");
+        let model = Gemma4Model::from_bytes(
+            config,
+            include_bytes!("../embedded/model.safetensors"),
+            device,
+            options,
+        )?;
+        let defaults =
+            GenerationDefaults::from_json(include_str!("../embedded/generation_config.json"))?;
+        Ok(Self {
+            defaults: defaults.or_of(model.config()),
+            model,
+            tokenizer: Tokenizer::from_bytes(include_bytes!("../embedded/tokenizer.json"))?,
+            chat_template: ChatTemplate::gemma4(),
+        })
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &Gemma4Config {
+        self.model.config()
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Gemma4Model {
+        &self.model
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// How conversations become prompts.
+    pub fn chat_template(&self) -> &ChatTemplate {
+        &self.chat_template
+    }
+
+    /// How the checkpoint's authors sample from it.
+    pub fn defaults(&self) -> &GenerationDefaults {
+        &self.defaults
+    }
+
+    /// The dtype that it computes in.
+    pub fn dtype(&self) -> DType {
+        self.model.dtype()
+    }
+
+    /// The device that it is on.
+    pub fn device(&self) -> Device {
+        self.model.device()
+    }
+
+    /// The checkpoint's own sampling, stop tokens and number of tokens, which is 256 where it names none.
+    pub fn options(&self) -> GenerateOptions {
+        GenerateOptions {
+            max_tokens: self.defaults.max_new_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
+            sampling: self.defaults.sampling(),
+            stop_tokens: self.defaults.stop_tokens.clone(),
+            ignore_stop_tokens: false,
+            prefill_chunk: None,
+            chat: ChatOptions::default(),
+        }
+    }
+
+    /// A prompt's tokens.
+    ///
+    /// # Errors
+    /// Where the chat template refuses the conversation, or the tokenizer the text.
+    pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
+        match prompt {
+            Prompt::Text(text) => {
+                let mut tokens = vec![self.config().bos_token];
+                tokens.extend(self.tokenizer.encode(text)?);
+                Ok(tokens)
+            }
+            // The template writes the token that begins every text.
+            Prompt::Chat(messages) => self
+                .tokenizer
+                .encode(&self.chat_template.render(messages, chat)?),
+            Prompt::Tokens(tokens) => Ok(tokens.clone()),
+        }
+    }
+
+    /// Goes on from a prompt. `on_token` gets each token as it comes, and ends the generation by breaking.
+    ///
+    /// # Errors
+    /// Where the prompt or the options do not fit the model, and where the device fails.
+    pub fn generate(
+        &self,
+        prompt: impl Into<Prompt>,
+        options: &GenerateOptions,
+        on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation, Gemma4Error> {
+        self.session().generate(prompt, options, on_token)
+    }
+
+    /// Goes on from several prompts at once, of any lengths.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate).
+    pub fn generate_batch(
+        &self,
+        prompts: &[Prompt],
+        options: &GenerateOptions,
+    ) -> Result<Vec<Generation>, Gemma4Error> {
+        if prompts.is_empty() {
+            return Ok(Vec::new());
+        }
+        let prompts: Vec<Vec<u32>> = prompts
+            .iter()
+            .map(|prompt| self.tokens(prompt, options.chat))
+            .collect::<Result<_, _>>()?;
+        generate::check(self.config(), &prompts, options)?;
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let padding = prompts
+            .iter()
+            .map(|prompt| longest - prompt.len())
+            .collect();
+        let mut cache = self.model.cache(padding);
+        generate::run(
+            &self.model,
+            &self.tokenizer,
+            prompts,
+            &mut cache,
+            options,
+            &mut |_, _| ControlFlow::Continue(()),
+        )
+    }
+
+    /// Generations that share what they have read: a conversation, each turn of which begins with all turns before.
+    pub fn session(&self) -> Session<'_> {
+        Session {
+            gemma: self,
+            cache: self.model.cache(vec![0]),
+            read: Vec::new(),
+        }
+    }
+}
+
+/// Generations of one model, one after the other, that share the keys and values of what they begin with.
+#[derive(Debug)]
+pub struct Session<'a> {
+    gemma: &'a Gemma4,
+    cache: Cache,
+    /// The tokens in the cache.
+    read: Vec<u32>,
+}
+
+impl Session<'_> {
+    /// Goes on from a prompt, as [`Gemma4::generate`]. What the prompt has in common with what the session has read is not read again,
+    /// if the prompt begins with all of it.
+    ///
+    /// # Errors
+    /// As [`Gemma4::generate`].
+    pub fn generate(
+        &mut self,
+        prompt: impl Into<Prompt>,
+        options: &GenerateOptions,
+        mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation, Gemma4Error> {
+        let tokens = self.gemma.tokens(&prompt.into(), options.chat)?;
+        generate::check(self.gemma.config(), std::slice::from_ref(&tokens), options)?;
+        // The last token must be read again for its logits, and a ring forgets: there is no going back a few tokens.
+        let continues = tokens.len() > self.read.len() && tokens.starts_with(&self.read);
+        if !continues {
+            self.reset();
+        }
+        let generations = generate::run(
+            &self.gemma.model,
+            &self.gemma.tokenizer,
+            vec![tokens],
+            &mut self.cache,
+            options,
+            &mut |_, token| on_token(token),
+        );
+        let generation = match generations.map(|mut generations| generations.pop()) {
+            Ok(Some(generation)) => generation,
+            outcome => {
+                // What the cache holds after a failure is not known.
+                self.reset();
+                outcome?;
+                unreachable!("one prompt gives one generation");
+            }
+        };
+        self.read = [&generation.prompt_tokens[..], &generation.tokens].concat();
+        self.read.truncate(self.cache.len());
+        Ok(generation)
+    }
+
+    /// Forgets everything read.
+    pub fn reset(&mut self) {
+        self.cache = self.gemma.model.cache(vec![0]);
+        self.read.clear();
+    }
+
+    /// Tokens in the cache.
+    pub fn len(&self) -> usize {
+        self.cache.len()
+    }
+
+    /// Whether nothing has been read.
+    pub fn is_empty(&self) -> bool {
+        self.cache.is_empty()
+    }
+}
+
+/// The path of a file that a checkpoint may have.
+fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gemma4Error> {
+    let path = folder.join(name);
+    match path.try_exists() {
+        Ok(true) => Ok(Some(path)),
+        Ok(false) => Ok(None),
+        Err(source) => Err(Gemma4Error::Io { path, source }),
+    }
+}

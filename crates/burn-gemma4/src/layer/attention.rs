@@ -1,0 +1,164 @@
+//! Attention of one layer, through `fused_attention`.
+
+use super::{Linear, RmsNorm, norm, rope::Rotation};
+use crate::{Gemma4Config, LayerType};
+use attention_cube::{AttentionOptions, fused_attention};
+use burn::{
+    module::Module,
+    tensor::{Bool, Device, Int, Tensor},
+};
+
+/// Queries, keys and values of one layer and what becomes of them. Layers that read an earlier layer's keys
+/// and values have only queries.
+#[derive(Module, Debug)]
+pub struct Attention {
+    /// `[q_heads · head_dim, hidden]`.
+    pub q_proj: Linear,
+    /// Of each query head.
+    pub q_norm: RmsNorm,
+    /// `[kv_heads · head_dim, hidden]`.
+    pub k_proj: Option<Linear>,
+    /// Of each key head.
+    pub k_norm: Option<RmsNorm>,
+    /// `[kv_heads · head_dim, hidden]`; absent where values are made of what keys are made of.
+    pub v_proj: Option<Linear>,
+    /// `[hidden, q_heads · head_dim]`.
+    pub o_proj: Linear,
+    #[module(skip)]
+    shape: HeadShape,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct HeadShape {
+    q_heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    epsilon: f64,
+}
+
+/// Keys and values that a layer attends to, and what its queries see of them.
+#[derive(Clone, Debug)]
+pub struct KeyValues {
+    /// `[batch, kv_heads, kv_len, head_dim]`, normalised and rotated.
+    pub key: Tensor<4>,
+    /// `[batch, kv_heads, kv_len, head_dim]`, normalised.
+    pub value: Tensor<4>,
+    /// What the queries see.
+    pub visible: Visible,
+}
+
+/// What queries see of keys. The last query is at the last key.
+#[derive(Clone, Debug, Default)]
+pub struct Visible {
+    /// No query sees a later key.
+    pub causal: bool,
+    /// A query sees this many keys, its own included.
+    pub window: Option<usize>,
+    /// `[batch]`: how many of the keys exist.
+    pub lengths: Option<Tensor<1, Int>>,
+    /// `[batch, 1, 1, kv_len]`: `false` where a key is padding.
+    pub mask: Option<Tensor<4, Bool>>,
+}
+
+impl Visible {
+    /// What a query of a layer of `kind` sees where the keys are all positions so far, in their order.
+    pub fn in_order(kind: LayerType, window: usize) -> Self {
+        Self {
+            causal: true,
+            window: (kind == LayerType::Sliding).then_some(window),
+            ..Self::default()
+        }
+    }
+
+    fn options(&self) -> AttentionOptions {
+        // The norms of queries and keys have learned the scale.
+        let mut options = AttentionOptions::new().scale(1.0);
+        if self.causal {
+            options = options.causal();
+        }
+        if let Some(window) = self.window {
+            options = options.window(Some(window - 1), Some(0));
+        }
+        if let Some(lengths) = &self.lengths {
+            options = options.kv_lengths(lengths.clone());
+        }
+        if let Some(mask) = &self.mask {
+            options = options.mask(mask.clone());
+        }
+        options
+    }
+}
+
+impl Attention {
+    pub(crate) fn new(config: &Gemma4Config, layer: usize, device: &Device) -> Self {
+        let shape = HeadShape {
+            q_heads: config.num_attention_heads,
+            kv_heads: config.key_value_heads(layer),
+            head_dim: config.head_dim(layer),
+            epsilon: config.rms_norm_eps,
+        };
+        let hidden = config.hidden_size;
+        let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
+        let norm = || RmsNorm::new(shape.head_dim, config.rms_norm_eps, device);
+        let own = !config.is_shared(layer);
+        let queries = shape.q_heads * shape.head_dim;
+        let keys = shape.kv_heads * shape.head_dim;
+        Self {
+            q_proj: linear(hidden, queries),
+            q_norm: norm(),
+            k_proj: own.then(|| linear(hidden, keys)),
+            k_norm: own.then(norm),
+            v_proj: (own && !config.values_are_keys(layer)).then(|| linear(hidden, keys)),
+            o_proj: linear(queries, hidden),
+            shape,
+        }
+    }
+
+    /// The layer's own keys and values of `[batch, positions, hidden]`, each
+    /// `[batch, kv_heads, positions, head_dim]`; `None` if it reads an earlier layer's.
+    pub fn key_value(
+        &self,
+        input: &Tensor<3>,
+        rotation: &Rotation,
+    ) -> Option<(Tensor<4>, Tensor<4>)> {
+        let (k_proj, k_norm) = (self.k_proj.as_ref()?, self.k_norm.as_ref()?);
+        let heads = |projected| split_heads(projected, self.shape.kv_heads, self.shape.head_dim);
+        let key = heads(k_proj.forward(input.clone()));
+        let value = match &self.v_proj {
+            Some(v_proj) => heads(v_proj.forward(input.clone())),
+            None => key.clone(),
+        };
+        let key = rotation.apply(k_norm.forward(key).swap_dims(1, 2));
+        let value = norm::normalize(value, self.shape.epsilon).swap_dims(1, 2);
+        Some((key, value))
+    }
+
+    /// The queries of `[batch, positions, hidden]`: `[batch, q_heads, positions, head_dim]`.
+    pub fn query(&self, input: Tensor<3>, rotation: &Rotation) -> Tensor<4> {
+        let query = split_heads(
+            self.q_proj.forward(input),
+            self.shape.q_heads,
+            self.shape.head_dim,
+        );
+        rotation.apply(self.q_norm.forward(query).swap_dims(1, 2))
+    }
+
+    /// What the queries read: `[batch, positions, q_heads · head_dim]`, before the projection back.
+    pub fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<3> {
+        let [batch, heads, positions, head_dim] = query.dims();
+        fused_attention(
+            query,
+            key_values.key.clone(),
+            key_values.value.clone(),
+            key_values.visible.options(),
+        )
+        .swap_dims(1, 2)
+        .reshape([batch, positions, heads * head_dim])
+    }
+}
+
+/// `[batch, positions, heads · head_dim]` to `[batch, positions, heads, head_dim]`.
+fn split_heads(projected: Tensor<3>, heads: usize, head_dim: usize) -> Tensor<4> {
+    let [batch, positions, _] = projected.dims();
+    projected.reshape([batch, positions, heads, head_dim])
+}

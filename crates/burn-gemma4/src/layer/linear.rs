@@ -1,0 +1,37 @@
+//! Matrix products with the weights of a checkpoint.
+
+use super::random;
+use burn::{
+    module::{Module, Param},
+    tensor::{Device, Tensor},
+};
+
+/// `output = input · weightᵀ`.
+#[derive(Module, Debug)]
+pub struct Linear {
+    /// `[columns out, columns in]`, as checkpoints have it. Matrix products read it through its strides,
+    /// so it is never transposed in memory.
+    pub weight: Param<Tensor<2>>,
+}
+
+impl Linear {
+    pub(crate) fn new(input: usize, output: usize, deviation: f64, device: &Device) -> Self {
+        Self {
+            weight: random([output, input], deviation, device),
+        }
+    }
+
+    /// `[batch, positions, columns in]` to `[batch, positions, columns out]`.
+    pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let [batch, positions, columns] = input.dims();
+        let weight = self.weight.val();
+        let [output, _] = weight.dims();
+        self::rows(input.reshape([batch * positions, columns]), weight)
+            .reshape([batch, positions, output])
+    }
+}
+
+/// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
+pub(crate) fn rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    input.matmul(weight.transpose())
+}

@@ -1,0 +1,355 @@
+//! The model: tokens to logits.
+
+use crate::{
+    Cache, Gemma4Config, Gemma4Error, LayerType,
+    layer::{
+        DecoderLayer, Embedding, Linear, RmsNorm,
+        attention::{KeyValues, Visible},
+        decoder::Observed,
+        linear,
+        rope::{Positions, Rope, Rotation},
+    },
+    observe::{LayerSite, Observer, Site},
+};
+use burn::{
+    module::Module,
+    tensor::{DType, Device, Int, Tensor},
+};
+use std::sync::Arc;
+
+/// A Gemma 4 text model.
+///
+/// Its fields have the names of the checkpoint's tensors, so that a parameter's path is its name in the file.
+///
+/// # Training
+/// [`forward`](Self::forward) is differentiable through Burn's autodiff:
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_gemma4::{Gemma4Config, Gemma4Model, LayerType};
+///
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// let config = Gemma4Config {
+///     vocab_size: 100,
+///     hidden_size: 32,
+///     intermediate_size: 64,
+///     layer_types: vec![LayerType::Sliding, LayerType::Full],
+///     num_attention_heads: 2,
+///     sliding_head_dim: 16,
+///     global_head_dim: 32,
+///     num_kv_shared_layers: 0,
+///     hidden_size_per_layer_input: 0,
+///     ..Gemma4Config::e2b()
+/// };
+/// let device = Device::flex().autodiff();
+/// let model = Gemma4Model::new(&config, &device);
+/// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
+/// let logits = model.forward(tokens); // [1, 4, 100]
+/// let next = Tensor::<3, Int>::from_data([[[17], [5], [44], [1]]], &device);
+/// let loss = -burn::tensor::activation::log_softmax(logits, 2).gather(2, next).mean();
+/// let gradients = loss.backward();
+/// assert!(model.norm.weight.val().grad(&gradients).is_some());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Module, Debug)]
+pub struct Gemma4Model {
+    /// Tokens to the residual stream, and back to logits.
+    pub embed_tokens: Embedding,
+    /// Tokens to the inputs that layers get of their own.
+    pub embed_tokens_per_layer: Option<Embedding>,
+    /// The embeddings to the same.
+    pub per_layer_model_projection: Option<Linear>,
+    /// Of the projection.
+    pub per_layer_projection_norm: Option<RmsNorm>,
+    /// The layers.
+    pub layers: Vec<DecoderLayer>,
+    /// Before the logits.
+    pub norm: RmsNorm,
+    /// To logits, where that is not the embedding's table.
+    pub lm_head: Option<Linear>,
+    #[module(skip)]
+    config: Arc<Gemma4Config>,
+    #[module(skip)]
+    rope: Rope,
+}
+
+/// The positions whose logits are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Logits {
+    /// Every position.
+    All,
+    /// The last positions, this many.
+    Last(usize),
+    /// None: the call only fills the cache.
+    None,
+}
+
+impl Logits {
+    fn of(self, positions: usize) -> usize {
+        match self {
+            Self::All => positions,
+            Self::Last(count) => count.min(positions),
+            Self::None => 0,
+        }
+    }
+}
+
+impl Gemma4Model {
+    /// A model with random weights, drawn when they are first used, in the device's default dtype.
+    ///
+    /// # Panics
+    /// If the configuration is not [valid](Gemma4Config::validate).
+    pub fn new(config: &Gemma4Config, device: &Device) -> Self {
+        if let Err(error) = config.validate() {
+            panic!("{error}");
+        }
+        let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
+        let layers = config.num_layers();
+        let deviation = config.initializer_range;
+        let own_inputs = config.has_per_layer_inputs();
+        Self {
+            embed_tokens: Embedding::new(
+                config.vocab_size,
+                hidden,
+                (hidden as f64).sqrt(),
+                deviation,
+                device,
+            ),
+            embed_tokens_per_layer: own_inputs.then(|| {
+                Embedding::new(
+                    config.vocab_size_per_layer_input,
+                    layers * columns,
+                    (columns as f64).sqrt(),
+                    deviation,
+                    device,
+                )
+            }),
+            per_layer_model_projection: own_inputs
+                .then(|| Linear::new(hidden, layers * columns, deviation, device)),
+            per_layer_projection_norm: own_inputs
+                .then(|| RmsNorm::new(columns, config.rms_norm_eps, device)),
+            layers: (0..layers)
+                .map(|layer| DecoderLayer::new(config, layer, device))
+                .collect(),
+            norm: RmsNorm::new(hidden, config.rms_norm_eps, device),
+            lm_head: (!config.tie_word_embeddings)
+                .then(|| Linear::new(hidden, config.vocab_size, deviation, device)),
+            rope: Rope::new(config),
+            config: Arc::new(config.clone()),
+        }
+    }
+
+    /// The model's shape.
+    pub fn config(&self) -> &Gemma4Config {
+        &self.config
+    }
+
+    /// The dtype that the model computes in: that of its weights.
+    pub fn dtype(&self) -> DType {
+        self.embed_tokens.weight.val().dtype()
+    }
+
+    /// The device of its weights.
+    pub fn device(&self) -> Device {
+        self.embed_tokens.weight.val().device()
+    }
+
+    /// The logits of every position, `[batch, positions]` to `[batch, positions, vocabulary]`. Position `i` sees the
+    /// tokens `..= i`.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        self.forward_observed(tokens, &mut ())
+    }
+
+    /// [`forward`](Self::forward) with a look at what is computed on the way.
+    pub fn forward_observed(
+        &self,
+        tokens: Tensor<2, Int>,
+        observer: &mut impl Observer,
+    ) -> Tensor<3> {
+        let hidden = self.run(tokens, None, Logits::All, observer);
+        self.logits(hidden)
+    }
+
+    /// An empty cache for a batch of sequences, `padding[i]` leading columns of which are padding: what fills a
+    /// short prompt up to the length of the longest.
+    pub fn cache(&self, padding: Vec<usize>) -> Cache {
+        Cache::new(&self.config, padding)
+    }
+
+    /// Reads more tokens, `[batch, positions]`, after those in the cache, and gives the logits
+    /// asked for, `[batch, asked, vocabulary]`.
+    ///
+    /// Layers that read an earlier layer's keys and values are computed for those positions only.
+    ///
+    /// # Errors
+    /// Where the batch is not the cache's.
+    pub fn step(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut Cache,
+        logits: Logits,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        let [batch, positions] = tokens.dims();
+        if batch != cache.batch() {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("has {batch} sequences, but the cache has {}", cache.batch()),
+            });
+        }
+        if positions == 0 {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: "has no positions".into(),
+            });
+        }
+        let hidden = self.run(tokens, Some(cache), logits, &mut ());
+        Ok((logits.of(positions) > 0).then(|| self.logits(hidden)))
+    }
+
+    /// The last layer's stream, normalised, of the positions whose logits are asked for.
+    fn run<O: Observer>(
+        &self,
+        tokens: Tensor<2, Int>,
+        mut cache: Option<&mut Cache>,
+        logits: Logits,
+        observer: &mut O,
+    ) -> Tensor<3> {
+        let [_, count] = tokens.dims();
+        let asked = logits.of(count);
+        let device = tokens.device();
+
+        let mut stream = self.embed_tokens.forward(tokens.clone());
+        observer.observe(Site::Embedding, || stream.clone());
+        let mut inputs = self.per_layer_inputs(tokens, &stream);
+        if let Some(inputs) = &inputs {
+            observer.observe(Site::PerLayerInputs, || inputs.clone());
+        }
+
+        let positions = match &cache {
+            Some(cache) => cache.positions(count),
+            None => Positions::Range { first: 0, count },
+        };
+        let rotation = |kind| {
+            self.rope
+                .rotation(kind, &positions, stream.dtype(), &device)
+        };
+        let mut sliding = rotation(LayerType::Sliding);
+        let mut full = rotation(LayerType::Full);
+        let step = cache.as_ref().map(|cache| cache.step(count, &device));
+        let mut sources = Sources::default();
+
+        for (index, layer) in self.layers.iter().enumerate() {
+            if index == self.config.first_shared_layer() && asked < count {
+                // From here on, positions only read what earlier layers have left.
+                if asked == 0 {
+                    break;
+                }
+                stream = stream.narrow(1, count - asked, asked);
+                inputs = inputs.map(|inputs| inputs.narrow(1, count - asked, asked));
+                sliding = sliding.last(asked);
+                full = full.last(asked);
+            }
+            let kind = self.config.layer_types[index];
+            let rotation: &Rotation = match kind {
+                LayerType::Sliding => &sliding,
+                LayerType::Full => &full,
+            };
+            let mut observed = Observed {
+                layer: index,
+                observer: &mut *observer,
+            };
+            let normed = layer.input_layernorm.forward(stream.clone());
+            if let Some((key, value)) = layer.self_attn.key_value(&normed, rotation) {
+                observed.see(LayerSite::Key, || key.clone());
+                observed.see(LayerSite::Value, || value.clone());
+                let key_values = match (&mut cache, &step) {
+                    (Some(cache), Some(step)) => cache.extend(index, key, value, step),
+                    _ => KeyValues {
+                        key,
+                        value,
+                        visible: Visible::in_order(kind, self.config.sliding_window),
+                    },
+                };
+                sources.set(kind, key_values);
+            }
+            stream = layer.attention(stream, normed, rotation, sources.get(kind), &mut observed);
+            let own_inputs = inputs
+                .as_ref()
+                .map(|inputs| inputs.clone().narrow(2, index, 1).squeeze_dim(2));
+            stream = layer.feed_forward(stream, own_inputs, &mut observed);
+        }
+        if let (Some(cache), Some(step)) = (cache, &step) {
+            cache.advance(step);
+        }
+        if asked == 0 {
+            return stream;
+        }
+        let computed = stream.dims()[1];
+        let hidden = self.norm.forward(stream.narrow(1, computed - asked, asked));
+        observer.observe(Site::FinalNorm, || hidden.clone());
+        hidden
+    }
+
+    /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the embedding.
+    fn per_layer_inputs(&self, tokens: Tensor<2, Int>, stream: &Tensor<3>) -> Option<Tensor<4>> {
+        let table = self.embed_tokens_per_layer.as_ref()?;
+        let projection = self.per_layer_model_projection.as_ref()?;
+        let norm = self.per_layer_projection_norm.as_ref()?;
+        let [batch, positions, hidden] = stream.dims();
+        let shape = [
+            batch,
+            positions,
+            self.config.num_layers(),
+            self.config.hidden_size_per_layer_input,
+        ];
+        let of_token = table.forward(tokens).reshape(shape);
+        // Constants that bf16 does not hold are applied in f32.
+        let of_stream =
+            projection.forward(stream.clone()).cast(DType::F32) * (hidden as f64).powf(-0.5);
+        let of_stream = norm.forward(of_stream.reshape(shape));
+        let sum = of_stream + of_token.cast(DType::F32);
+        Some((sum * std::f64::consts::FRAC_1_SQRT_2).cast(stream.dtype()))
+    }
+
+    /// `[batch, positions, hidden]`, normalised, to logits.
+    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        let [batch, positions, columns] = hidden.dims();
+        let table = match &self.lm_head {
+            Some(head) => head.weight.val(),
+            None => self.embed_tokens.weight.val(),
+        };
+        let vocabulary = table.dims()[0];
+        let logits = linear::rows(hidden.reshape([batch * positions, columns]), table)
+            .reshape([batch, positions, vocabulary]);
+        match self.config.final_logit_softcapping {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
+        }
+    }
+}
+
+/// The keys and values that layers read: of each type those of the last layer that made its own.
+#[derive(Default)]
+struct Sources {
+    sliding: Option<KeyValues>,
+    full: Option<KeyValues>,
+}
+
+impl Sources {
+    fn set(&mut self, kind: LayerType, key_values: KeyValues) {
+        match kind {
+            LayerType::Sliding => self.sliding = Some(key_values),
+            LayerType::Full => self.full = Some(key_values),
+        }
+    }
+
+    fn get(&self, kind: LayerType) -> &KeyValues {
+        match kind {
+            LayerType::Sliding => &self.sliding,
+            LayerType::Full => &self.full,
+        }
+        .as_ref()
+        .expect("validated: a layer without keys comes after a layer of its type with keys")
+    }
+}

@@ -1,0 +1,163 @@
+//! Reading tokens in any portions gives what reading them at once gives: one by one, by chunks, padded in a batch,
+//! past the window, past a block of the growing buffers.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, TOLERANCE, largest, on_every_device, tokens, values};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{Gemma4, Logits};
+
+/// The logits of all of `sequence`, `[positions · vocabulary]`.
+fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
+    values(gemma.model().forward(tokens(&[sequence], device)))
+}
+
+/// The logits of `sequence` read by portions, whose lengths come round and round.
+fn by_portions(gemma: &Gemma4, sequence: &[u32], portions: &[usize], device: &Device) -> Vec<f32> {
+    let mut cache = gemma.model().cache(vec![0]);
+    let mut logits = Vec::new();
+    let mut rest = sequence;
+    for portion in portions.iter().cycle() {
+        let (now, later) = rest.split_at((*portion).min(rest.len()));
+        let now = tokens(&[now], device);
+        let step = gemma
+            .model()
+            .step(now, &mut cache, Logits::All)
+            .expect("a step");
+        logits.extend(values(step.expect("logits")));
+        rest = later;
+        if rest.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(cache.len(), sequence.len());
+    logits
+}
+
+fn assert_close(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+    let scale = largest(expected.iter().copied());
+    assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
+}
+
+#[test]
+fn one_by_one_and_by_chunks() {
+    on_every_device(|fixture, gemma, device| {
+        let sequence = [&fixture.prompt[..], &fixture.generated].concat();
+        let expected = at_once(gemma, &sequence, &device.device);
+        for portions in [&[1][..], &[3], &[7, 1, 1], &[16], &[24, 1]] {
+            let found = by_portions(gemma, &sequence, portions, &device.device);
+            let what = format!("{} {} by {portions:?}", fixture.name, device.name);
+            assert_close(&found, &expected, &what);
+        }
+    });
+}
+
+/// The last position's logits alone are those of the whole: layers without keys of their own skip the others.
+#[test]
+fn only_the_last_positions() {
+    on_every_device(|fixture, gemma, device| {
+        let expected = at_once(gemma, &fixture.prompt, &device.device);
+        let vocabulary = gemma.config().vocab_size;
+        for (count, chunk) in [(1, 24), (5, 24), (1, 10)] {
+            let mut cache = gemma.model().cache(vec![0]);
+            let (first, last) = fixture
+                .prompt
+                .split_at(fixture.prompt.len().saturating_sub(chunk));
+            if !first.is_empty() {
+                let first = tokens(&[first], &device.device);
+                let none = gemma
+                    .model()
+                    .step(first, &mut cache, Logits::None)
+                    .expect("a step");
+                assert!(none.is_none());
+            }
+            let last = tokens(&[last], &device.device);
+            let logits = gemma
+                .model()
+                .step(last, &mut cache, Logits::Last(count))
+                .expect("a step");
+            let what = format!("{} {} last {count}", fixture.name, device.name);
+            assert_close(
+                &values(logits.expect("logits")),
+                &expected[expected.len() - count * vocabulary..],
+                &what,
+            );
+        }
+    });
+}
+
+/// Sequences of different lengths, padded at their beginning, are each as if alone; also once the padding has left the ring.
+#[test]
+fn padded_batches() {
+    on_every_device(|fixture, gemma, device| {
+        let whole = [&fixture.prompt[..], &fixture.generated].concat();
+        let longest = whole.len();
+        let padding = [0, 3, longest - 20, longest - 17];
+        let pad = gemma.config().pad_token;
+        let rows: Vec<Vec<u32>> = padding
+            .iter()
+            .map(|padding| [vec![pad; *padding], whole[*padding..].to_vec()].concat())
+            .collect();
+        let mut cache = gemma.model().cache(padding.to_vec());
+        let vocabulary = gemma.config().vocab_size;
+        let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
+        let mut start = 0;
+        // A first portion that is padding alone for some sequences, then a short one, then single tokens.
+        for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
+            let end = start + portion;
+            let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
+            let columns = tokens(&columns, &device.device);
+            let step = gemma
+                .model()
+                .step(columns, &mut cache, Logits::All)
+                .expect("a step");
+            let logits = values(step.expect("logits"));
+            for (row, logits) in found.iter_mut().zip(logits.chunks(portion * vocabulary)) {
+                row.extend(logits);
+            }
+            start = end;
+        }
+        for (padding, found) in padding.iter().zip(found) {
+            let expected = at_once(gemma, &whole[*padding..], &device.device);
+            let what = format!("{} {} padded by {padding}", fixture.name, device.name);
+            assert_close(&found[padding * vocabulary..], &expected, &what);
+        }
+    });
+}
+
+/// More columns than a block of the growing buffers, so that they are moved, twice.
+#[test]
+fn past_the_blocks() {
+    for device in devices() {
+        for name in ["dense-ple", "dense-keqv"] {
+            let fixture = Fixture::open(name);
+            let gemma = fixture.load(&device.device, DType::F32);
+            let longest = gemma.config().max_position_embeddings;
+            let sequence: Vec<u32> = (0..longest as u32)
+                .map(|index| 20 + index * 7 % 290)
+                .collect();
+            let expected = at_once(&gemma, &sequence, &device.device);
+            let found = by_portions(&gemma, &sequence, &[250, 1, 1, 5, 1], &device.device);
+            assert_close(&found, &expected, &format!("{name} {}", device.name));
+        }
+    }
+}
+
+/// Sliding layers keep one window, and layers that read an earlier layer's keys and values keep nothing.
+#[test]
+fn memory() {
+    let device = Device::flex();
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&device, DType::F32);
+    let mut cache = gemma.model().cache(vec![0]);
+    assert!(cache.is_empty());
+    assert_eq!(cache.bytes(), 0);
+    let row = tokens(&[&fixture.prompt], &device);
+    gemma
+        .model()
+        .step(row, &mut cache, Logits::None)
+        .expect("a step");
+    // Keys and values of f32: two sliding layers of 8 slots by 32 columns, one full layer of a block of 256 by 64.
+    assert_eq!(cache.bytes(), 2 * 4 * (2 * 8 * 32 + 256 * 64));
+}

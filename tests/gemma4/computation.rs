@@ -1,0 +1,81 @@
+//! Every intermediate tensor of a whole forward pass is transformers'.
+
+use crate::fixture::{Fixture, on_every_device, tokens};
+use burn::tensor::Tensor;
+use burn_gemma4::observe::{LayerSite, Observer, Site};
+
+/// Compares what passes with the fixture.
+struct Comparison<'a> {
+    fixture: &'a Fixture,
+    device: &'a str,
+    compared: usize,
+}
+
+impl Observer for Comparison<'_> {
+    fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>) {
+        let name = match site {
+            Site::Embedding => "embeds".into(),
+            Site::PerLayerInputs => "ple.inputs".into(),
+            Site::FinalNorm => "final_norm".into(),
+            Site::Layer(layer, site) => match site {
+                LayerSite::Query => format!("attn.{layer}.q"),
+                LayerSite::Key => format!("attn.{layer}.k"),
+                LayerSite::Value => format!("attn.{layer}.v"),
+                LayerSite::Attention => format!("attn.{layer}.out"),
+                LayerSite::Mlp => format!("mlp.{layer}.out"),
+                LayerSite::RouterProbabilities => format!("router.{layer}.probs"),
+                LayerSite::RouterExperts => format!("router.{layer}.topk_idx"),
+                LayerSite::RouterWeights => format!("router.{layer}.topk_w"),
+                LayerSite::Experts => format!("experts.{layer}.out"),
+                LayerSite::Output => format!("layer.{layer}.out"),
+                other => panic!("a site without a reference: {other:?}"),
+            },
+            other => panic!("a site without a reference: {other:?}"),
+        };
+        let what = format!("{} {} {name}", self.fixture.name, self.device);
+        match self.fixture.get(&name) {
+            Some(reference) => {
+                reference.assert_close(tensor(), &what);
+                self.compared += 1;
+            }
+            // transformers gives the last layer's output only after the final norm.
+            None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
+        }
+    }
+}
+
+#[test]
+fn every_intermediate_tensor() {
+    on_every_device(|fixture, gemma, device| {
+        let mut comparison = Comparison {
+            fixture,
+            device: device.name,
+            compared: 0,
+        };
+        let input = tokens(&[&fixture.prompt], &device.device);
+        let logits = gemma.model().forward_observed(input, &mut comparison);
+        let what = format!("{} {} logits", fixture.name, device.name);
+        fixture.reference("logits").assert_close(logits, &what);
+        // Embedding, final norm, and of each layer at least queries, what they read, and the dense network.
+        let layers = gemma.config().num_layers();
+        assert!(comparison.compared >= 2 + 3 * layers, "{what}");
+    });
+}
+
+#[test]
+fn a_batch_of_two() {
+    on_every_device(|fixture, gemma, device| {
+        let rows: Vec<u32> = fixture
+            .reference("batch2.input_ids")
+            .values
+            .iter()
+            .map(|token| *token as u32)
+            .collect();
+        let (first, second) = rows.split_at(rows.len() / 2);
+        let input = tokens(&[first, second], &device.device);
+        let what = format!("{} {} batch", fixture.name, device.name);
+        fixture
+            .reference("batch2.logits")
+            .assert_close(gemma.model().forward(input), &what);
+    });
+}

@@ -1,0 +1,172 @@
+//! The tiny checkpoints and what transformers computed from them.
+
+use crate::devices::{TestDevice, devices};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_gemma4::{Gemma4, GenerateOptions, LoadOptions, Sampling};
+use safetensors::{Dtype, SafeTensors};
+use serde::Deserialize;
+use std::{collections::HashMap, fs, path::PathBuf};
+
+/// Every fixture: E2B's kind, the same as a multimodal file in bf16, 31B's, 26B's, and one with heads of 256 and 512.
+pub const ALL: [&str; 5] = [
+    "dense-ple",
+    "dense-ple-mm-bf16",
+    "dense-keqv",
+    "moe",
+    "realhead-ple",
+];
+
+/// How far two correct computations in f32 are apart at most, relative to the largest number.
+pub const TOLERANCE: f32 = 2e-4;
+
+/// A tiny checkpoint.
+pub struct Fixture {
+    pub name: &'static str,
+    pub prompt: Vec<u32>,
+    pub generated: Vec<u32>,
+    tensors: HashMap<String, Reference>,
+}
+
+/// A tensor that transformers computed.
+#[derive(Clone)]
+pub struct Reference {
+    pub shape: Vec<usize>,
+    pub values: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Description {
+    prompt: Vec<u32>,
+    generated: Vec<u32>,
+}
+
+/// The fixtures' folder.
+pub fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(name)
+}
+
+impl Fixture {
+    pub fn open(name: &'static str) -> Self {
+        let folder = folder(name);
+        let text = fs::read_to_string(folder.join("reference.json")).expect("a fixture");
+        let Description { prompt, generated } = serde_json::from_str(&text).expect("a description");
+        let bytes = fs::read(folder.join("reference.safetensors")).expect("a fixture");
+        let tensors = SafeTensors::deserialize(&bytes)
+            .expect("safetensors")
+            .iter()
+            .map(|(name, view)| {
+                let values = floats(view.dtype(), view.data());
+                let shape = view.shape().to_vec();
+                (name.to_owned(), Reference { shape, values })
+            })
+            .collect();
+        Self {
+            name,
+            prompt,
+            generated,
+            tensors,
+        }
+    }
+
+    pub fn all() -> impl Iterator<Item = Self> {
+        ALL.into_iter().map(Self::open)
+    }
+
+    pub fn folder(&self) -> PathBuf {
+        folder(self.name)
+    }
+
+    pub fn load(&self, device: &Device, dtype: DType) -> Gemma4 {
+        Gemma4::load(self.folder(), device, LoadOptions::new().dtype(dtype))
+            .unwrap_or_else(|error| panic!("{}: {error}", self.name))
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Reference> {
+        self.tensors.get(name)
+    }
+
+    pub fn reference(&self, name: &str) -> &Reference {
+        self.get(name)
+            .unwrap_or_else(|| panic!("{} has no {name}", self.name))
+    }
+}
+
+impl Reference {
+    /// Panics where `tensor` is further from this than f32 explains.
+    pub fn assert_close<const D: usize>(&self, tensor: Tensor<D>, what: &str) {
+        let (error, largest) = self.error(tensor, what);
+        assert!(
+            error <= TOLERANCE * largest,
+            "{what}: error {error:e}, largest {largest:e}"
+        );
+    }
+
+    /// The largest error and the largest number.
+    pub fn error<const D: usize>(&self, tensor: Tensor<D>, what: &str) -> (f32, f32) {
+        let values = values(tensor);
+        assert_eq!(values.len(), self.values.len(), "{what}");
+        let error = largest(values.iter().zip(&self.values).map(|(a, b)| a - b));
+        (error, largest(self.values.iter().copied()))
+    }
+}
+
+/// The largest magnitude; NaN where there is one.
+pub fn largest(values: impl Iterator<Item = f32>) -> f32 {
+    values.fold(0.0, |largest: f32, value| match value.is_nan() {
+        true => f32::NAN,
+        false => largest.max(value.abs()),
+    })
+}
+
+pub fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.cast(DType::F32).into_data().iter::<f32>().collect()
+}
+
+pub fn tokens(rows: &[&[u32]], device: &Device) -> Tensor<2, Int> {
+    let shape = [rows.len(), rows[0].len()];
+    let tokens: Vec<i32> = rows.concat().iter().map(|token| *token as i32).collect();
+    Tensor::from_data(TensorData::new(tokens, shape), device)
+}
+
+/// The likeliest tokens, this many, whatever they are.
+pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens,
+        sampling: Sampling::greedy(),
+        ignore_stop_tokens: true,
+        ..gemma.options()
+    }
+}
+
+/// Calls `test` with every fixture in f32 on every device.
+pub fn on_every_device(test: impl Fn(&Fixture, &Gemma4, &TestDevice)) {
+    for device in devices() {
+        for fixture in Fixture::all() {
+            let gemma = fixture.load(&device.device, DType::F32);
+            test(&fixture, &gemma, &device);
+        }
+    }
+}
+
+fn floats(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    match dtype {
+        Dtype::F32 => bytes
+            .chunks_exact(4)
+            .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+            .collect(),
+        Dtype::BF16 => bytes
+            .chunks_exact(2)
+            .map(|bytes| f32::from_bits(u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 16))
+            .collect(),
+        Dtype::I64 => bytes
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .map(|bytes| i64::from_le_bytes(*bytes) as f32)
+            .collect(),
+        Dtype::BOOL => bytes.iter().map(|byte| f32::from(*byte)).collect(),
+        other => panic!("the fixtures have no {other:?}"),
+    }
+}

@@ -1,0 +1,214 @@
+//! Generated tokens are transformers', alone, in chunks, in batches, in sessions; sampling and stopping do what they say.
+
+use crate::fixture::{Fixture, greedy, on_every_device};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{
+    FinishReason, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, Prompt, Sampling,
+};
+use std::ops::ControlFlow;
+
+fn tokens(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
+    gemma
+        .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
+        .expect("a generation")
+        .tokens
+}
+
+#[test]
+fn greedy_tokens_are_those_of_transformers() {
+    on_every_device(|fixture, gemma, device| {
+        let what = format!("{} {}", fixture.name, device.name);
+        let mut options = greedy(gemma, fixture.generated.len());
+        assert_eq!(
+            tokens(gemma, &fixture.prompt, &options),
+            fixture.generated,
+            "{what}"
+        );
+        options.prefill_chunk = Some(5);
+        assert_eq!(
+            tokens(gemma, &fixture.prompt, &options),
+            fixture.generated,
+            "{what} in chunks"
+        );
+    });
+}
+
+#[test]
+fn prompts_of_a_batch_are_as_if_alone() {
+    on_every_device(|fixture, gemma, device| {
+        let options = greedy(gemma, 8);
+        let prompts = [
+            &fixture.prompt[..],
+            &fixture.prompt[9..],
+            &fixture.prompt[..1],
+        ];
+        let batch: Vec<Prompt> = prompts.map(|prompt| prompt.to_vec().into()).into();
+        let generations = gemma.generate_batch(&batch, &options).expect("generations");
+        for (prompt, generation) in prompts.into_iter().zip(generations) {
+            let what = format!(
+                "{} {} prompt of {}",
+                fixture.name,
+                device.name,
+                prompt.len()
+            );
+            assert_eq!(generation.prompt_tokens, prompt, "{what}");
+            assert_eq!(generation.tokens, tokens(gemma, prompt, &options), "{what}");
+        }
+    });
+}
+
+/// A session reads only what is new, and reads all again where the prompt is another one.
+#[test]
+fn sessions_go_on() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let options = greedy(&gemma, 5);
+    let mut session = gemma.session();
+    let mut generate = |prompt: &[u32]| {
+        session
+            .generate(prompt.to_vec(), &options, |_| ControlFlow::Continue(()))
+            .expect("a generation")
+    };
+    let first = generate(&fixture.prompt);
+    assert_eq!(first.tokens, fixture.generated[..5]);
+    assert_eq!(first.timings.prefill_tokens, 24);
+    let longer = [&fixture.prompt[..], &first.tokens, &[77, 78]].concat();
+    let second = generate(&longer);
+    assert_eq!(
+        second.timings.prefill_tokens, 3,
+        "the last generated token and the new ones"
+    );
+    assert_eq!(second.tokens, tokens(&gemma, &longer, &options));
+    let other = generate(&fixture.prompt[1..]);
+    assert_eq!(other.timings.prefill_tokens, 23);
+    assert_eq!(other.tokens, tokens(&gemma, &fixture.prompt[1..], &options));
+}
+
+#[test]
+fn stop_tokens_end_a_text() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let mut options = greedy(&gemma, 16);
+    options.ignore_stop_tokens = false;
+    options.stop_tokens = vec![fixture.generated[3]];
+    let mut seen = Vec::new();
+    let generation = gemma
+        .generate(fixture.prompt.clone(), &options, |token| {
+            seen.push(token.id);
+            ControlFlow::Continue(())
+        })
+        .expect("a generation");
+    assert_eq!(generation.finish_reason, FinishReason::Stop);
+    assert_eq!(generation.tokens, fixture.generated[..4]);
+    assert_eq!(seen, fixture.generated[..3]);
+
+    // In a batch, the others go on.
+    let batch: Vec<Prompt> = vec![
+        fixture.prompt.clone().into(),
+        fixture.prompt[9..].to_vec().into(),
+    ];
+    let generations = gemma.generate_batch(&batch, &options).expect("generations");
+    assert_eq!(generations[0].tokens, fixture.generated[..4]);
+    let alone = tokens(&gemma, &fixture.prompt[9..], &options);
+    assert_eq!(generations[1].tokens, alone);
+}
+
+#[test]
+fn the_callback_ends_a_text() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let generation = gemma
+        .generate(
+            fixture.prompt.clone(),
+            &greedy(&gemma, 16),
+            |token| match token.id == fixture.generated[2] {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            },
+        )
+        .expect("a generation");
+    assert_eq!(generation.finish_reason, FinishReason::Cancelled);
+    assert_eq!(generation.tokens, fixture.generated[..3]);
+}
+
+#[test]
+fn the_last_position_ends_a_text() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let positions = gemma.config().max_position_embeddings;
+    let prompt = vec![50; positions - 3];
+    let generation = gemma
+        .generate(prompt, &greedy(&gemma, 16), |_| ControlFlow::Continue(()))
+        .expect("a generation");
+    assert_eq!(generation.finish_reason, FinishReason::Length);
+    assert_eq!(generation.tokens.len(), 3);
+}
+
+#[test]
+fn a_seed_fixes_what_is_sampled() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let sampled = |seed| {
+        let options = GenerateOptions {
+            sampling: Sampling {
+                temperature: 2.0,
+                top_k: None,
+                top_p: None,
+                seed: Some(seed),
+            },
+            ..greedy(&gemma, 12)
+        };
+        tokens(&gemma, &fixture.prompt, &options)
+    };
+    assert_eq!(sampled(1), sampled(1));
+    assert_ne!(sampled(1), sampled(2));
+}
+
+#[test]
+fn what_cannot_be_generated_is_refused() {
+    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the embedded model");
+    let good = greedy(&gemma, 4);
+    let words =
+        |prompt: Vec<u32>, options: &GenerateOptions| match gemma
+            .generate(prompt, options, |_| ControlFlow::Continue(()))
+        {
+            Err(error @ Gemma4Error::Argument { .. }) => error.to_string(),
+            other => panic!("{other:?}"),
+        };
+    assert!(words(vec![], &good).contains("prompt: has no tokens"));
+    assert!(words(vec![2, 320], &good).contains("the token 320"));
+    assert!(words(vec![2; 600], &good).contains("600 tokens"));
+    assert!(
+        words(
+            vec![2],
+            &GenerateOptions {
+                max_tokens: 0,
+                ..good.clone()
+            }
+        )
+        .contains("max_tokens")
+    );
+    let chunked = GenerateOptions {
+        prefill_chunk: Some(0),
+        ..good.clone()
+    };
+    assert!(words(vec![2], &chunked).contains("prefill_chunk"));
+    let sampling = Sampling {
+        temperature: -1.0,
+        ..Sampling::greedy()
+    };
+    assert!(words(vec![2], &GenerateOptions { sampling, ..good }).contains("temperature"));
+}
+
+/// The embedded model is there, on every device, in the dtype of its file or another.
+#[test]
+fn the_embedded_model_writes() {
+    for device in crate::devices::devices() {
+        let gemma =
+            Gemma4::embedded(&device.device, LoadOptions::new()).expect("the embedded model");
+        let generation = gemma
+            .generate("hello", &greedy(&gemma, 6), |_| ControlFlow::Continue(()))
+            .expect("a generation");
+        assert_eq!(generation.tokens.len(), 6, "{}", device.name);
+    }
+}

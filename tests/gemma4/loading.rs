@@ -1,0 +1,341 @@
+//! Checkpoints in every form, and what is wrong with a bad one.
+
+use crate::fixture::{Fixture, folder, tokens, values};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{Gemma4Config, Gemma4Error, Gemma4Model, LoadOptions, TensorProblem};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use std::{fs, path::Path};
+use tempfile::TempDir;
+
+/// Both dialects of `config.json` describe the same model.
+#[test]
+fn both_dialects() {
+    for fixture in Fixture::all() {
+        let read = |name| Gemma4Config::from_file(fixture.folder().join(name)).expect("a config");
+        assert_eq!(
+            read("config.json"),
+            read("config.transformers5.json"),
+            "{}",
+            fixture.name
+        );
+    }
+}
+
+/// The multimodal file has other names, another dtype, and keys and values that nobody reads.
+#[test]
+fn a_multimodal_file_is_its_text_model() {
+    let device = Device::flex();
+    let fixture = Fixture::open("dense-ple");
+    let logits = |name| {
+        let model = Gemma4Model::load(folder(name), &device, LoadOptions::new().dtype(DType::F32));
+        values(
+            model
+                .expect("a model")
+                .forward(tokens(&[&fixture.prompt], &device)),
+        )
+    };
+    assert_eq!(logits("dense-ple"), logits("dense-ple-mm-bf16"));
+}
+
+#[test]
+fn the_dtype_is_kept() {
+    let device = Device::flex();
+    let dtype = |name| {
+        Gemma4Model::load(folder(name), &device, LoadOptions::new())
+            .expect("a model")
+            .dtype()
+    };
+    assert_eq!(dtype("dense-ple"), DType::F32);
+    assert_eq!(dtype("dense-ple-mm-bf16"), DType::BF16);
+}
+
+#[test]
+fn progress_reaches_the_end() {
+    let mut seen = Vec::new();
+    let options = LoadOptions::new().on_progress(|progress| {
+        seen.push((
+            progress.tensor.to_owned(),
+            progress.bytes,
+            progress.total_bytes,
+        ));
+    });
+    Gemma4Model::load(folder("dense-ple"), &Device::flex(), options).expect("a model");
+    assert!(seen.windows(2).all(|pair| pair[0].1 < pair[1].1));
+    let (name, bytes, total) = seen.last().expect("progress");
+    assert_eq!(bytes, total);
+    assert!(name.starts_with("model."), "{name}");
+}
+
+/// A copy of a fixture to spoil.
+struct Copy {
+    folder: TempDir,
+    tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
+}
+
+impl Copy {
+    fn of(name: &str) -> Self {
+        let copy = TempDir::new().expect("a folder");
+        for file in ["config.json", "tokenizer.json", "generation_config.json"] {
+            fs::copy(folder(name).join(file), copy.path().join(file)).expect("a copy");
+        }
+        let bytes = fs::read(folder(name).join("model.safetensors")).expect("a file");
+        let tensors = SafeTensors::deserialize(&bytes)
+            .expect("safetensors")
+            .iter()
+            .map(|(name, view)| {
+                (
+                    name.to_owned(),
+                    view.dtype(),
+                    view.shape().to_vec(),
+                    view.data().to_vec(),
+                )
+            })
+            .collect();
+        Self {
+            folder: copy,
+            tensors,
+        }
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn position(&self, name: &str) -> usize {
+        let position = self.tensors.iter().position(|tensor| tensor.0 == name);
+        position.unwrap_or_else(|| panic!("there is no {name}"))
+    }
+
+    fn save(&self) {
+        write(&self.tensors, &self.path().join("model.safetensors"));
+    }
+
+    fn load(&self) -> Result<Gemma4Model, Gemma4Error> {
+        Gemma4Model::load(self.path(), &Device::flex(), LoadOptions::new())
+    }
+
+    fn error(&self) -> Gemma4Error {
+        self.load().expect_err("a bad checkpoint")
+    }
+
+    fn problems(&self) -> Vec<TensorProblem> {
+        self.save();
+        match self.error() {
+            Gemma4Error::Tensors { problems, .. } => problems,
+            other => panic!("{other}"),
+        }
+    }
+
+    fn config(
+        &self,
+        change: impl FnOnce(&mut serde_json::Map<String, serde_json::Value>),
+    ) -> String {
+        let path = self.path().join("config.json");
+        let text = fs::read_to_string(&path).expect("a file");
+        let mut config = serde_json::from_str(&text).expect("a config");
+        change(&mut config);
+        fs::write(&path, serde_json::to_string(&config).expect("JSON")).expect("written");
+        let error = self.error();
+        error.to_string()
+    }
+}
+
+fn write(tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)], path: &Path) {
+    let views = tensors.iter().map(|(name, dtype, shape, data)| {
+        (
+            name,
+            TensorView::new(*dtype, shape.clone(), data).expect("a view"),
+        )
+    });
+    safetensors::serialize_to_file(views, None, path).expect("written");
+}
+
+#[test]
+fn several_files_are_one_checkpoint() {
+    let copy = Copy::of("dense-ple");
+    let (first, second) = copy.tensors.split_at(copy.tensors.len() / 2);
+    let names = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ];
+    let mut map = serde_json::Map::new();
+    for (tensors, name) in [(first, names[0]), (second, names[1])] {
+        write(tensors, &copy.path().join(name));
+        map.extend(tensors.iter().map(|tensor| (tensor.0.clone(), name.into())));
+    }
+    let index = serde_json::json!({ "metadata": {}, "weight_map": map });
+    let index_path = copy.path().join("model.safetensors.index.json");
+    fs::write(&index_path, index.to_string()).expect("written");
+
+    let device = Device::flex();
+    let fixture = Fixture::open("dense-ple");
+    let input = tokens(&[&fixture.prompt], &device);
+    let found = values(copy.load().expect("a model").forward(input));
+    fixture.reference("logits").assert_close(
+        burn::tensor::Tensor::<1>::from_floats(found.as_slice(), &device),
+        "several files",
+    );
+
+    fs::remove_file(copy.path().join(names[1])).expect("removed");
+    assert!(copy.error().to_string().contains(names[1]));
+    fs::write(
+        &index_path,
+        r#"{"weight_map": {"a": "../elsewhere.safetensors"}}"#,
+    )
+    .expect("written");
+    assert!(
+        copy.error()
+            .to_string()
+            .contains("../elsewhere.safetensors")
+    );
+    fs::write(&index_path, "{").expect("written");
+    assert!(
+        copy.error()
+            .to_string()
+            .contains("model.safetensors.index.json")
+    );
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_named() {
+    let mut copy = Copy::of("dense-ple");
+    let name = "model.layers.1.mlp.up_proj.weight";
+    let position = copy.position(name);
+    let whole = copy.tensors[position].clone();
+
+    copy.tensors.remove(position);
+    assert_eq!(
+        copy.problems(),
+        [TensorProblem::Missing { name: name.into() }]
+    );
+
+    copy.tensors.push((
+        name.into(),
+        whole.1,
+        vec![whole.2[1], whole.2[0]],
+        whole.3.clone(),
+    ));
+    assert_eq!(
+        copy.problems(),
+        [TensorProblem::Shape {
+            name: name.into(),
+            found: vec![64, 96],
+            expected: vec![96, 64]
+        }]
+    );
+
+    copy.tensors.pop();
+    copy.tensors
+        .push((name.into(), Dtype::I32, whole.2.clone(), whole.3.clone()));
+    assert_eq!(
+        copy.problems(),
+        [TensorProblem::Dtype {
+            name: name.into(),
+            found: "I32".into()
+        }]
+    );
+
+    copy.tensors.pop();
+    copy.tensors.push(whole.clone());
+    copy.tensors.push((
+        "model.layers.6.mlp.up_proj.weight".into(),
+        whole.1,
+        whole.2.clone(),
+        whole.3.clone(),
+    ));
+    copy.tensors.push((
+        "model.layers.0.mlp.extra".into(),
+        whole.1,
+        whole.2.clone(),
+        whole.3,
+    ));
+    let extra = |name: &str| TensorProblem::Extra { name: name.into() };
+    assert_eq!(
+        copy.problems(),
+        [
+            extra("model.layers.0.mlp.extra"),
+            extra("model.layers.6.mlp.up_proj.weight")
+        ]
+    );
+}
+
+#[test]
+fn truncated_and_absent_files_are_named() {
+    let copy = Copy::of("dense-ple");
+    let path = copy.path().join("model.safetensors");
+    assert!(copy.error().to_string().contains("model.safetensors"));
+    copy.save();
+    copy.load().expect("a whole copy");
+    let bytes = fs::read(&path).expect("a file");
+    for length in [0, 5, 100, bytes.len() / 2, bytes.len() - 1] {
+        fs::write(&path, &bytes[..length]).expect("written");
+        let text = copy.error().to_string();
+        assert!(
+            text.contains("model.safetensors") && text.contains("not a whole"),
+            "{text}"
+        );
+    }
+    fs::remove_file(copy.path().join("config.json")).expect("removed");
+    assert!(copy.error().to_string().contains("config.json"));
+}
+
+#[test]
+fn configurations_that_are_no_gemma_4_are_named() {
+    let spoiled = |change: fn(&mut serde_json::Map<String, serde_json::Value>)| {
+        let copy = Copy::of("moe");
+        copy.save();
+        copy.config(change)
+    };
+    let cases: [(&str, fn(&mut serde_json::Map<String, serde_json::Value>)); 14] = [
+        ("model_type is \"llama\"", |c| {
+            drop(c.insert("model_type".into(), "llama".into()))
+        }),
+        ("model_type is missing", |c| drop(c.remove("model_type"))),
+        ("hidden_size", |c| drop(c.remove("hidden_size"))),
+        ("hidden_size is 0", |c| {
+            drop(c.insert("hidden_size".into(), 0.into()))
+        }),
+        ("hidden_activation", |c| {
+            drop(c.insert("hidden_activation".into(), "silu".into()))
+        }),
+        ("attention_bias", |c| {
+            drop(c.insert("attention_bias".into(), true.into()))
+        }),
+        ("use_bidirectional_attention", |c| {
+            drop(c.insert("use_bidirectional_attention".into(), "all".into()))
+        }),
+        ("layer_types has 4 entries", |c| {
+            drop(c.insert("num_hidden_layers".into(), 5.into()))
+        }),
+        ("\"mamba\"", |c| {
+            c["layer_types"][0] = "mamba".into();
+        }),
+        ("global_head_dim is 1026", |c| {
+            drop(c.insert("global_head_dim".into(), 1026.into()))
+        }),
+        ("not a multiple of num_key_value_heads", |c| {
+            drop(c.insert("num_key_value_heads".into(), 3.into()))
+        }),
+        ("num_kv_shared_layers", |c| {
+            drop(c.insert("num_kv_shared_layers".into(), 4.into()))
+        }),
+        ("num_experts is missing", |c| drop(c.remove("num_experts"))),
+        ("\"yarn\"", |c| {
+            c["rope_parameters"]["full_attention"]["rope_type"] = "yarn".into();
+        }),
+    ];
+    for (words, change) in cases {
+        let text = spoiled(change);
+        assert!(
+            text.contains("config.json") && text.contains(words),
+            "{words}: {text}"
+        );
+    }
+}
+
+#[test]
+fn a_dtype_that_no_model_computes_in_is_refused() {
+    let options = LoadOptions::new().dtype(DType::I32);
+    let error = Gemma4Model::load(folder("dense-ple"), &Device::flex(), options).expect_err("i32");
+    assert!(error.to_string().contains("dtype: is i32"), "{error}");
+}

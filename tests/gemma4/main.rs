@@ -1,0 +1,19 @@
+//! Gemma 4 on every device of this build, against what transformers computed from the same tiny checkpoints
+//! (`tests/fixtures`): one module a hazard.
+//!
+//! The devices are those of the enabled features; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
+
+#[cfg(not(feature = "flex"))]
+compile_error!("models are compared on Burn's flex backend: enable the feature `flex`");
+
+#[path = "../operator/devices.rs"]
+mod devices;
+mod fixture;
+
+mod cache;
+mod computation;
+mod generation;
+mod half;
+mod loading;
+mod programs;
+mod text;
