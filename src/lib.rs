@@ -1,8 +1,10 @@
-//! What the examples and benchmarks share: the choice of a device, problems with random data, timing, and
-//! errors against a reference in f64.
+//! What the examples and benchmarks share: the choice of a device, a model and its arguments, terminals,
+//! problems with random data, timing, and errors against a reference in f64.
 
 pub mod accuracy;
 pub mod device;
+pub mod model;
+pub mod terminal;
 pub mod timing;
 pub mod workload;
 
@@ -29,6 +31,13 @@ impl Dtype {
             Self::F16 => DType::F16,
             Self::Bf16 => DType::BF16,
         }
+    }
+
+    /// The one that Burn calls `dtype`.
+    pub fn of(dtype: DType) -> Option<Self> {
+        [Self::F32, Self::F16, Self::Bf16]
+            .into_iter()
+            .find(|known| known.burn() == dtype)
     }
 }
 

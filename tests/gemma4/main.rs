@@ -16,3 +16,5 @@ mod computation;
 mod generation;
 mod half;
 mod loading;
+mod programs;
+mod text;

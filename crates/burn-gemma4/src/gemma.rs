@@ -169,10 +169,10 @@ impl Gemma4 {
         self.model.device()
     }
 
-    /// The checkpoint's own sampling and stop tokens, and up to 256 tokens.
+    /// The checkpoint's own sampling, stop tokens and number of tokens, which is 256 where it names none.
     pub fn options(&self) -> GenerateOptions {
         GenerateOptions {
-            max_tokens: DEFAULT_MAX_TOKENS,
+            max_tokens: self.defaults.max_new_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
             sampling: self.defaults.sampling(),
             stop_tokens: self.defaults.stop_tokens.clone(),
             ignore_stop_tokens: false,

@@ -1,0 +1,198 @@
+//! Goes on from a prompt with a Gemma 4 model.
+//!
+//! ```text
+//! cargo run --release --example generate
+//! cargo run --release --example generate -- --model gemma-4-E2B --prompt "The capital of France is"
+//! cargo run --release --example generate -- --model gemma-4-E2B-it --chat --prompt "Why is the sky blue?"
+//! ```
+
+use attention_workspace::{
+    Dtype, Error,
+    model::{GenerationArguments, Loaded, ModelArguments},
+    terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input},
+};
+use burn_gemma4::{FinishReason, Generation, Message, Prompt};
+use clap::Parser;
+use serde::Serialize;
+use std::io::{IsTerminal, stdin};
+use std::process::ExitCode;
+
+/// What the checkpoint in this program goes on from where nobody says otherwise.
+const SAMPLE: &str = "Once upon a time";
+
+/// Goes on from a prompt with a Gemma 4 model. Without options: a tiny model that is part of this program, and
+/// a prompt to try it with.
+#[derive(Parser)]
+struct Cli {
+    #[command(flatten)]
+    model: ModelArguments,
+    /// What to go on from; `-` reads it from standard input, and so does a pipe without it.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// Takes the prompt as a message that the model answers, by the checkpoint's chat template.
+    #[arg(long)]
+    chat: bool,
+    /// Instructions before the message; implies --chat.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    system: Option<String>,
+    /// The prompt as numbers of tokens, taken as they are, such as 2,224,316.
+    #[arg(
+        long,
+        value_name = "TOKENS",
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        conflicts_with_all = ["prompt", "chat", "system"]
+    )]
+    prompt_tokens: Option<Vec<u32>>,
+    #[command(flatten)]
+    generation: GenerationArguments,
+    /// Goes on after tokens that end a text.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Prints one JSON object at the end: the tokens, the text, why it ended, and times.
+    #[arg(long)]
+    json: bool,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    exit_code(|| run(&cli))
+}
+
+fn run(cli: &Cli) -> Result<(), Error> {
+    let interrupt = Interrupt::new()?;
+    let prompt = prompt(cli)?;
+    let loaded = cli.model.load()?;
+    let gemma = &loaded.gemma;
+    let mut options = cli.generation.options(gemma);
+    options.ignore_stop_tokens = cli.ignore_eos;
+
+    let mut output = Output::default();
+    let generation = if cli.json {
+        let silently = || gemma.generate(prompt, &options, |_| interrupt.flow());
+        let generation = interrupt.catch(silently)?;
+        let report = serde_json::to_string(&Report::new(&loaded, &generation))?;
+        // A reader that has gone is seen below.
+        let _ = output.write(&(report + "\n"));
+        generation
+    } else {
+        output.stream(&interrupt, |on_token| {
+            gemma.generate(prompt, &options, on_token)
+        })?
+    };
+    output.finish()?;
+    summarise(&loaded, &generation);
+    Ok(())
+}
+
+/// The prompt that the arguments or standard input give.
+fn prompt(cli: &Cli) -> Result<Prompt, Error> {
+    if let Some(tokens) = &cli.prompt_tokens {
+        return Ok(Prompt::Tokens(tokens.clone()));
+    }
+    let is_embedded = cli.model.model.is_none();
+    let given = match cli.prompt.as_deref() {
+        Some("-") => read_input()?,
+        Some(text) => text.to_owned(),
+        None if !stdin().is_terminal() => {
+            note("no --prompt: reading it from standard input");
+            read_input()?
+        }
+        None => String::new(),
+    };
+    let text = match given.is_empty() {
+        false => given,
+        true if is_embedded && cli.prompt.is_none() => {
+            note(format_args!("the prompt is {SAMPLE:?}"));
+            SAMPLE.to_owned()
+        }
+        true => {
+            let reason = "the prompt is empty: give --prompt TEXT, or text on standard input";
+            return Err(WrongArgument(reason.into()).into());
+        }
+    };
+    if !cli.chat && cli.system.is_none() {
+        return Ok(text.into());
+    }
+    let mut messages = Vec::new();
+    messages.extend(cli.system.as_ref().map(Message::system));
+    messages.push(Message::user(text));
+    Ok(messages.into())
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Report<'a> {
+    prompt_tokens: &'a [u32],
+    tokens: &'a [u32],
+    text: &'a str,
+    finish_reason: FinishReason,
+    timings: Times,
+    device: &'static str,
+    device_name: &'a str,
+    dtype: String,
+}
+
+#[derive(Serialize)]
+struct Times {
+    load_seconds: f64,
+    prefill_seconds: f64,
+    prefill_tokens: usize,
+    prefill_tokens_per_second: f64,
+    decode_seconds: f64,
+    decode_tokens: usize,
+    decode_tokens_per_second: f64,
+}
+
+impl<'a> Report<'a> {
+    fn new(loaded: &'a Loaded, generation: &'a Generation) -> Self {
+        let timings = &generation.timings;
+        Self {
+            prompt_tokens: &generation.prompt_tokens,
+            tokens: &generation.tokens,
+            text: &generation.text,
+            finish_reason: generation.finish_reason,
+            timings: Times {
+                load_seconds: loaded.time.as_secs_f64(),
+                prefill_seconds: timings.prefill.as_secs_f64(),
+                prefill_tokens: timings.prefill_tokens,
+                prefill_tokens_per_second: timings.prefill_rate(),
+                decode_seconds: timings.decode.as_secs_f64(),
+                decode_tokens: timings.decode_tokens,
+                decode_tokens_per_second: timings.decode_rate(),
+            },
+            device: loaded.chosen.name.as_str(),
+            device_name: &loaded.chosen.description,
+            dtype: dtype(loaded),
+        }
+    }
+}
+
+fn dtype(loaded: &Loaded) -> String {
+    let dtype = loaded.gemma.dtype();
+    Dtype::of(dtype).map_or_else(|| format!("{dtype:?}"), |dtype| dtype.to_string())
+}
+
+/// Prints what it took.
+fn summarise(loaded: &Loaded, generation: &Generation) {
+    let timings = &generation.timings;
+    note(format_args!(
+        "loaded in {:.2} s as {}; prefill {} tokens in {:.3} s, {:.1} tokens/s; decode {} tokens in {:.3} s, {:.1} tokens/s",
+        loaded.time.as_secs_f64(),
+        dtype(loaded),
+        timings.prefill_tokens,
+        timings.prefill.as_secs_f64(),
+        timings.prefill_rate(),
+        timings.decode_tokens,
+        timings.decode.as_secs_f64(),
+        timings.decode_rate(),
+    ));
+    match generation.finish_reason {
+        FinishReason::Stop => (),
+        FinishReason::Length => note(format_args!(
+            "ended after {} tokens; --max-tokens sets how many",
+            generation.tokens.len()
+        )),
+        FinishReason::Cancelled => note("stopped"),
+    }
+}

@@ -1,0 +1,217 @@
+//! The arguments of the programs that run a Gemma 4 model, and what they ask for.
+
+use crate::device::{Chosen, DeviceName, choose};
+use crate::terminal::note;
+use crate::{Dtype, Error};
+use burn_gemma4::{Gemma4, Gemma4Error, GenerateOptions, LoadOptions, LoadProgress, Sampling};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Which model, and where it runs.
+#[derive(clap::Args, Debug)]
+pub struct ModelArguments {
+    /// A checkpoint's folder, as Hugging Face has it [default: a tiny checkpoint in this program].
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Where to run.
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DeviceName,
+    /// Of weights and activations [default: the checkpoint's].
+    #[arg(long, value_enum)]
+    pub dtype: Option<Dtype>,
+}
+
+/// A model on its device.
+pub struct Loaded {
+    /// The model.
+    pub gemma: Gemma4,
+    /// The device.
+    pub chosen: Chosen,
+    /// How long loading took.
+    pub time: Duration,
+}
+
+impl ModelArguments {
+    /// Loads the model, with a progress bar on standard error if that is a terminal.
+    ///
+    /// # Errors
+    /// Where there is no such device, or what is wrong with the checkpoint.
+    pub fn load(&self) -> Result<Loaded, Error> {
+        let chosen = choose(self.device)?;
+        note(&chosen);
+        let bar = progress_bar()?;
+        let mut options = LoadOptions::new().on_progress(|progress: LoadProgress<'_>| {
+            bar.set_length(progress.total_bytes as u64);
+            bar.set_position(progress.bytes as u64);
+            bar.set_message(progress.tensor.to_string());
+        });
+        if let Some(dtype) = self.dtype {
+            options = options.dtype(chosen.dtype(Some(dtype))?.burn());
+        }
+        let start = Instant::now();
+        let gemma = match &self.model {
+            Some(folder) => Gemma4::load(folder, &chosen.device, options),
+            None => {
+                note(
+                    "no --model: this is the tiny checkpoint in this program, good for a look only",
+                );
+                Gemma4::embedded(&chosen.device, options)
+            }
+        };
+        bar.finish_and_clear();
+        Ok(Loaded {
+            gemma: gemma?,
+            chosen,
+            time: start.elapsed(),
+        })
+    }
+}
+
+fn progress_bar() -> Result<ProgressBar, Error> {
+    let style = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {wide_msg}";
+    Ok(ProgressBar::new(0).with_style(ProgressStyle::with_template(style)?))
+}
+
+/// How much to generate, and how tokens are drawn. What is left out is as the checkpoint says.
+#[derive(clap::Args, Debug)]
+pub struct GenerationArguments {
+    /// Stops after so many tokens [default: the checkpoint's, or 256].
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
+    pub max_tokens: Option<usize>,
+    /// Below 1, likely tokens become likelier; 0 always takes the likeliest [default: the checkpoint's].
+    #[arg(long, allow_negative_numbers = true, value_parser = temperature)]
+    pub temperature: Option<f32>,
+    /// Draws from so many of the likeliest tokens only [default: the checkpoint's].
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
+    pub top_k: Option<usize>,
+    /// Draws from the likeliest tokens only whose probabilities reach it [default: the checkpoint's].
+    #[arg(long, value_name = "PROBABILITY", allow_negative_numbers = true, value_parser = top_p)]
+    pub top_p: Option<f32>,
+    /// The same seed draws the same tokens [default: other ones each time].
+    #[arg(long, allow_negative_numbers = true)]
+    pub seed: Option<u64>,
+}
+
+impl GenerationArguments {
+    /// The checkpoint's options, with those that were given in their place.
+    pub fn options(&self, gemma: &Gemma4) -> GenerateOptions {
+        let mut options = gemma.options();
+        if let Some(max_tokens) = self.max_tokens {
+            options.max_tokens = max_tokens;
+        }
+        options.sampling = self.sampling(options.sampling);
+        options
+    }
+
+    fn sampling(&self, checkpoint: Sampling) -> Sampling {
+        // Who asks for a choice among several tokens asks for sampling.
+        let draws = self.top_k.is_some() || self.top_p.is_some();
+        let usual = match checkpoint.temperature {
+            0.0 if draws => 1.0,
+            temperature => temperature,
+        };
+        Sampling {
+            temperature: self.temperature.unwrap_or(usual),
+            top_k: self.top_k.or(checkpoint.top_k),
+            top_p: self.top_p.or(checkpoint.top_p),
+            seed: self.seed.or(checkpoint.seed),
+        }
+    }
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("it has to be at least 1".into()),
+        Ok(number) => Ok(number),
+        Err(_) => Err("it has to be a whole number of at least 1".into()),
+    }
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    let temperature = number(text)?;
+    check(Sampling {
+        temperature,
+        ..Sampling::greedy()
+    })?;
+    Ok(temperature)
+}
+
+fn top_p(text: &str) -> Result<f32, String> {
+    let top_p = number(text)?;
+    check(Sampling {
+        top_p: Some(top_p),
+        ..Sampling::greedy()
+    })?;
+    Ok(top_p)
+}
+
+fn number(text: &str) -> Result<f32, String> {
+    text.parse().map_err(|_| "it has to be a number".into())
+}
+
+/// The parser names the argument, so the message is to be without its name.
+fn check(sampling: Sampling) -> Result<(), String> {
+    match sampling.validate() {
+        Ok(()) => Ok(()),
+        Err(Gemma4Error::Argument { reason, .. }) => Err(reason),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        generation: GenerationArguments,
+    }
+
+    fn sampling(arguments: &[&str], checkpoint: Sampling) -> Sampling {
+        let arguments = ["program"].iter().chain(arguments);
+        let cli = Cli::try_parse_from(arguments).expect("arguments");
+        cli.generation.sampling(checkpoint)
+    }
+
+    fn checkpoint() -> Sampling {
+        Sampling {
+            temperature: 0.9,
+            top_k: Some(64),
+            top_p: Some(0.95),
+            seed: None,
+        }
+    }
+
+    #[test]
+    fn what_is_left_out_is_the_checkpoints() {
+        assert_eq!(sampling(&[], checkpoint()), checkpoint());
+        assert_eq!(sampling(&[], Sampling::greedy()), Sampling::greedy());
+        let expected = Sampling {
+            top_k: Some(3),
+            seed: Some(5),
+            ..checkpoint()
+        };
+        assert_eq!(
+            sampling(&["--top-k", "3", "--seed", "5"], checkpoint()),
+            expected
+        );
+    }
+
+    #[test]
+    fn temperature_0_is_greedy() {
+        assert!(sampling(&["--temperature", "0"], checkpoint()).is_greedy());
+    }
+
+    #[test]
+    fn asking_for_a_choice_asks_for_sampling() {
+        for (name, value) in [("--top-k", "3"), ("--top-p", "0.5")] {
+            let drawn = sampling(&[name, value], Sampling::greedy());
+            assert_eq!(drawn.temperature, 1.0);
+            let greedy = sampling(&[name, value, "--temperature", "0"], Sampling::greedy());
+            assert!(greedy.is_greedy());
+        }
+    }
+}

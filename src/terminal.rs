@@ -1,0 +1,229 @@
+//! What a program in a terminal needs: output that copes with closed pipes, Ctrl-C, exit codes.
+
+use crate::{Error, guarded};
+use burn_gemma4::{Gemma4Error, Generation, Token};
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Read, Write};
+use std::ops::ControlFlow;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// The exit code of wrong arguments, which is also clap's.
+const USAGE: u8 = 2;
+/// The exit code that shells expect of a program ended by Ctrl-C.
+const INTERRUPTED: i32 = 130;
+
+/// An argument that cannot be right, where the command line's parser does not see it.
+#[derive(Debug)]
+pub struct WrongArgument(pub String);
+
+impl Display for WrongArgument {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongArgument {}
+
+/// Runs a program to its exit code: 0, 2 for wrong arguments, 1 for other failures, whose message it prints.
+pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
+    let outcome = guarded(program).unwrap_or_else(|panic| Err(panic.into()));
+    let Err(error) = outcome else {
+        return ExitCode::SUCCESS;
+    };
+    note(format_args!("error: {}", one_line(&error.to_string())));
+    let wrong_argument = error.is::<WrongArgument>()
+        || matches!(error.downcast_ref(), Some(Gemma4Error::Argument { .. }));
+    if wrong_argument {
+        ExitCode::from(USAGE)
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// Drivers report in paragraphs.
+fn one_line(text: &str) -> String {
+    let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.collect::<Vec<_>>().join(" ")
+}
+
+/// Prints a line to standard error. Nobody may be listening there, which `eprintln!` would panic about.
+pub fn note(line: impl Display) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Prints what asks a person for a line. It is no output, so it goes to standard error.
+pub fn prompt(text: &str) {
+    let _ = write!(io::stderr(), "{text}");
+}
+
+/// Everything on standard input, without the newline that ends it.
+///
+/// # Errors
+/// [`WrongArgument`] where it is not UTF-8; else what the system says.
+pub fn read_input() -> Result<String, Error> {
+    let mut bytes = Vec::new();
+    io::stdin().lock().read_to_end(&mut bytes)?;
+    let mut text = utf8(bytes)?;
+    trim_newline(&mut text);
+    Ok(text)
+}
+
+/// The next line of standard input, without its newline; none at the end.
+///
+/// # Errors
+/// [`WrongArgument`] where it is not UTF-8; else what the system says.
+pub fn read_line() -> Result<Option<String>, Error> {
+    let mut bytes = Vec::new();
+    if io::BufRead::read_until(&mut io::stdin().lock(), b'\n', &mut bytes)? == 0 {
+        return Ok(None);
+    }
+    let mut text = utf8(bytes)?;
+    trim_newline(&mut text);
+    Ok(Some(text))
+}
+
+fn utf8(bytes: Vec<u8>) -> Result<String, WrongArgument> {
+    String::from_utf8(bytes).map_err(|_| WrongArgument("standard input is not UTF-8".into()))
+}
+
+fn trim_newline(text: &mut String) {
+    let end = text.strip_suffix('\n').unwrap_or(text);
+    let end = end.strip_suffix('\r').unwrap_or(end).len();
+    text.truncate(end);
+}
+
+/// Standard output, written as text comes.
+#[derive(Default)]
+pub struct Output {
+    fault: Option<io::Error>,
+}
+
+impl Output {
+    /// Prints `text` at once. [`ControlFlow::Break`] says that nothing can be printed any more.
+    pub fn write(&mut self, text: &str) -> ControlFlow<()> {
+        if self.fault.is_none() {
+            let mut out = io::stdout().lock();
+            let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+            self.fault = written.err();
+        }
+        match self.fault {
+            None => ControlFlow::Continue(()),
+            Some(_) => ControlFlow::Break(()),
+        }
+    }
+
+    /// Whether nothing can be printed any more.
+    pub fn is_closed(&self) -> bool {
+        self.fault.is_some()
+    }
+
+    /// Prints what `generate` generates while it does. It stops early where standard output is closed, and
+    /// on Ctrl-C.
+    ///
+    /// # Errors
+    /// Those of `generate`.
+    pub fn stream(
+        &mut self,
+        interrupt: &Interrupt,
+        generate: impl FnOnce(
+            &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>,
+        ) -> Result<Generation, Gemma4Error>,
+    ) -> Result<Generation, Gemma4Error> {
+        let mut printed = 0;
+        let generation = interrupt.catch(|| {
+            generate(&mut |token| {
+                printed += token.text.len();
+                self.write(token.text)?;
+                interrupt.flow()
+            })
+        })?;
+        // The end may have completed text without a token of its own.
+        let rest = generation.text.get(printed..).unwrap_or_default();
+        let _ = self.write(&format!("{rest}\n"));
+        Ok(generation)
+    }
+
+    /// What went wrong with the output. A reader that has gone, such as `head`, is nothing wrong.
+    ///
+    /// # Errors
+    /// What the system says, for example that the disk is full.
+    pub fn finish(self) -> Result<(), Error> {
+        match self.fault {
+            Some(fault) if fault.kind() != ErrorKind::BrokenPipe => {
+                Err(format!("standard output: {fault}").into())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Ctrl-C: while work is under way, the first one asks it to stop. Any other one ends the program.
+pub struct Interrupt {
+    state: Arc<AtomicU8>,
+}
+
+const IDLE: u8 = 0;
+const WORKING: u8 = 1;
+const STOPPING: u8 = 2;
+
+impl Interrupt {
+    /// Takes Ctrl-C over.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn new() -> Result<Self, Error> {
+        let state = Arc::new(AtomicU8::new(IDLE));
+        let handled = Arc::clone(&state);
+        ctrlc::set_handler(move || {
+            let relaxed = Ordering::Relaxed;
+            let asked = handled.compare_exchange(WORKING, STOPPING, relaxed, relaxed);
+            if asked.is_err() {
+                std::process::exit(INTERRUPTED);
+            }
+        })?;
+        Ok(Self { state })
+    }
+
+    /// Runs work that Ctrl-C asks to stop, by [`flow`](Self::flow).
+    pub fn catch<O>(&self, work: impl FnOnce() -> O) -> O {
+        self.state.store(WORKING, Ordering::Relaxed);
+        let output = work();
+        self.state.store(IDLE, Ordering::Relaxed);
+        output
+    }
+
+    /// Whether the work should go on.
+    pub fn flow(&self) -> ControlFlow<()> {
+        match self.state.load(Ordering::Relaxed) {
+            STOPPING => ControlFlow::Break(()),
+            _ => ControlFlow::Continue(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_newline_ends_the_input() {
+        for (input, text) in [
+            ("a\n", "a"),
+            ("a\r\n", "a"),
+            ("a\n\n", "a\n"),
+            ("a", "a"),
+            ("\n", ""),
+        ] {
+            let mut trimmed = input.to_string();
+            trim_newline(&mut trimmed);
+            assert_eq!(trimmed, text);
+        }
+    }
+
+    #[test]
+    fn messages_take_one_line() {
+        assert_eq!(one_line("a driver:\n\n  is gone\n"), "a driver: is gone");
+    }
+}

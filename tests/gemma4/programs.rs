@@ -1,0 +1,395 @@
+//! The programs of `examples/` as a person runs them: what they print, how they end, and what they leave.
+//!
+//! `cargo test` builds the programs along with this test. `cargo test --test gemma4` does not: it runs those
+//! that are there.
+
+mod folder;
+mod refused;
+
+use crate::devices::devices;
+use crate::fixture;
+use crate::text::{reference, tokens};
+use folder::Folder;
+use serde_json::{Value, json};
+use std::env::{self, consts::EXE_SUFFIX};
+use std::io::{Read, Write};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::Duration;
+
+/// How a program ended.
+#[derive(Debug)]
+struct Ended {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl From<Output> for Ended {
+    fn from(output: Output) -> Self {
+        let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+        Self {
+            code: output.status.code(),
+            stdout: text(output.stdout),
+            stderr: text(output.stderr),
+        }
+    }
+}
+
+/// The example called `name`, without input, its output captured.
+fn program(name: &str) -> Command {
+    let test = env::current_exe().expect("the path of this test");
+    let profile = test.ancestors().nth(2).expect("a target folder");
+    let path = profile.join("examples").join(format!("{name}{EXE_SUFFIX}"));
+    assert!(
+        path.exists(),
+        "{} is not there: `cargo build --examples` builds it, in the profile of this test",
+        path.display()
+    );
+    let mut command = Command::new(path);
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn run(command: &mut Command) -> Ended {
+    command.output().expect("a process").into()
+}
+
+/// Runs a program that has to succeed.
+#[track_caller]
+fn succeed(command: &mut Command) -> Ended {
+    let ended = run(command);
+    assert_eq!(ended.code, Some(0), "{command:?}: {ended:?}");
+    ended
+}
+
+/// Generates with a checkpoint, greedily.
+fn greedy(model: &str, device: &str) -> Command {
+    let mut command = program("generate");
+    command.arg("--model").arg(fixture::folder(model)).args([
+        "--device",
+        device,
+        "--dtype",
+        "f32",
+        "--temperature",
+        "0",
+    ]);
+    command
+}
+
+fn report(ended: &Ended) -> Value {
+    serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"))
+}
+
+#[test]
+fn tokens_are_those_of_transformers() {
+    for device in devices() {
+        for name in fixture::ALL {
+            let reference = reference(name);
+            let prompt = tokens(&reference["prompt"]);
+            let prompt = prompt.iter().map(u32::to_string).collect::<Vec<_>>();
+            let ended = succeed(
+                greedy(name, device.name)
+                    .args(["--prompt-tokens", &prompt.join(",")])
+                    .args(["--max-tokens", "16", "--ignore-eos", "--json"]),
+            );
+            let report = report(&ended);
+            assert_eq!(
+                report["prompt_tokens"], reference["prompt"],
+                "{name} on {}",
+                device.name
+            );
+            assert_eq!(
+                report["tokens"], reference["generated"],
+                "{name} on {}",
+                device.name
+            );
+            assert_eq!(report["device"], device.name);
+        }
+    }
+}
+
+#[test]
+fn the_report() {
+    let ended = succeed(greedy("dense-ple", "flex").args([
+        "--prompt",
+        "the cat",
+        "--json",
+        "--max-tokens",
+        "5",
+    ]));
+    let report = report(&ended);
+    assert_eq!(report["prompt_tokens"], json!([2, 315, 280, 283, 281, 300]));
+    assert_eq!(report["device"], "flex");
+    assert_eq!(report["dtype"], "f32");
+    assert!(report["text"].is_string());
+    let tokens = report["tokens"].as_array().expect("tokens").len();
+    match report["finish_reason"].as_str() {
+        Some("length") => assert_eq!(tokens, 5),
+        Some("stop") => assert!(tokens <= 5),
+        other => panic!("{other:?}"),
+    }
+    let timings = &report["timings"];
+    for time in ["load_seconds", "prefill_seconds", "decode_seconds"] {
+        assert!(
+            timings[time].as_f64().is_some_and(|seconds| seconds >= 0.0),
+            "{time}"
+        );
+    }
+    assert_eq!(timings["prefill_tokens"], 6);
+    assert_eq!(timings["decode_tokens"], tokens - 1);
+    assert!(timings["prefill_tokens_per_second"].as_f64() > Some(0.0));
+}
+
+#[test]
+fn a_stop_token_ends_the_text() {
+    let reference = reference("dense-ple");
+    let prompt = tokens(&reference["prompt"]);
+    let prompt = prompt.iter().map(u32::to_string).collect::<Vec<_>>();
+    let generated = tokens(&reference["generated"]);
+    let end = generated
+        .iter()
+        .position(|token| [1, 12, 17].contains(token));
+    let end = end.expect("the reference goes past a stop token");
+    let ended = succeed(
+        greedy("dense-ple", "flex")
+            .args(["--prompt-tokens", &prompt.join(","), "--json"])
+            .args(["--max-tokens", "16"]),
+    );
+    let report = report(&ended);
+    assert_eq!(tokens(&report["tokens"]), generated[..=end]);
+    assert_eq!(report["finish_reason"], "stop");
+}
+
+#[test]
+fn text_is_the_same_streamed_piped_and_reported() {
+    let arguments = ["--max-tokens", "30", "--ignore-eos"];
+    let mut command = greedy("dense-ple", "flex");
+    let streamed = succeed(command.args(["--prompt", "the cat"]).args(arguments));
+    assert!(streamed.stderr.contains("tokens/s"), "{streamed:?}");
+    let mut command = greedy("dense-ple", "flex");
+    let reported = succeed(
+        command
+            .args(["--prompt", "the cat", "--json"])
+            .args(arguments),
+    );
+    let text = report(&reported)["text"].as_str().expect("text").to_owned();
+    assert_eq!(streamed.stdout, text + "\n");
+
+    for dash in [&[][..], &["--prompt", "-"]] {
+        let mut command = greedy("dense-ple", "flex");
+        command.args(arguments).args(dash).stdin(Stdio::piped());
+        let mut child = command.spawn().expect("a process");
+        write(&mut child, "the cat\n");
+        let piped = Ended::from(child.wait_with_output().expect("its end"));
+        assert_eq!(piped.stdout, streamed.stdout, "{piped:?}");
+    }
+}
+
+#[test]
+fn a_seed_draws_the_same_text() {
+    let draw = |seed| {
+        let mut command = program("generate");
+        command
+            .arg("--model")
+            .arg(fixture::folder("moe"))
+            .args([
+                "--device",
+                "flex",
+                "--prompt",
+                "the",
+                "--temperature",
+                "3",
+                "--top-k",
+                "200",
+            ])
+            .args([
+                "--max-tokens",
+                "20",
+                "--ignore-eos",
+                "--json",
+                "--seed",
+                seed,
+            ]);
+        report(&succeed(&mut command))["tokens"].clone()
+    };
+    assert_eq!(draw("1"), draw("1"));
+    assert_ne!(draw("1"), draw("2"));
+}
+
+#[test]
+fn a_message_becomes_a_conversation() {
+    let prompt = |arguments: &[&str]| {
+        let mut command = greedy("dense-ple", "flex");
+        command.args(["--prompt", "hi", "--max-tokens", "1", "--json"]);
+        report(&succeed(command.args(arguments)))["prompt_tokens"].clone()
+    };
+    let examples = &reference("dense-ple")["tokenizer_examples"];
+    let conversation = &examples["<bos><|turn>user\nhi<turn|>\n<|turn>model\n"];
+    assert_eq!(prompt(&["--chat"]), *conversation);
+    let instructed = prompt(&["--system", "the cat"]);
+    assert!(tokens(&instructed).len() > tokens(conversation).len() + 6);
+}
+
+#[test]
+fn without_arguments_there_is_text() {
+    let ended = succeed(program("generate").args(["--device", "flex"]));
+    assert!(ended.stdout.trim().len() > 10, "{ended:?}");
+    assert!(ended.stderr.contains("no --model"), "{ended:?}");
+}
+
+/// A checkpoint that goes on for as long as a test wants.
+fn endless() -> Folder {
+    let folder = Folder::copy("dense-ple");
+    folder.set("config.json", "max_position_embeddings", 1 << 20);
+    folder.set("generation_config.json", "eos_token_id", 1 << 20);
+    folder
+}
+
+/// A program on an [`endless`] checkpoint.
+fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
+    let mut command = program(name);
+    command
+        .args([
+            "--device",
+            "flex",
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "1000000",
+            "--model",
+        ])
+        .arg(folder.path())
+        .args(arguments)
+        .stdin(Stdio::piped());
+    command.spawn().expect("a process")
+}
+
+fn write(child: &mut Child, text: &str) {
+    let input = child.stdin.as_mut().expect("its input");
+    input.write_all(text.as_bytes()).expect("to be read");
+}
+
+/// Waits until it prints.
+fn wait_for_text(child: &mut Child) {
+    let output = child.stdout.as_mut().expect("its output");
+    output.read_exact(&mut [0]).expect("text");
+}
+
+#[cfg(unix)]
+fn interrupt(child: &Child) {
+    let sent = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status();
+    assert!(sent.expect("a process").success());
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_the_generation() {
+    let folder = endless();
+    let mut child = start("generate", &folder, &["--prompt", "the cat"]);
+    wait_for_text(&mut child);
+    interrupt(&child);
+    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(ended.stderr.contains("tokens/s"), "{ended:?}");
+    assert!(ended.stderr.contains("stopped"), "{ended:?}");
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_the_answer_and_not_the_chat() {
+    let folder = endless();
+    let mut child = start("chat", &folder, &[]);
+    write(&mut child, "the cat\n");
+    wait_for_text(&mut child);
+    interrupt(&child);
+    write(&mut child, "/heard?\n/exit\n");
+    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(ended.stderr.contains("/heard? is no command"), "{ended:?}");
+}
+
+#[test]
+fn a_reader_that_goes_ends_it_quietly() {
+    let folder = endless();
+    let mut child = start("generate", &folder, &["--prompt", "the cat"]);
+    wait_for_text(&mut child);
+    drop(child.stdout.take());
+    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(!ended.stderr.contains("error"), "{ended:?}");
+    assert!(!ended.stderr.contains("panicked"), "{ended:?}");
+}
+
+#[test]
+fn killing_it_leaves_nothing_broken() {
+    let folder = endless();
+    let before = folder.contents();
+    for delay in [Some(5), Some(50), None] {
+        let mut child = start("generate", &folder, &["--prompt", "the cat"]);
+        match delay {
+            // While it starts and loads.
+            Some(milliseconds) => std::thread::sleep(Duration::from_millis(milliseconds)),
+            None => wait_for_text(&mut child),
+        }
+        child.kill().expect("a process to kill");
+        child.wait().expect("its end");
+    }
+    assert!(folder.contents() == before, "the checkpoint has changed");
+    let mut command = program("generate");
+    command.args([
+        "--device",
+        "flex",
+        "--prompt",
+        "the cat",
+        "--max-tokens",
+        "3",
+        "--model",
+    ]);
+    succeed(command.arg(folder.path()));
+}
+
+/// What a chat answers to the lines of `input`.
+fn answers(input: &str) -> Ended {
+    let mut command = program("chat");
+    command
+        .args([
+            "--device",
+            "flex",
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "12",
+            "--model",
+        ])
+        .arg(fixture::folder("dense-ple"))
+        .stdin(Stdio::piped());
+    let mut child = command.spawn().expect("a process");
+    write(&mut child, input);
+    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    ended
+}
+
+#[test]
+fn a_conversation() {
+    let first = answers("the cat\n").stdout;
+    assert!(!first.trim().is_empty(), "{first:?}");
+    // The end of input and /exit end it; what comes after is not answered.
+    assert_eq!(answers("the cat\n/exit\nthe cat\n").stdout, first);
+    // After /reset, the same question has the same answer; without, the answer to the second depends on the
+    // first.
+    let again = first.clone() + &first;
+    assert_eq!(answers("the cat\n/reset\nthe cat\n").stdout, again);
+    assert_ne!(answers("the cat\nthe cat\n").stdout, again);
+    let mistaken = answers("/rset\n\n");
+    assert_eq!(mistaken.stdout, "");
+    assert!(
+        mistaken.stderr.contains("/rset is no command"),
+        "{mistaken:?}"
+    );
+}

@@ -1,0 +1,294 @@
+//! Folders and arguments that cannot be right: each ends with one line that says what is wrong, and with the
+//! exit code 1 for a folder, 2 for an argument.
+
+use super::folder::{Folder, Stored};
+use super::{Ended, program, run};
+use safetensors::tensor::Dtype;
+use serde_json::json;
+use std::io::Write;
+use std::process::Stdio;
+
+const TENSOR: &str = "model.layers.1.mlp.up_proj.weight";
+
+/// Checks that a program was refused with `code`, by an error that has all `words`.
+#[track_caller]
+fn check(what: &str, ended: &Ended, code: i32, words: &[&str]) {
+    let report = format!("{what}: {ended:?}");
+    assert_eq!(ended.code, Some(code), "{report}");
+    let errors: Vec<&str> = ended
+        .stderr
+        .lines()
+        .filter(|line| line.starts_with("error: "))
+        .collect();
+    let [error] = errors[..] else {
+        panic!("not one error: {report}");
+    };
+    for word in words {
+        assert!(error.contains(word), "no {word:?}: {report}");
+    }
+    assert!(!ended.stderr.contains("panicked"), "{report}");
+    assert!(ended.stdout.is_empty(), "{report}");
+}
+
+fn generate(folder: &Folder, arguments: &[&str]) -> Ended {
+    let mut command = program("generate");
+    command
+        .args(["--device", "flex", "--model"])
+        .arg(folder.path())
+        .args(arguments);
+    run(&mut command)
+}
+
+/// Refused whatever the arguments.
+#[track_caller]
+fn check_folder(what: &str, spoil: impl FnOnce(&Folder), words: &[&str]) {
+    let folder = Folder::copy("dense-ple");
+    spoil(&folder);
+    check(what, &generate(&folder, &["--prompt", "hi"]), 1, words);
+}
+
+#[test]
+fn what_is_no_folder() {
+    let folder = Folder::copy("dense-ple");
+    let file = folder.file("config.json");
+    for (path, words) in [
+        (
+            folder.file("absent"),
+            ["absent", "config.json", "No such file"],
+        ),
+        (file, ["config.json", "config.json", "Not a directory"]),
+    ] {
+        for name in ["generate", "chat"] {
+            let mut command = program(name);
+            command.args(["--device", "flex", "--model"]).arg(&path);
+            if name == "generate" {
+                command.args(["--prompt", "hi"]);
+            }
+            check("no folder", &run(&mut command), 1, &words);
+        }
+    }
+}
+
+#[test]
+fn files_that_are_missing() {
+    for file in ["config.json", "tokenizer.json", "model.safetensors"] {
+        check_folder(
+            "missing file",
+            |folder| folder.remove(file),
+            &[file, "No such file"],
+        );
+    }
+}
+
+#[test]
+fn files_that_are_not_what_they_should_be() {
+    for file in [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ] {
+        for contents in ["", "{\"this\": ends", "\u{0}\u{1}"] {
+            check_folder(contents, |folder| folder.write(file, contents), &[file]);
+        }
+    }
+    let half_a_block = |folder: &Folder| folder.write("chat_template.jinja", "{% if");
+    check_folder(
+        "template",
+        half_a_block,
+        &["chat_template.jinja", "syntax error"],
+    );
+}
+
+#[test]
+fn configurations_of_no_gemma_4() {
+    for (field, value, words) in [
+        ("model_type", json!("llama"), ["model_type", "llama"]),
+        ("hidden_size", json!("wide"), ["config.json", "wide"]),
+        ("num_hidden_layers", json!(0), ["config.json", "0"]),
+        (
+            "layer_types",
+            json!(["linear_attention"]),
+            ["layer_types", ""],
+        ),
+    ] {
+        let set = |folder: &Folder| folder.set("config.json", field, value);
+        check_folder(field, set, &words);
+    }
+}
+
+#[test]
+fn defaults_that_make_no_sense() {
+    for (field, value) in [("temperature", json!(-1.0)), ("top_p", json!(2.0))] {
+        let set = |folder: &Folder| folder.set("generation_config.json", field, value);
+        check_folder(field, set, &["generation_config.json", field]);
+    }
+}
+
+#[test]
+fn weights_that_are_cut_off() {
+    for share in [0.001, 0.5, 0.999] {
+        let cut = |folder: &Folder| {
+            let whole = folder.read("model.safetensors");
+            let kept = (whole.len() as f64 * share) as usize;
+            folder.write("model.safetensors", &whole[..kept]);
+        };
+        check_folder("cut off", cut, &["model.safetensors"]);
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit() {
+    let absent = |folder: &Folder| folder.edit(|tensors| drop(tensors.remove(TENSOR)));
+    check_folder("absent", absent, &[TENSOR, "missing"]);
+
+    let renamed = |folder: &Folder| {
+        folder.edit(|tensors| {
+            let tensor = tensors.remove(TENSOR).expect("the tensor");
+            tensors.insert("model.layers.1.mlp.other.weight".into(), tensor);
+        });
+    };
+    let both = [TENSOR, "model.layers.1.mlp.other.weight"];
+    check_folder("renamed", renamed, &both);
+
+    let flattened = |folder: &Folder| {
+        folder.edit(|tensors| {
+            let tensor = tensors.get_mut(TENSOR).expect("the tensor");
+            tensor.shape = vec![tensor.shape.iter().product()];
+        });
+    };
+    check_folder("flattened", flattened, &[TENSOR, "[6144]", "[96, 64]"]);
+
+    let whole_numbers = |folder: &Folder| {
+        folder.edit(|tensors| {
+            let tensor = tensors.get_mut(TENSOR).expect("the tensor");
+            tensor.dtype = Dtype::I32;
+        });
+    };
+    check_folder("whole numbers", whole_numbers, &[TENSOR, "I32"]);
+
+    let another = |folder: &Folder| {
+        folder.edit(|tensors| {
+            let tensor = Stored {
+                dtype: Dtype::F32,
+                shape: vec![2],
+                bytes: vec![0; 8],
+            };
+            tensors.insert("model.adapter.weight".into(), tensor);
+        });
+    };
+    check_folder("another", another, &["model.adapter.weight"]);
+}
+
+#[test]
+fn indices_of_files_that_cannot_be() {
+    for (file, words) in [
+        ("model-00001-of-00001.safetensors", "No such file"),
+        ("../model.safetensors", "not the name of a file"),
+    ] {
+        let index = |folder: &Folder| {
+            let index = json!({"weight_map": {TENSOR: file}});
+            folder.write("model.safetensors.index.json", index.to_string());
+        };
+        check_folder("index", index, &[file, words]);
+    }
+}
+
+#[test]
+fn conversations_that_the_template_refuses() {
+    let folder = Folder::copy("dense-ple");
+    folder.write(
+        "chat_template.jinja",
+        "{{ raise_exception('no such roles') }}",
+    );
+    let ended = generate(&folder, &["--chat", "--prompt", "hi"]);
+    check("refused", &ended, 1, &["chat template", "no such roles"]);
+}
+
+#[test]
+fn arguments_that_cannot_be_right() {
+    let folder = Folder::copy("dense-ple");
+    for (arguments, words) in [
+        (&["--device", "toaster"][..], &["toaster", "--device"][..]),
+        (&["--dtype", "int4"], &["int4", "--dtype"]),
+        (&["--temperature", "-1"], &["-1", "--temperature"]),
+        (&["--temperature", "NaN"], &["NaN", "--temperature"]),
+        (&["--temperature", "hot"], &["hot", "--temperature"]),
+        (&["--top-p", "2"], &["2", "--top-p"]),
+        (&["--top-p", "0"], &["0", "--top-p"]),
+        (&["--top-k", "0"], &["0", "--top-k"]),
+        (&["--max-tokens", "0"], &["0", "--max-tokens"]),
+        (&["--max-tokens", "-3"], &["-3", "--max-tokens"]),
+        (&["--seed", "-1"], &["-1", "--seed"]),
+        (&["--max-token", "3"], &["--max-token"]),
+        (&["loose"], &["loose"]),
+    ] {
+        let mut all = vec!["--prompt", "hi"];
+        all.extend(arguments);
+        let mut command = program("generate");
+        check(
+            arguments[0],
+            &run(command.arg("--model").arg(folder.path()).args(all)),
+            2,
+            words,
+        );
+    }
+}
+
+#[test]
+fn prompts_that_cannot_be_right() {
+    let folder = Folder::copy("dense-ple");
+    let long = vec!["3"; 600].join(",");
+    for (arguments, words) in [
+        (&["--prompt", ""][..], &["prompt", "empty"][..]),
+        (&["--prompt", "-"], &["prompt", "empty"]),
+        (&[], &["prompt", "empty"]),
+        (&["--chat"], &["prompt", "empty"]),
+        (&["--prompt-tokens", ""], &["--prompt-tokens"]),
+        (&["--prompt-tokens", "2,x"], &["--prompt-tokens", "x"]),
+        (&["--prompt-tokens", "2,-1"], &["--prompt-tokens", "-1"]),
+        (&["--prompt-tokens", "2,320"], &["320", "vocabulary"]),
+        (&["--prompt-tokens", &long], &["600", "512"]),
+        (
+            &["--prompt-tokens", "2", "--prompt", "hi"],
+            &["--prompt-tokens", "--prompt"],
+        ),
+        (
+            &["--prompt-tokens", "2", "--chat"],
+            &["--prompt-tokens", "--chat"],
+        ),
+    ] {
+        check("prompt", &generate(&folder, arguments), 2, words);
+    }
+}
+
+#[test]
+fn input_that_is_no_text() {
+    let folder = Folder::copy("dense-ple");
+    for name in ["generate", "chat"] {
+        let mut command = program(name);
+        command
+            .args(["--device", "flex", "--model"])
+            .arg(folder.path());
+        let mut child = command.stdin(Stdio::piped()).spawn().expect("a process");
+        let mut input = child.stdin.take().expect("its input");
+        input.write_all(b"\xff\xfe\n").expect("to be read");
+        drop(input);
+        let ended = child.wait_with_output().expect("its end").into();
+        check(name, &ended, 2, &["standard input", "UTF-8"]);
+    }
+}
+
+#[test]
+fn devices_that_are_not_there() {
+    // No build has them all.
+    let absent = [
+        ("cuda", cfg!(feature = "cuda")),
+        ("metal", cfg!(feature = "metal")),
+    ];
+    for (device, _) in absent.into_iter().filter(|(_, is_built)| !is_built) {
+        let ended = run(program("generate").args(["--prompt", "hi", "--device", device]));
+        check(device, &ended, 1, &["built without", device]);
+    }
+}

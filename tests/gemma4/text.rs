@@ -1,0 +1,111 @@
+//! Text: tokens as transformers has them, streams, prompts, defaults of the checkpoints.
+
+use crate::fixture::{self, folder};
+use burn_gemma4::{ChatOptions, ChatTemplate, GenerationDefaults, Message, Sampling, Tokenizer};
+use proptest::prelude::*;
+use serde::Deserialize;
+use serde_json::Value;
+use std::fs;
+use std::sync::LazyLock;
+
+/// A fixture's `reference.json`.
+pub fn reference(name: &str) -> Value {
+    let json = fs::read(folder(name).join("reference.json")).expect("a fixture");
+    serde_json::from_slice(&json).expect("a description")
+}
+
+/// A list of tokens in it.
+pub fn tokens(list: &Value) -> Vec<u32> {
+    Vec::deserialize(list).expect("a list of tokens")
+}
+
+fn tokenizer(name: &str) -> Tokenizer {
+    Tokenizer::from_file(folder(name).join("tokenizer.json")).expect("a tokenizer")
+}
+
+#[test]
+fn tokens_are_those_of_transformers() {
+    for name in fixture::ALL {
+        let tokenizer = tokenizer(name);
+        let reference = reference(name);
+        let examples = reference["tokenizer_examples"].as_object();
+        for (text, tokens) in examples.expect("texts and their tokens") {
+            let tokens = tokens(tokens);
+            assert_eq!(tokenizer.encode(text).expect("tokens"), tokens, "{text:?}");
+            assert_eq!(&tokenizer.decode(&tokens, false).expect("text"), text);
+        }
+    }
+}
+
+#[test]
+fn the_vocabulary_is_counted_once() {
+    let tokenizer = tokenizer("dense-ple");
+    assert_eq!(tokenizer.vocab_size(), 320);
+    assert_eq!(tokenizer.id("<turn|>"), Some(12));
+}
+
+/// The built-in template, through the tokenizer: one of the reference's texts is such a prompt.
+#[test]
+fn the_prompt_of_a_conversation() {
+    let prompt = ChatTemplate::gemma4()
+        .render(&[Message::user("hi")], ChatOptions::default())
+        .expect("a prompt");
+    let reference = reference("dense-ple");
+    let tokens = tokens(&reference["tokenizer_examples"][&prompt]);
+    let encoded = tokenizer("dense-ple").encode(&prompt).expect("tokens");
+    assert_eq!(encoded, tokens);
+}
+
+#[test]
+fn defaults_of_the_checkpoints() {
+    for name in fixture::ALL {
+        let path = folder(name).join("generation_config.json");
+        let defaults = GenerationDefaults::from_file(path).expect("defaults");
+        assert_eq!(defaults.stop_tokens, [1, 12, 17]);
+        assert_eq!((defaults.bos_token, defaults.pad_token), (Some(2), Some(0)));
+        let expected = Sampling {
+            temperature: 1.0,
+            top_k: Some(64),
+            top_p: Some(0.95),
+            seed: None,
+        };
+        assert_eq!(defaults.sampling(), expected);
+    }
+}
+
+static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| tokenizer("dense-ple"));
+
+/// Bytes are 24 to 279 in this vocabulary; its last token is 319.
+fn any_tokens() -> impl Strategy<Value = Vec<u32>> {
+    let token = prop_oneof![4 => 24u32..280, 2 => 280u32..320, 1 => 0u32..24, 1 => 320u32..330];
+    proptest::collection::vec(token, 0..40)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever a model writes, a stream gives the text that all tokens together have, and never a
+    /// replacement character for bytes that could still become one.
+    #[test]
+    fn a_stream_is_the_whole_text(tokens in any_tokens()) {
+        let mut stream = TOKENIZER.stream();
+        let mut text = String::new();
+        for token in &tokens {
+            text += &stream.push(*token).expect("text");
+        }
+        text += &stream.finish().expect("text");
+        prop_assert_eq!(text, TOKENIZER.decode(&tokens, true).expect("text"));
+    }
+
+    /// Any text survives the way to tokens and back, in a stream, too.
+    #[test]
+    fn text_survives(text in "\\PC{0,60}") {
+        let tokens = TOKENIZER.encode(&text).expect("tokens");
+        prop_assert_eq!(&TOKENIZER.decode(&tokens, false).expect("text"), &text);
+        let mut stream = TOKENIZER.stream();
+        for token in tokens {
+            let piece = stream.push(token).expect("text");
+            prop_assert!(text.contains('\u{FFFD}') || !piece.contains('\u{FFFD}'));
+        }
+    }
+}
