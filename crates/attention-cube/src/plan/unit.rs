@@ -173,9 +173,10 @@ const fn shape(
     }
 }
 
-// TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20; the
-// others that were tried at that width in brackets; before the scores were summed by chunks. Rows for 32 KB and less were chosen on Mesa's llvmpipe,
-// where 64 units with 4 × 4 of S each ran at twice the speed of 256 units with 2 × 4.
+// TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20, before
+// the scores were summed by chunks; the others that were tried at that width in brackets. Rows for 32 KB
+// and less were chosen on Mesa's llvmpipe, where 64 units with 4 × 4 of S each ran at twice the speed of
+// 256 units with 2 × 4.
 
 /// Output in registers once: the forward and the query's gradient. The first row that is wide enough
 /// and fits the device is taken.
