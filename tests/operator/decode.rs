@@ -90,7 +90,7 @@ fn sinks_join_once() {
 
 #[test]
 fn windows() {
-    for left in [0, 100, 1023] {
+    for left in [0, 100, 1023, usize::MAX] {
         Case {
             window: (Some(left), Some(0)),
             ..case(2)
