@@ -4,7 +4,6 @@
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
 use crate::devices::cube_devices;
-use attention_cube::plan::{Kernel, unit::UnitPlan};
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, explain, fused_attention,
 };
@@ -18,6 +17,7 @@ fn case(q_len: usize) -> Case {
     }
 }
 
+/// Whichever engine decodes: without a split, two sequences of two heads would keep four cubes busy.
 #[test]
 fn keys_are_split() {
     for device in cube_devices() {
@@ -26,16 +26,11 @@ fn keys_are_split() {
         let problem = AttentionProblem::new(&query, &key, &key, &AttentionOptions::new().causal())
             .unwrap_or_else(|error| panic!("{}: {error}", device.name));
         let explanation = explain(&problem, &device.device);
-        match explanation.forward.kernel {
-            Kernel::Unit(UnitPlan::Forward(plan)) => {
-                assert!(
-                    plan.packed && plan.splits > 1,
-                    "{}: {explanation}",
-                    device.name
-                );
-            }
-            _ => panic!("{}: no kernel for decoding: {explanation}", device.name),
-        }
+        assert!(
+            explanation.forward.kernel.splits() > 1,
+            "{}: {explanation}",
+            device.name
+        );
     }
 }
 
@@ -95,7 +90,7 @@ fn sinks_join_once() {
 
 #[test]
 fn windows() {
-    for left in [0, 100, 1023] {
+    for left in [0, 100, 1023, usize::MAX] {
         Case {
             window: (Some(left), Some(0)),
             ..case(2)

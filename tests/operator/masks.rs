@@ -3,6 +3,8 @@
 
 use crate::case::{Case, FULL};
 use attention_cube::CausalAlignment::{self, BottomRight, TopLeft};
+use attention_cube::{AttentionOptions, AttentionProblem};
+use burn::tensor::{Device, Tensor};
 
 /// `[batch 2, 2 query heads on 1, q_len, kv_len, 32, 32]`.
 fn case(q_len: usize, kv_len: usize) -> Case {
@@ -194,5 +196,44 @@ fn a_bias_of_minus_infinity_hides() {
             .output_gradient
             .fill_rows(f64::NAN, |[_, _, query]| blind_query(query));
         case.check_inputs(&given, &clean);
+    }
+}
+
+/// What operations are counted by, against a count of its own.
+#[test]
+fn visible_pairs() {
+    let windows = [
+        (None, None),
+        (Some(2), None),
+        (Some(1), Some(3)),
+        (Some(usize::MAX), Some(usize::MAX)),
+    ];
+    for (q_len, kv_len) in [(5, 5), (3, 9), (9, 3)] {
+        for alignment in [None, Some(BottomRight), Some(TopLeft)] {
+            for (left, right) in windows {
+                let zeros = |length| Tensor::<4>::zeros([2, 3, length, 4], &Device::flex());
+                let mut options = AttentionOptions::new().window(left, right);
+                if let Some(alignment) = alignment {
+                    options = options.causal_aligned(alignment);
+                }
+                let (query, key) = (zeros(q_len), zeros(kv_len));
+                let context = format!("{q_len}, {kv_len}, {options:?}");
+                let problem = AttentionProblem::new(&query, &key, &key, &options)
+                    .unwrap_or_else(|error| panic!("{context}: {error}"));
+                let offset = match alignment {
+                    Some(TopLeft) => 0,
+                    _ => kv_len as i128 - q_len as i128,
+                };
+                let sees = |i: usize, j: usize| {
+                    let distance = j as i128 - (i as i128 + offset);
+                    let right = if alignment.is_some() { Some(0) } else { right };
+                    left.is_none_or(|left| -distance <= left as i128)
+                        && right.is_none_or(|right| distance <= right as i128)
+                };
+                let pairs = (0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j)));
+                let per_head = pairs.filter(|&(i, j)| sees(i, j)).count();
+                assert_eq!(problem.visible_pairs(), 6 * per_head as u64, "{context}");
+            }
+        }
     }
 }

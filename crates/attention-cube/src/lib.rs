@@ -36,6 +36,8 @@
 //! Gradients are first-order, of the query, the keys, the values, the bias and the sinks, through
 //! output and logsumexp, with Burn's autodiff and both of its checkpointing strategies.
 
+#![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
+
 mod backend;
 mod explain;
 #[cfg(feature = "cube")]

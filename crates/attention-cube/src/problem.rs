@@ -255,7 +255,7 @@ impl AttentionProblem {
 
     /// Whether nothing is asked for, or no key exists that a query could see.
     pub fn is_empty(&self) -> bool {
-        self.batch * self.q_heads * self.q_len * self.kv_len == 0
+        [self.batch, self.q_heads, self.q_len, self.kv_len].contains(&0)
     }
 
     /// The shape of the output.
@@ -285,19 +285,24 @@ impl AttentionProblem {
     /// Pairs of a query and a key that causal mask and window leave visible, over the batch and the
     /// query heads; what benchmarks count operations by.
     pub fn visible_pairs(&self) -> u64 {
+        let (q_len, kv_len) = (self.q_len as i64, self.kv_len as i64);
         let offset = if self.is_bottom_right() {
-            self.kv_len as i64 - self.q_len as i64
+            kv_len - q_len
         } else {
             0
         };
-        let per_head: i64 = (0..self.q_len as i64)
+        // A side that is open, or wider than the sequences, ends beyond all of them.
+        let side = |side: Option<usize>| {
+            let beyond = self.q_len + self.kv_len;
+            side.map_or(beyond, |side| side.min(beyond)) as i64
+        };
+        let (left, right) = (side(self.window_left), side(self.right()));
+        let per_head: i64 = (0..q_len)
             .map(|i| {
                 let position = i + offset;
-                let first = self.window_left.map_or(0, |left| position - left as i64);
-                let end = self
-                    .right()
-                    .map_or(i64::MAX, |right| position + right as i64 + 1);
-                (end.min(self.kv_len as i64) - first.max(0)).max(0)
+                let first = (position - left).max(0);
+                let end = (position + right + 1).min(kv_len);
+                (end - first).max(0)
             })
             .sum();
         per_head as u64 * (self.batch * self.q_heads) as u64

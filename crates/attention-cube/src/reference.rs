@@ -302,8 +302,8 @@ fn visibility<B: Backend>(
     let (q_len, kv_len) = (problem.q_len, problem.kv_len);
     let mut conditions = Vec::new();
 
-    let lengths = inputs.kv_lengths.clone().into_option().map(|lengths| {
-        let lengths = B::int_cast(lengths, ints);
+    let lengths = inputs.kv_lengths.as_option().map(|lengths| {
+        let lengths = B::int_cast(lengths.clone(), ints);
         let lengths = B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
         B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
     });
@@ -329,14 +329,14 @@ fn visibility<B: Backend>(
             conditions.push(B::int_greater_equal(keys, first, bools));
         }
     }
-    let segments = (inputs.query_segments.clone(), inputs.key_segments.clone());
-    if let (Some(queries), Some(keys)) = (segments.0.into_option(), segments.1.into_option()) {
+    let segments = inputs.query_segments.as_option();
+    if let Some((queries, keys)) = segments.zip(inputs.key_segments.as_option()) {
         let queries = B::int_reshape(
-            B::int_cast(queries, ints),
+            B::int_cast(queries.clone(), ints),
             Shape::new([problem.batch, 1, q_len, 1]),
         );
         let keys = B::int_reshape(
-            B::int_cast(keys, ints),
+            B::int_cast(keys.clone(), ints),
             Shape::new([problem.batch, 1, 1, kv_len]),
         );
         let scores = |heads| Shape::new([problem.batch, heads, q_len, kv_len]);
@@ -346,8 +346,8 @@ fn visibility<B: Backend>(
             bools,
         ));
     }
-    if let Some(mask) = inputs.mask.clone().into_option() {
-        conditions.push(mask);
+    if let Some(mask) = inputs.mask.as_option() {
+        conditions.push(mask.clone());
     }
     if let Some(bias) = inputs.bias.clone().into_option() {
         conditions.push(B::float_not_equal_elem(

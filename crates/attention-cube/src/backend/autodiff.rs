@@ -136,53 +136,29 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
     nodes: [NodeGuard; N],
     problem: AttentionProblem,
 ) -> AttentionOutput<Autodiff<B, C>> {
-    let AttentionInputs {
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        kv_lengths,
-        query_segments,
-        key_segments,
-        sinks,
-    } = inputs;
-    let (bias, sinks) = (bias.into_option(), sinks.into_option());
-    // Bool and Int primitives are the same type with and without autodiff.
-    let mask: MaybeBool<B> = mask.into_option().into();
-    let kv_lengths: MaybeInt<B> = kv_lengths.into_option().into();
-    let query_segments: MaybeInt<B> = query_segments.into_option().into();
-    let key_segments: MaybeInt<B> = key_segments.into_option().into();
-
     let preparation = AttentionStep.prepare::<C>(nodes).compute_bound().stateful();
     match preparation {
         OpsKind::Tracked(mut preparation) => {
-            let ids = (
-                preparation.checkpoint(&query),
-                preparation.checkpoint(&key),
-                preparation.checkpoint(&value),
-                bias.as_ref().map(|bias| preparation.checkpoint(bias)),
-                sinks.as_ref().map(|sinks| preparation.checkpoint(sinks)),
+            let mut checkpoint = |tensor| preparation.checkpoint(tensor);
+            let (query, key, value) = (
+                checkpoint(&inputs.query),
+                checkpoint(&inputs.key),
+                checkpoint(&inputs.value),
             );
-            let inner = AttentionInputs {
-                query: query.into_primitive(),
-                key: key.into_primitive(),
-                value: value.into_primitive(),
-                mask: mask.clone(),
-                bias: bias.map(|bias| bias.into_primitive()).into(),
-                kv_lengths: kv_lengths.clone(),
-                query_segments: query_segments.clone(),
-                key_segments: key_segments.clone(),
-                sinks: sinks.map(|sinks| sinks.into_primitive()).into(),
-            };
-            let result = B::attention_forward(inner, problem.clone());
+            let bias = inputs.bias.as_option().map(&mut checkpoint);
+            let sinks = inputs.sinks.as_option().map(&mut checkpoint);
+            let inputs = untracked(inputs);
+            let (mask, kv_lengths) = (inputs.mask.clone(), inputs.kv_lengths.clone());
+            let query_segments = inputs.query_segments.clone();
+            let key_segments = inputs.key_segments.clone();
+            let result = B::attention_forward(inputs, problem.clone());
             let slot = LogsumexpGradient::<B>::default();
             let state = AttentionState {
-                query: ids.0,
-                key: ids.1,
-                value: ids.2,
-                bias: ids.3,
-                sinks: ids.4,
+                query,
+                key,
+                value,
+                bias,
+                sinks,
                 mask,
                 kv_lengths,
                 query_segments,
@@ -206,23 +182,34 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
             AttentionOutput { output, logsumexp }
         }
         OpsKind::UnTracked(preparation) => {
-            let inner = AttentionInputs {
-                query: query.into_primitive(),
-                key: key.into_primitive(),
-                value: value.into_primitive(),
-                mask,
-                bias: bias.map(|bias| bias.into_primitive()).into(),
-                kv_lengths,
-                query_segments,
-                key_segments,
-                sinks: sinks.map(|sinks| sinks.into_primitive()).into(),
-            };
-            let result = B::attention_forward(inner, problem);
+            let result = B::attention_forward(untracked(inputs), problem);
             AttentionOutput {
                 output: preparation.finish(result.output),
                 logsumexp: <Autodiff<B, C> as AutodiffBackend>::from_inner(result.logsumexp),
             }
         }
+    }
+}
+
+/// The inputs without their nodes.
+fn untracked<B: Backend, C: CheckpointStrategy>(
+    inputs: AttentionInputs<Autodiff<B, C>>,
+) -> AttentionInputs<B> {
+    let float = |tensor: MaybeFloat<Autodiff<B, C>>| {
+        let tensor = tensor.into_option();
+        MaybeFloat::from(tensor.map(|tensor| tensor.into_primitive()))
+    };
+    // Bool and Int primitives are the same type with and without autodiff.
+    AttentionInputs {
+        query: inputs.query.into_primitive(),
+        key: inputs.key.into_primitive(),
+        value: inputs.value.into_primitive(),
+        mask: inputs.mask.into_option().into(),
+        bias: float(inputs.bias),
+        kv_lengths: inputs.kv_lengths.into_option().into(),
+        query_segments: inputs.query_segments.into_option().into(),
+        key_segments: inputs.key_segments.into_option().into(),
+        sinks: float(inputs.sinks),
     }
 }
 

@@ -8,8 +8,14 @@ use super::*;
 use crate::kernel::schedule::GridLaunch;
 use crate::kernel::score::{ScoreArgumentsLaunch, ScoreKind};
 use crate::kernel::visibility::Structure;
-use crate::plan::{DeviceProfile, Kernel, Pass, select, unit::UnitPlan};
-use burn::backend::cubecl::dtype_to_storage_type;
+use crate::plan::{
+    DeviceProfile, Kernel, Pass, select,
+    unit::{UnitPlan, UnitTiles},
+};
+use burn::backend::{
+    cubecl::dtype_to_storage_type,
+    ops::{BoolTensorOps, FloatTensorOps},
+};
 use burn::tensor::{Device, Shape};
 use burn_cubecl::{
     CubeBackend, cubecl, kernel::untile, ops::numeric::empty_device_contiguous_dtype,
@@ -18,6 +24,7 @@ use burn_cubecl::{
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, features::TypeUsage};
 use cubecl::prelude::{AddressType, CubeCount, TensorArg};
+use integers::{Blocks, Places, prepare};
 
 /// The profile of a device, if it runs CubeCL kernels.
 pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
@@ -173,6 +180,37 @@ struct Extras {
 }
 
 impl Extras {
+    /// For kernels with these blocks, and the places that each of them finds the integers at.
+    fn new<const N: usize>(
+        inputs: &AttentionInputs<CubeBackend>,
+        problem: &AttentionProblem,
+        blocks: [Blocks; N],
+    ) -> (Self, [Places; N]) {
+        let (integers, places) = prepare(inputs, problem, blocks);
+        // Kernels read these at `[batch, q_heads, q_len, kv_len]`, by their strides.
+        let scores = Shape::new([
+            problem.batch,
+            problem.q_heads,
+            problem.q_len,
+            problem.kv_len,
+        ]);
+        let mask = inputs.mask.as_option();
+        let mask = mask.map(|mask| CubeBackend::bool_expand(mask.clone(), scores.clone()));
+        let bias = inputs.bias.as_option();
+        let bias = bias.map(|bias| CubeBackend::float_expand(bias.clone(), scores));
+        let element = |tensor: &Option<CubeTensor>, absent| {
+            dtype_to_storage_type(tensor.as_ref().map_or(absent, |tensor| tensor.dtype))
+        };
+        let extras = Self {
+            mask_element: element(&mask, DType::U32),
+            bias_element: element(&bias, DType::F32),
+            mask,
+            bias,
+            integers,
+        };
+        (extras, places)
+    }
+
     fn mask(&self) -> Option<TensorArg> {
         self.mask.clone().map(CubeTensor::into_tensor_arg)
     }

@@ -47,6 +47,13 @@ macro_rules! maybe {
         }
 
         impl<B: Backend> $name<B> {
+            pub fn as_option(&self) -> Option<&$tensor<B>> {
+                match self {
+                    Self::Absent => None,
+                    Self::Present(tensor) => Some(tensor),
+                }
+            }
+
             pub fn into_option(self) -> Option<$tensor<B>> {
                 match self {
                     Self::Absent => None,

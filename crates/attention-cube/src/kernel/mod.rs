@@ -5,6 +5,8 @@ pub(crate) mod backward;
 pub(crate) mod decode;
 pub(crate) mod engine;
 pub(crate) mod forward;
+pub(crate) mod integers;
+pub(crate) mod layout;
 pub(crate) mod schedule;
 pub(crate) mod score;
 pub(crate) mod softmax;

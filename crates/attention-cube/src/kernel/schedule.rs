@@ -49,3 +49,9 @@ pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Sh
         batch: plane / grid.heads,
     }
 }
+
+/// Blocks of `size` that `length` rows fill or begin.
+#[cube]
+pub(crate) fn block_count(length: i32, #[comptime] size: i32) -> i32 {
+    (length + size - 1i32) / size
+}

@@ -19,9 +19,17 @@ pub(crate) struct ScoreArguments {
 
 /// What a score is made of, known when the kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ScoreKind {
+pub(crate) struct ScoreKind {
     pub softcap: bool,
     pub bias: bool,
+}
+
+impl ScoreKind {
+    /// Whether a key that a query does not see may lie in a block's run of visible keys, so that rows
+    /// which nobody in the tile uses must be kept from being multiplied by zero.
+    pub(crate) const fn leaves_holes(&self, structure: &Structure) -> bool {
+        self.bias || structure.is_irregular()
+    }
 }
 
 /// Where a score stands.
@@ -64,14 +72,6 @@ pub(crate) fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: S
     slope
 }
 
-impl ScoreKind {
-    /// Whether a key that a query does not see may lie in a block's run of visible keys, so that rows
-    /// which nobody in the tile uses must be kept from being multiplied by zero.
-    pub const fn leaves_holes(&self, structure: &Structure) -> bool {
-        self.bias || structure.is_irregular()
-    }
-}
-
 /// Adds the bias; one of −∞ hides, whatever the score is.
 #[cube]
 pub(crate) fn biased<F: Float>(
@@ -97,9 +97,11 @@ pub(crate) fn biased<F: Float>(
     }
 }
 
-/// Whether the place exists and is visible by window, length, segments and mask.
+/// Whether the place exists and is visible by window, length, segments and mask. In a `whole` block all
+/// are.
 #[cube]
 pub(crate) fn is_visible<M: Numeric>(
+    whole: bool,
     mask: &ComptimeOption<&Tensor<M>>,
     sight: &Sight,
     extent: &Extent,
@@ -107,31 +109,34 @@ pub(crate) fn is_visible<M: Numeric>(
     place: &Place,
     #[comptime] structure: Structure,
 ) -> bool {
-    let mut visible = place.query < extent.q_len && place.key < extent.kv_len;
-    if visible {
-        visible = sees(
-            sight,
-            extent,
-            integers,
-            place.batch,
-            place.query,
-            place.key,
-            structure,
-        );
-        #[comptime]
-        match mask {
-            ComptimeOption::Some(mask) => {
-                if visible {
-                    visible = mask[offset(
-                        place,
-                        mask.stride(0),
-                        mask.stride(1),
-                        mask.stride(2),
-                        mask.stride(3),
-                    )] != M::from_int(0);
+    let mut visible = true;
+    if !whole {
+        visible = place.query < extent.q_len && place.key < extent.kv_len;
+        if visible {
+            visible = sees(
+                sight,
+                extent,
+                integers,
+                place.batch,
+                place.query,
+                place.key,
+                structure,
+            );
+            #[comptime]
+            match mask {
+                ComptimeOption::Some(mask) => {
+                    if visible {
+                        visible = mask[offset(
+                            place,
+                            mask.stride(0),
+                            mask.stride(1),
+                            mask.stride(2),
+                            mask.stride(3),
+                        )] != M::from_int(0);
+                    }
                 }
+                ComptimeOption::None => {}
             }
-            ComptimeOption::None => {}
         }
     }
     visible

@@ -19,6 +19,7 @@ pub(crate) struct RowStatistics {
     pub factor: Shared<[f32]>,
 }
 
+/// Statistics of rows that have seen no score. A sync makes them visible.
 #[cube]
 pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
     let mut statistics = RowStatistics {

@@ -26,11 +26,14 @@ pub(crate) struct Extent {
     pub key_ids: u32,
     pub query_bounds: u32,
     pub key_bounds: u32,
+    /// Blocks that a sequence has bounds of.
+    pub query_blocks: u32,
+    pub key_blocks: u32,
 }
 
 /// Which structures hide keys beyond the window, known when the kernel is compiled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Structure {
+pub(crate) struct Structure {
     pub lengths: bool,
     pub segments: bool,
     pub mask: bool,
@@ -38,7 +41,7 @@ pub struct Structure {
 
 impl Structure {
     /// Whether a key between two visible ones can be hidden.
-    pub const fn is_irregular(&self) -> bool {
+    pub(crate) const fn is_irregular(&self) -> bool {
         self.segments || self.mask
     }
 }
@@ -56,6 +59,7 @@ pub(crate) struct Sight {
     pub right: i32,
 }
 
+/// What the queries of sequence `batch` see.
 #[cube]
 pub(crate) fn sight(
     extent: &Extent,
@@ -80,7 +84,7 @@ pub(crate) fn sight(
 
 /// One of the packed integers.
 #[cube]
-pub(crate) fn integer(integers: &ComptimeOption<&Tensor<i32>>, index: u32) -> i32 {
+fn integer(integers: &ComptimeOption<&Tensor<i32>>, index: u32) -> i32 {
     #[comptime]
     match integers {
         ComptimeOption::Some(integers) => integers[index as usize],
@@ -90,13 +94,13 @@ pub(crate) fn integer(integers: &ComptimeOption<&Tensor<i32>>, index: u32) -> i3
 
 /// The first key that query `i` sees.
 #[cube]
-pub(crate) fn first_key(sight: &Sight, i: i32) -> i32 {
+fn first_key(sight: &Sight, i: i32) -> i32 {
     max(i + sight.offset - sight.left, 0i32)
 }
 
 /// One past the last key that query `i` sees; not above `first_key` if it sees none.
 #[cube]
-pub(crate) fn end_key(sight: &Sight, i: i32) -> i32 {
+fn end_key(sight: &Sight, i: i32) -> i32 {
     max(
         min(i + sight.offset + sight.right + 1i32, sight.length),
         0i32,
@@ -105,28 +109,86 @@ pub(crate) fn end_key(sight: &Sight, i: i32) -> i32 {
 
 /// The first query that sees key `j`.
 #[cube]
-pub(crate) fn first_query(sight: &Sight, j: i32) -> i32 {
+fn first_query(sight: &Sight, j: i32) -> i32 {
     max(j - sight.offset - sight.right, 0i32)
 }
 
 /// One past the last query that sees key `j`.
 #[cube]
-pub(crate) fn end_query(sight: &Sight, j: i32) -> i32 {
+fn end_query(sight: &Sight, j: i32) -> i32 {
     max(min(j - sight.offset + sight.left + 1i32, sight.q_len), 0i32)
 }
 
-/// Whether a block of queries and a block of keys, by number, can share a segment: their ids' ranges overlap.
+/// What the rows of a tile see on the other side: the keys of a tile of queries, or the queries of a
+/// tile of keys.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Run {
+    /// What any row of the tile sees.
+    pub first: i32,
+    pub end: i32,
+    /// What every row sees: nothing where rows of the tile do not exist.
+    pub common_first: i32,
+    pub common_end: i32,
+}
+
+/// The keys that a tile sees whose queries are `first..=last`; `full` where these are all of its rows.
+#[cube]
+pub(crate) fn visible_keys(sight: &Sight, first: i32, last: i32, full: bool) -> Run {
+    Run {
+        first: first_key(sight, first),
+        end: end_key(sight, last),
+        common_first: first_key(sight, last),
+        common_end: select(full, end_key(sight, first), 0i32),
+    }
+}
+
+/// The queries that see a tile whose keys are `first..=last`, if any; `full` where these are all of its
+/// rows.
+#[cube]
+pub(crate) fn visible_queries(sight: &Sight, first: i32, last: i32, full: bool) -> Run {
+    Run {
+        first: first_query(sight, first),
+        end: select(first <= last, end_query(sight, last), 0i32),
+        common_first: first_query(sight, last),
+        common_end: select(full, end_query(sight, first), 0i32),
+    }
+}
+
+/// Whether every row of the tile sees every row of the block of `size` that starts at `first`.
+#[cube]
+pub(crate) fn is_whole(
+    run: &Run,
+    first: i32,
+    #[comptime] size: i32,
+    #[comptime] structure: Structure,
+) -> bool {
+    let mut whole = first >= run.common_first && first + size <= run.common_end;
+    if comptime!(structure.is_irregular()) {
+        whole = false;
+    }
+    whole
+}
+
+/// Whether a block of a sequence's queries and one of its keys can see each other by their segments:
+/// the ranges of their ids overlap.
 #[cube]
 pub(crate) fn segments_meet(
     extent: &Extent,
     integers: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
     query_block: u32,
     key_block: u32,
+    #[comptime] structure: Structure,
 ) -> bool {
-    let query_at = extent.query_bounds + 2u32 * query_block;
-    let key_at = extent.key_bounds + 2u32 * key_block;
-    integer(integers, query_at) <= integer(integers, key_at + 1u32)
-        && integer(integers, key_at) <= integer(integers, query_at + 1u32)
+    let mut meet = true;
+    if comptime!(structure.segments) {
+        let query_at = extent.query_bounds + 2u32 * (batch * extent.query_blocks + query_block);
+        let key_at = extent.key_bounds + 2u32 * (batch * extent.key_blocks + key_block);
+        meet = integer(integers, query_at) <= integer(integers, key_at + 1u32)
+            && integer(integers, key_at) <= integer(integers, query_at + 1u32);
+    }
+    meet
 }
 
 /// Whether query `i` sees key `j`, both of them existing: window, length and segments.
@@ -153,52 +215,4 @@ pub(crate) fn sees(
         }
     }
     visible
-}
-
-/// Copies integers of any width into the packed ones, from `start` on, row by row of `source`.
-#[cube(launch_unchecked)]
-pub(crate) fn pack_integers<I: Int>(
-    source: &Tensor<I>,
-    packed: &mut Tensor<i32>,
-    start: u32,
-    columns: u32,
-    count: u32,
-    #[define(I)] _dtype: ElemType,
-) {
-    let index = ABSOLUTE_POS as u32;
-    if index < count {
-        let row = (index / columns) as usize;
-        let column = (index % columns) as usize;
-        let value = source[row * source.stride(0) + column * source.stride(1)];
-        packed[(start + index) as usize] = i32::cast_from(value);
-    }
-}
-
-/// The smallest and the largest id of every block of `block` tokens, from the packed ids at `ids` to
-/// the packed bounds at `bounds`.
-#[cube(launch_unchecked)]
-pub(crate) fn bound_segments(
-    packed: &mut Tensor<i32>,
-    ids: u32,
-    bounds: u32,
-    length: u32,
-    blocks: u32,
-    count: u32,
-    #[comptime] block: u32,
-) {
-    let index = ABSOLUTE_POS as u32;
-    if index < count {
-        let start = (index % blocks) * block;
-        let end = min(start + block, length);
-        let row = ids + (index / blocks) * length;
-        let mut smallest = packed[(row + start) as usize];
-        let mut largest = smallest;
-        for token in start + 1u32..end {
-            let id = packed[(row + token) as usize];
-            smallest = min(smallest, id);
-            largest = max(largest, id);
-        }
-        packed[(bounds + 2u32 * index) as usize] = smallest;
-        packed[(bounds + 2u32 * index + 1u32) as usize] = largest;
-    }
 }

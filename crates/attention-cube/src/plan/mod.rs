@@ -45,6 +45,14 @@ impl Kernel {
             Self::Reference => Engine::Reference,
         }
     }
+
+    /// Parts that the keys are split into, side by side, whose results are merged: 1 where they are not.
+    pub fn splits(&self) -> usize {
+        match self {
+            Self::Unit(UnitPlan::Forward(plan)) => plan.splits,
+            Self::Unit(UnitPlan::Backward(_)) | Self::Reference => 1,
+        }
+    }
 }
 
 /// What of a device the choice depends on.

@@ -173,9 +173,10 @@ const fn shape(
     }
 }
 
-// TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20; the
-// others that were tried at that width in brackets; before the scores were summed by chunks. Rows for 32 KB and less were chosen on Mesa's llvmpipe,
-// where 64 units with 4 × 4 of S each ran at twice the speed of 256 units with 2 × 4.
+// TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20, before
+// the scores were summed by chunks; the others that were tried at that width in brackets. Rows for 32 KB
+// and less were chosen on Mesa's llvmpipe, where 64 units with 4 × 4 of S each ran at twice the speed of
+// 256 units with 2 × 4.
 
 /// Output in registers once: the forward and the query's gradient. The first row that is wide enough
 /// and fits the device is taken.
@@ -287,27 +288,26 @@ fn forward(
 ) -> Result<ForwardPlan, Refusal> {
     let width = problem.value_dim;
     let rows = problem.q_len * problem.group();
-    if rows > DECODE_ROWS {
-        let tiles = choose(SINGLE, width, 0, device, vector)?;
+    let decode = if rows <= DECODE_ROWS {
+        choose(DECODE, width, rows, device, vector).ok()
+    } else {
+        None
+    };
+    let Some(tiles) = decode else {
         return Ok(ForwardPlan {
-            tiles,
-            packed: false,
-            splits: 1,
-        });
-    }
-    let Ok(tiles) = choose(DECODE, width, rows, device, vector) else {
-        let tiles = choose(SINGLE, width, 0, device, vector)?;
-        return Ok(ForwardPlan {
-            tiles,
+            tiles: choose(SINGLE, width, 0, device, vector)?,
             packed: false,
             splits: 1,
         });
     };
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
-    let visible = match problem.window_left {
-        Some(left) => (left + problem.q_len + problem.right().unwrap_or(0)).min(problem.kv_len),
-        None => problem.kv_len,
+    let visible = match (problem.window_left, problem.right()) {
+        (Some(left), Some(right)) => left
+            .saturating_add(right)
+            .saturating_add(problem.q_len)
+            .min(problem.kv_len),
+        _ => problem.kv_len,
     };
     let blocks = visible.div_ceil(tiles.columns()).max(1);
     let splits = (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks);

@@ -1,6 +1,5 @@
 //! Launches the backward's kernels, one after the other.
 
-use super::integers::{Blocks, extras};
 use super::*;
 use crate::kernel::backward::{
     BackwardKind,
@@ -9,9 +8,7 @@ use crate::kernel::backward::{
     query::query_gradient,
     rows::{ROWS, UNITS, row_terms},
 };
-use crate::kernel::score::HIDDEN;
-use crate::plan::unit::{BackwardPlan, UnitTiles};
-use burn::backend::ops::FloatTensorOps;
+use crate::plan::unit::BackwardPlan;
 use cubecl::prelude::CubeDim;
 
 pub(super) fn launch(
@@ -30,28 +27,24 @@ pub(super) fn launch(
     let rows = empty(&inputs.query, [batch, q_heads, q_len, 2], DType::F32);
     let output_gradient = saved.output_gradient.clone();
     launch_rows(saved, &rows, problem, plan.query.vector);
+    let blocks = [
+        Blocks::of_queries(&plan.query),
+        Blocks::of_keys(&plan.key_value),
+    ];
+    let (extras, [query_places, key_places]) = Extras::new(&inputs, problem, blocks);
     let pass = BackwardPass {
         inputs,
         output_gradient,
         rows,
+        extras,
         problem,
     };
 
-    let query = pass.query(plan.query);
-    let (key, value) = pass.key_value(plan.key_value);
-    let bias = pass
-        .inputs
-        .bias
-        .clone()
-        .into_option()
-        .filter(|_| request.bias);
-    let bias = bias.map(|bias| pass.bias(bias, plan.query));
-    let sinks = pass
-        .inputs
-        .sinks
-        .clone()
-        .into_option()
-        .filter(|_| request.sinks);
+    let query = pass.query(plan.query, query_places);
+    let (key, value) = pass.key_value(plan.key_value, key_places);
+    let bias = pass.inputs.bias.as_option().filter(|_| request.bias);
+    let bias = bias.map(|bias| pass.bias(bias, plan.query, query_places));
+    let sinks = pass.inputs.sinks.as_option().filter(|_| request.sinks);
     let sinks = sinks.map(|sinks| pass.sinks(sinks));
     AttentionGradients {
         query,
@@ -71,7 +64,7 @@ fn launch_rows(
     let client = target.client.clone();
     let row_count = problem.batch * problem.q_heads * problem.q_len;
     let logsumexp_gradient = saved.logsumexp_gradient.into_option();
-    // Safety: rows past `row_count` are neither read nor written.
+    // SAFETY: rows past `row_count` are neither read nor written.
     unsafe {
         row_terms::launch_unchecked(
             &client,
@@ -87,7 +80,6 @@ fn launch_rows(
             problem.q_len as u32,
             row_count as u32,
             problem.value_dim as u32,
-            HIDDEN,
             dtype_to_storage_type(problem.dtype),
             vector,
         );
@@ -99,6 +91,7 @@ struct BackwardPass<'a> {
     inputs: AttentionInputs<CubeBackend>,
     output_gradient: CubeTensor,
     rows: CubeTensor,
+    extras: Extras,
     problem: &'a AttentionProblem,
 }
 
@@ -111,7 +104,7 @@ impl BackwardPass<'_> {
         }
     }
 
-    fn addresses<'a>(&'a self, extras: &'a Extras, outputs: &[&'a CubeTensor]) -> AddressType {
+    fn addresses(&self, outputs: &[&CubeTensor]) -> AddressType {
         let inputs = &self.inputs;
         address_type(
             [
@@ -122,7 +115,7 @@ impl BackwardPass<'_> {
                 &self.rows,
             ]
             .into_iter()
-            .chain(extras.tensors())
+            .chain(self.extras.tensors())
             .chain(outputs.iter().copied()),
         )
     }
@@ -131,28 +124,23 @@ impl BackwardPass<'_> {
         tensor.clone().into_tensor_arg()
     }
 
-    fn query(&self, tiles: UnitTiles) -> CubeTensor {
-        let (problem, inputs) = (self.problem, &self.inputs);
+    fn query(&self, tiles: UnitTiles, places: Places) -> CubeTensor {
+        let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
         let client = self.rows.client.clone();
         let gradient = empty(&self.rows, inputs.query.meta.shape().clone(), problem.dtype);
-        let blocks = Blocks {
-            queries: tiles.rows,
-            keys: tiles.columns(),
-        };
-        let (extras, extent) = extras(inputs, problem, blocks);
         let (cubes, grid) = grid(
             problem.q_len.div_ceil(tiles.rows),
             1,
             problem.q_heads,
             problem.batch,
         );
-        // Safety: reads and writes stay inside the shapes, whose sizes the kernel was given.
+        // SAFETY: reads and writes stay inside the shapes, whose sizes the kernel was given.
         unsafe {
             query_gradient::launch_unchecked(
                 &client,
                 cube_count(&client, cubes),
                 CubeDim::new_1d(tiles.units as u32),
-                self.addresses(&extras, &[&gradient]),
+                self.addresses(&[&gradient]),
                 Self::arg(&inputs.query),
                 Self::arg(&inputs.key),
                 Self::arg(&inputs.value),
@@ -163,7 +151,7 @@ impl BackwardPass<'_> {
                 extras.integers().into(),
                 Self::arg(&gradient),
                 grid,
-                extent,
+                places.extent(problem),
                 score_arguments(problem),
                 problem.group() as u32,
                 problem.head_dim as u32,
@@ -178,29 +166,24 @@ impl BackwardPass<'_> {
         gradient
     }
 
-    fn key_value(&self, tiles: UnitTiles) -> (CubeTensor, CubeTensor) {
-        let (problem, inputs) = (self.problem, &self.inputs);
+    fn key_value(&self, tiles: UnitTiles, places: Places) -> (CubeTensor, CubeTensor) {
+        let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
         let client = self.rows.client.clone();
         let key_gradient = empty(&self.rows, inputs.key.meta.shape().clone(), problem.dtype);
         let value_gradient = empty(&self.rows, inputs.value.meta.shape().clone(), problem.dtype);
-        let blocks = Blocks {
-            queries: tiles.columns(),
-            keys: tiles.rows,
-        };
-        let (extras, extent) = extras(inputs, problem, blocks);
         let (cubes, grid) = grid(
             problem.kv_len.div_ceil(tiles.rows),
             1,
             problem.kv_heads,
             problem.batch,
         );
-        // Safety: as for the query's gradient.
+        // SAFETY: as for the query's gradient.
         unsafe {
             key_value_gradient::launch_unchecked(
                 &client,
                 cube_count(&client, cubes),
                 CubeDim::new_1d(tiles.units as u32),
-                self.addresses(&extras, &[&key_gradient, &value_gradient]),
+                self.addresses(&[&key_gradient, &value_gradient]),
                 Self::arg(&inputs.query),
                 Self::arg(&inputs.key),
                 Self::arg(&inputs.value),
@@ -212,7 +195,7 @@ impl BackwardPass<'_> {
                 Self::arg(&key_gradient),
                 Self::arg(&value_gradient),
                 grid,
-                extent,
+                places.extent(problem),
                 score_arguments(problem),
                 problem.group() as u32,
                 problem.head_dim as u32,
@@ -227,16 +210,11 @@ impl BackwardPass<'_> {
         (key_gradient, value_gradient)
     }
 
-    fn bias(&self, bias: CubeTensor, tiles: UnitTiles) -> CubeTensor {
-        let (problem, inputs) = (self.problem, &self.inputs);
+    fn bias(&self, bias: &CubeTensor, tiles: UnitTiles, places: Places) -> CubeTensor {
+        let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
         let client = self.rows.client.clone();
-        let shape = bias.meta.shape().clone();
+        let shape = bias.meta.shape();
         let gradient = empty(&self.rows, shape.clone(), bias.dtype);
-        let blocks = Blocks {
-            queries: tiles.rows,
-            keys: tiles.columns(),
-        };
-        let (extras, extent) = extras(inputs, problem, blocks);
         let key_tiles = shape[3].div_ceil(tiles.columns());
         let (cubes, grid) = grid(
             shape[2].div_ceil(tiles.rows) * key_tiles,
@@ -250,13 +228,13 @@ impl BackwardPass<'_> {
             queries: shape[2] != problem.q_len,
             keys: shape[3] != problem.kv_len,
         };
-        // Safety: as for the query's gradient.
+        // SAFETY: as for the query's gradient.
         unsafe {
             bias_gradient::launch_unchecked(
                 &client,
                 cube_count(&client, cubes),
                 CubeDim::new_1d(tiles.units as u32),
-                self.addresses(&extras, &[&gradient]),
+                self.addresses(&[&gradient]),
                 Self::arg(&inputs.query),
                 Self::arg(&inputs.key),
                 Self::arg(&inputs.value),
@@ -267,7 +245,7 @@ impl BackwardPass<'_> {
                 extras.integers().into(),
                 Self::arg(&gradient),
                 grid,
-                extent,
+                places.extent(problem),
                 score_arguments(problem),
                 problem.batch as u32,
                 problem.q_heads as u32,
@@ -287,7 +265,7 @@ impl BackwardPass<'_> {
     }
 
     /// One number a head: Burn's own operations do, over the rows' lse and Δ.
-    fn sinks(&self, sinks: CubeTensor) -> CubeTensor {
+    fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
         let column = |index: usize| {
             CubeBackend::float_slice(
@@ -300,6 +278,6 @@ impl BackwardPass<'_> {
                 ],
             )
         };
-        reference::sinks_gradient::<CubeBackend>(sinks, column(0), column(1), problem)
+        reference::sinks_gradient::<CubeBackend>(sinks.clone(), column(0), column(1), problem)
     }
 }

@@ -1,10 +1,8 @@
 //! Launches the forward, and the merge where the keys were split.
 
-use super::integers::{Blocks, extras};
 use super::*;
 use crate::kernel::decode::merge::merge;
 use crate::kernel::forward::{ForwardKind, forward};
-use crate::kernel::score::HIDDEN;
 use crate::plan::unit::ForwardPlan;
 use cubecl::prelude::CubeDim;
 
@@ -29,28 +27,26 @@ pub(super) fn launch(
     let client = inputs.query.client.clone();
     let split = splits > 1;
 
-    let (extras, extent) = extras(
-        &inputs,
-        problem,
-        // Packed tiles hold all queries of a sequence.
-        Blocks {
-            queries: if packed { q_len } else { tiles.rows },
-            keys: tiles.columns(),
-        },
-    );
+    let mut blocks = Blocks::of_queries(&tiles);
+    if packed {
+        // The rows of one tile are queries from all over the sequence.
+        blocks.queries = q_len;
+    }
+    let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
     let sinks = inputs.sinks.into_option();
     let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
         dtype_to_storage_type(sinks.dtype)
     });
 
     let output_dtype = if split { DType::F32 } else { problem.dtype };
-    // One dimension more than the result: the parts.
+    // The parts lie one after the other, each with all sequences.
+    let parts = splits * batch;
     let output = empty(
         &inputs.query,
-        [splits, batch, q_heads, q_len * value_dim],
+        [parts, q_heads, q_len, value_dim],
         output_dtype,
     );
-    let logsumexp = empty(&inputs.query, [splits, batch, q_heads, q_len], DType::F32);
+    let logsumexp = empty(&inputs.query, [parts, q_heads, q_len], DType::F32);
 
     let (rows, heads) = if packed {
         (q_len * problem.group(), kv_heads)
@@ -77,7 +73,7 @@ pub(super) fn launch(
         .into_iter()
         .chain(extras.tensors()),
     );
-    // Safety: the kernel reads rows and columns inside the shapes, by their strides, and writes the
+    // SAFETY: the kernel reads rows and columns inside the shapes, by their strides, and writes the
     // outputs inside the shapes above, which it was given the sizes of.
     unsafe {
         forward::launch_unchecked(
@@ -95,7 +91,7 @@ pub(super) fn launch(
             output.clone().into_tensor_arg(),
             logsumexp.clone().into_tensor_arg(),
             grid,
-            extent,
+            places.extent(problem),
             score_arguments(problem),
             problem.group() as u32,
             problem.head_dim as u32,
@@ -109,14 +105,10 @@ pub(super) fn launch(
             tiles.vector,
         );
     }
-    let (output, logsumexp) = if split {
+    if split {
         join(output, logsumexp, sinks, problem, splits, tiles.vector)
     } else {
-        (output, logsumexp)
-    };
-    AttentionOutput {
-        output: with_shape(output, &problem.output_shape()),
-        logsumexp: with_shape(logsumexp, &problem.logsumexp_shape()),
+        AttentionOutput { output, logsumexp }
     }
 }
 
@@ -128,7 +120,7 @@ fn join(
     problem: &AttentionProblem,
     splits: usize,
     vector: usize,
-) -> (CubeTensor, CubeTensor) {
+) -> AttentionOutput<CubeBackend> {
     let output = empty(&partial_output, problem.output_shape(), problem.dtype);
     let logsumexp = empty(&partial_output, problem.logsumexp_shape(), DType::F32);
     let client = output.client.clone();
@@ -136,7 +128,7 @@ fn join(
     let row_vectors = problem.value_dim / vector;
     let units = 128;
     let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
-    // Safety: one unit a vector of the output, the rest stops at once; the parts have the same rows.
+    // SAFETY: one unit a vector of the output, the rest stops at once; the parts have the same rows.
     unsafe {
         merge::launch_unchecked(
             &client,
@@ -153,17 +145,11 @@ fn join(
             problem.q_len as u32,
             problem.q_heads as u32,
             row_vectors as u32,
-            HIDDEN,
             f32::NEG_INFINITY,
             dtype_to_storage_type(problem.dtype),
             dtype_to_storage_type(sink_dtype),
             vector,
         );
     }
-    (output, logsumexp)
-}
-
-/// The same contiguous elements under another shape.
-fn with_shape<const D: usize>(tensor: CubeTensor, shape: &[usize; D]) -> CubeTensor {
-    burn_cubecl::ops::reshape(tensor, Shape::new(*shape))
+    AttentionOutput { output, logsumexp }
 }

@@ -4,11 +4,12 @@
 //! `12 · rows_per_unit`. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP a tile of scores, for
 //! every tile of scores. A bias broadcast along queries or keys leaves little to run side by side.
 
-use super::{BackwardKind, row_at, score_gradient};
-use crate::kernel::engine::unit::{Rows, Vec4, multiply_transposed};
-use crate::kernel::schedule::{Grid, share};
+use super::{BackwardKind, row_terms_of, score_gradient};
+use crate::kernel::engine::unit::{Vec4, multiply_transposed};
+use crate::kernel::layout::head_rows;
+use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{Extent, end_key, first_key, sight};
+use crate::kernel::visibility::{Extent, is_whole, sight, visible_keys};
 use cubecl::prelude::*;
 
 /// The dimensions that the bias is broadcast along, known when the kernel is compiled.
@@ -75,13 +76,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut row_tile_end = own_row_tile + 1i32;
     if comptime!(broadcast.queries) {
         row_tile_first = 0i32;
-        row_tile_end = (extent.q_len + row_size - 1i32) / row_size;
+        row_tile_end = block_count(extent.q_len, row_size);
     }
     let mut key_tile_first = own_key_tile;
     let mut key_tile_end = own_key_tile + 1i32;
     if comptime!(broadcast.keys) {
         key_tile_first = 0i32;
-        key_tile_end = (extent.kv_len + column_size - 1i32) / column_size;
+        key_tile_end = block_count(extent.kv_len, column_size);
     }
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
@@ -103,32 +104,16 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             for row_tile in row_tile_first..row_tile_end {
                 let first_row = row_tile * row_size;
                 let end_row = min(first_row + row_size, extent.q_len);
-                let keys_first = first_key(&sight, first_row);
-                let keys_end = end_key(&sight, end_row - 1i32);
+                let full = first_row + row_size <= extent.q_len;
+                let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
+                let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
+                let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
+                let output_gradient_rows =
+                    head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
+                let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
                 for key_tile in key_tile_first..key_tile_end {
                     let first = key_tile * column_size;
-                    if first < keys_end && first + column_size > keys_first {
-                        let query_rows = Rows {
-                            base: batch as usize * query.stride(0)
-                                + head as usize * query.stride(1),
-                            row_stride: query.stride(2),
-                            column_stride: query.stride(3),
-                            first: first_row,
-                            end: end_row,
-                            columns: head_dim,
-                            head_rows: 0u32,
-                            head_stride: 0usize,
-                        };
-                        let key_rows = Rows {
-                            base: batch as usize * key.stride(0) + kv_head as usize * key.stride(1),
-                            row_stride: key.stride(2),
-                            column_stride: key.stride(3),
-                            first: keys_first,
-                            end: keys_end,
-                            columns: head_dim,
-                            head_rows: 0u32,
-                            head_stride: 0usize,
-                        };
+                    if first < keys.end && first + column_size > keys.first {
                         multiply_transposed(
                             query,
                             &query_rows,
@@ -141,28 +126,6 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                             tiles,
                             false,
                         );
-                        let output_gradient_rows = Rows {
-                            base: batch as usize * output_gradient.stride(0)
-                                + head as usize * output_gradient.stride(1),
-                            row_stride: output_gradient.stride(2),
-                            column_stride: output_gradient.stride(3),
-                            first: first_row,
-                            end: end_row,
-                            columns: value_dim,
-                            head_rows: 0u32,
-                            head_stride: 0usize,
-                        };
-                        let value_rows = Rows {
-                            base: batch as usize * value.stride(0)
-                                + kv_head as usize * value.stride(1),
-                            row_stride: value.stride(2),
-                            column_stride: value.stride(3),
-                            first: keys_first,
-                            end: keys_end,
-                            columns: value_dim,
-                            head_rows: 0u32,
-                            head_stride: 0usize,
-                        };
                         multiply_transposed(
                             output_gradient,
                             &output_gradient_rows,
@@ -175,17 +138,12 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                             tiles,
                             false,
                         );
+                        let whole = is_whole(&keys, first, column_size, kind.structure);
                         #[unroll]
                         for k in 0..comptime!(tiles.rows_per_unit()) {
                             let row =
                                 first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
-                            let mut logsumexp = 0.0f32;
-                            let mut delta = 0.0f32;
-                            if row < end_row {
-                                let at = row_at(batch, head, row, q_heads, extent.q_len);
-                                logsumexp = rows[at];
-                                delta = rows[at + 1];
-                            }
+                            let terms = row_terms_of(rows, batch, head, row, extent.q_len);
                             #[unroll]
                             for c in 0..4usize {
                                 let place = Place {
@@ -195,6 +153,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                                     key: first + (unit_column * 4 + c) as i32,
                                 };
                                 let visible = is_visible(
+                                    whole,
                                     &mask,
                                     &sight,
                                     &extent,
@@ -205,8 +164,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                                 let gradient = score_gradient(
                                     s[k * 4 + c],
                                     dp[k * 4 + c],
-                                    logsumexp,
-                                    delta,
+                                    terms.logsumexp,
+                                    terms.delta,
                                     visible,
                                     &bias,
                                     &place,

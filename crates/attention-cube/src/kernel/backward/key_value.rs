@@ -4,15 +4,14 @@
 //! `8 · output_rows · output_vectors` of dK and dV, which is why the tiles of wide heads are lower here.
 //! Work a block: `4 · rows · columns · (head_dim + value_dim)` FLOP; bounds as the forward.
 
-use super::{BackwardKind, row_at, score_gradient};
+use super::{BackwardKind, row_terms_of, score_gradient};
 use crate::kernel::engine::unit::{
-    Rows, Vec4, accumulate, mark_used, multiply_transposed, store_output, store_tile, zero_output,
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, unit_factors, zero_output,
 };
-use crate::kernel::schedule::{Grid, share};
+use crate::kernel::layout::head_rows;
+use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{
-    Extent, end_key, end_query, first_key, first_query, segments_meet, sight,
-};
+use crate::kernel::visibility::{Extent, is_whole, segments_meet, sight, visible_queries};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -54,38 +53,16 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let end_row = min(first_row + comptime!(tiles.rows as i32), extent.kv_len);
     // Keys past the sequence's length are seen by nobody.
     let exist = min(end_row, sight.length);
-    let queries_first = first_query(&sight, first_row);
-    let queries_end = select(first_row < exist, end_query(&sight, exist - 1i32), 0i32);
-    let rows_whole = first_row + comptime!(tiles.rows as i32) <= exist;
+    let full = first_row + comptime!(tiles.rows as i32) <= exist;
+    let queries = visible_queries(&sight, first_row, exist - 1i32, full);
 
-    let key_rows = Rows {
-        base: batch as usize * key.stride(0) + kv_head as usize * key.stride(1),
-        row_stride: key.stride(2),
-        column_stride: key.stride(3),
-        first: first_row,
-        end: exist,
-        columns: head_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
-    let value_rows = Rows {
-        base: batch as usize * value.stride(0) + kv_head as usize * value.stride(1),
-        row_stride: value.stride(2),
-        column_stride: value.stride(3),
-        first: first_row,
-        end: exist,
-        columns: value_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
+    let key_rows = head_rows(key, batch, kv_head, first_row, exist, head_dim);
+    let value_rows = head_rows(value, batch, kv_head, first_row, exist, value_dim);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let mut ones = Shared::<[f32]>::new_slice(tiles.rows);
-    if UNIT_POS < comptime!(tiles.rows as u32) {
-        ones[UNIT_POS as usize] = 1.0f32;
-    }
+    let ones = unit_factors(tiles);
     let mut s = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
     let mut dk = zero_output(tiles);
@@ -94,43 +71,30 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
 
     let block_size = comptime!(tiles.columns() as i32);
-    let end_block = (queries_end + block_size - 1i32) / block_size;
-    let query_blocks = (extent.q_len as u32).div_ceil(comptime!(tiles.columns() as u32));
-    let key_blocks = (extent.kv_len as u32).div_ceil(comptime!(tiles.rows as u32));
+    let end_block = block_count(queries.end, block_size);
     for group_head in 0..group {
         let head = kv_head * group + group_head;
-        let query_rows = Rows {
-            base: batch as usize * query.stride(0) + head as usize * query.stride(1),
-            row_stride: query.stride(2),
-            column_stride: query.stride(3),
-            first: queries_first,
-            end: queries_end,
-            columns: head_dim,
-            head_rows: 0u32,
-            head_stride: 0usize,
-        };
-        let output_gradient_rows = Rows {
-            base: batch as usize * output_gradient.stride(0)
-                + head as usize * output_gradient.stride(1),
-            row_stride: output_gradient.stride(2),
-            column_stride: output_gradient.stride(3),
-            first: queries_first,
-            end: queries_end,
-            columns: value_dim,
-            head_rows: 0u32,
-            head_stride: 0usize,
-        };
-        let mut block = queries_first / block_size;
+        let query_rows = head_rows(query, batch, head, queries.first, queries.end, head_dim);
+        let output_gradient_rows = head_rows(
+            output_gradient,
+            batch,
+            head,
+            queries.first,
+            queries.end,
+            value_dim,
+        );
+        let mut block = queries.first / block_size;
         while block < end_block {
-            let mut visited = true;
-            if comptime!(kind.structure.segments) {
-                let query_block = batch * query_blocks + block as u32;
-                let key_block = batch * key_blocks + share.tile;
-                visited = segments_meet(&extent, &integers, query_block, key_block);
-            }
+            let visited = segments_meet(
+                &extent,
+                &integers,
+                batch,
+                block as u32,
+                share.tile,
+                kind.structure,
+            );
             if visited {
                 let first = block * block_size;
-                let last = first + block_size - 1i32;
                 multiply_transposed(
                     key,
                     &key_rows,
@@ -155,31 +119,11 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     tiles,
                     false,
                 );
-                // Every query of the block sees every key of the tile, from the last query's first key
-                // to the first query's last.
-                let mut whole = rows_whole
-                    && last < extent.q_len
-                    && first_row >= first_key(&sight, last)
-                    && end_row <= end_key(&sight, first);
-                if comptime!(kind.structure.is_irregular()) {
-                    whole = false;
-                }
+                let whole = is_whole(&queries, first, block_size, kind.structure);
                 #[unroll]
                 for c in 0..4usize {
                     let query_index = first + (unit_column * 4 + c) as i32;
-                    let mut logsumexp = 0.0f32;
-                    let mut delta = 0.0f32;
-                    if query_index < extent.q_len {
-                        let at = row_at(
-                            batch,
-                            head,
-                            query_index,
-                            group * key.shape(1) as u32,
-                            extent.q_len,
-                        );
-                        logsumexp = rows[at];
-                        delta = rows[at + 1];
-                    }
+                    let terms = row_terms_of(rows, batch, head, query_index, extent.q_len);
                     #[unroll]
                     for k in 0..comptime!(tiles.rows_per_unit()) {
                         let place = Place {
@@ -188,22 +132,20 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                             query: query_index,
                             key: first_row + (unit_row + k * comptime!(tiles.row_units())) as i32,
                         };
-                        let mut visible = true;
-                        if !whole {
-                            visible = is_visible(
-                                &mask,
-                                &sight,
-                                &extent,
-                                &integers,
-                                &place,
-                                kind.structure,
-                            );
-                        }
+                        let visible = is_visible(
+                            whole,
+                            &mask,
+                            &sight,
+                            &extent,
+                            &integers,
+                            &place,
+                            kind.structure,
+                        );
                         let gradient = score_gradient(
                             s[k * 4 + c],
                             dp[k * 4 + c],
-                            logsumexp,
-                            delta,
+                            terms.logsumexp,
+                            terms.delta,
                             visible,
                             &bias,
                             &place,
@@ -215,32 +157,26 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     }
                 }
                 store_tile(&s, &mut tile, tiles);
-                if comptime!(kind.score.leaves_holes(&kind.structure)) {
-                    mark_used(&tile, &mut used, tiles);
-                }
                 accumulate(
                     &tile,
                     output_gradient,
                     &output_gradient_rows,
                     first,
                     &mut stage,
-                    &used,
+                    &mut used,
                     &mut dv,
                     comptime!(kind.score.leaves_holes(&kind.structure)),
                     tiles,
                 );
                 sync_cube();
                 store_tile(&dp, &mut tile, tiles);
-                if comptime!(kind.score.leaves_holes(&kind.structure)) {
-                    mark_used(&tile, &mut used, tiles);
-                }
                 accumulate(
                     &tile,
                     query,
                     &query_rows,
                     first,
                     &mut stage,
-                    &used,
+                    &mut used,
                     &mut dk,
                     comptime!(kind.score.leaves_holes(&kind.structure)),
                     tiles,
@@ -250,16 +186,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         }
     }
     sync_cube();
-    let key_gradient_rows = Rows {
-        base: batch as usize * key_gradient.stride(0) + kv_head as usize * key_gradient.stride(1),
-        row_stride: key_gradient.stride(2),
-        column_stride: 1usize,
-        first: first_row,
-        end: end_row,
-        columns: head_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
+    let key_gradient_rows = head_rows(&*key_gradient, batch, kv_head, first_row, end_row, head_dim);
     store_output(
         &dk,
         &ones,
@@ -269,17 +196,14 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         false,
         tiles,
     );
-    let value_gradient_rows = Rows {
-        base: batch as usize * value_gradient.stride(0)
-            + kv_head as usize * value_gradient.stride(1),
-        row_stride: value_gradient.stride(2),
-        column_stride: 1usize,
-        first: first_row,
-        end: end_row,
-        columns: value_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
+    let value_gradient_rows = head_rows(
+        &*value_gradient,
+        batch,
+        kv_head,
+        first_row,
+        end_row,
+        value_dim,
+    );
     store_output(
         &dv,
         &ones,

@@ -70,8 +70,31 @@ pub(crate) fn score_gradient<F: Float>(
     ScoreGradient { p, ds, ddot }
 }
 
-/// Where a query's lse and Δ lie in what `rows` writes: `[batch, q_heads, q_len, 2]`.
+/// What `rows` leaves of a query, in `[batch, q_heads, q_len, 2]`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct RowTerms {
+    pub logsumexp: f32,
+    pub delta: f32,
+}
+
+/// A query's terms; zeros where there is no such query.
 #[cube]
-pub(crate) fn row_at(batch: u32, head: u32, query: i32, q_heads: u32, q_len: i32) -> usize {
-    ((batch * q_heads + head) as usize * q_len as usize + query as usize) * 2
+pub(crate) fn row_terms_of(
+    rows: &Tensor<f32>,
+    batch: u32,
+    head: u32,
+    query: i32,
+    q_len: i32,
+) -> RowTerms {
+    let mut logsumexp = 0.0f32;
+    let mut delta = 0.0f32;
+    if query < q_len {
+        let at = batch as usize * rows.stride(0)
+            + head as usize * rows.stride(1)
+            + query as usize * rows.stride(2);
+        logsumexp = rows[at];
+        delta = rows[at + 1];
+    }
+    RowTerms { logsumexp, delta }
 }

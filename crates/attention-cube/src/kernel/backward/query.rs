@@ -4,13 +4,14 @@
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 
-use super::{BackwardKind, row_at, score_gradient};
+use super::{BackwardKind, row_terms_of, score_gradient};
 use crate::kernel::engine::unit::{
-    Rows, Vec4, accumulate, mark_used, multiply_transposed, store_output, store_tile, zero_output,
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, unit_factors, zero_output,
 };
-use crate::kernel::schedule::{Grid, share};
+use crate::kernel::layout::head_rows;
+use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{Extent, end_key, first_key, segments_meet, sight};
+use crate::kernel::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -49,61 +50,19 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
 
     let first_row = (share.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), extent.q_len);
-    let keys_first = first_key(&sight, first_row);
-    let keys_end = end_key(&sight, end_row - 1i32);
-    let common_first = first_key(&sight, end_row - 1i32);
-    let common_end = end_key(&sight, first_row);
-    let rows_whole = first_row + comptime!(tiles.rows as i32) <= extent.q_len;
+    let full = first_row + comptime!(tiles.rows as i32) <= extent.q_len;
+    let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
 
-    let query_rows = Rows {
-        base: batch as usize * query.stride(0) + head as usize * query.stride(1),
-        row_stride: query.stride(2),
-        column_stride: query.stride(3),
-        first: first_row,
-        end: end_row,
-        columns: head_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
-    let output_gradient_rows = Rows {
-        base: batch as usize * output_gradient.stride(0)
-            + head as usize * output_gradient.stride(1),
-        row_stride: output_gradient.stride(2),
-        column_stride: output_gradient.stride(3),
-        first: first_row,
-        end: end_row,
-        columns: value_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
-    let key_rows = Rows {
-        base: batch as usize * key.stride(0) + kv_head as usize * key.stride(1),
-        row_stride: key.stride(2),
-        column_stride: key.stride(3),
-        first: keys_first,
-        end: keys_end,
-        columns: head_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
-    let value_rows = Rows {
-        base: batch as usize * value.stride(0) + kv_head as usize * value.stride(1),
-        row_stride: value.stride(2),
-        column_stride: value.stride(3),
-        first: keys_first,
-        end: keys_end,
-        columns: value_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
+    let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
+    let output_gradient_rows =
+        head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
+    let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
+    let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut ds_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let mut ones = Shared::<[f32]>::new_slice(tiles.rows);
-    if UNIT_POS < comptime!(tiles.rows as u32) {
-        ones[UNIT_POS as usize] = 1.0f32;
-    }
+    let ones = unit_factors(tiles);
     let mut s = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
     let mut dq = zero_output(tiles);
@@ -114,27 +73,23 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
-        logsumexp[k] = 0.0f32;
-        delta[k] = 0.0f32;
-        if row < end_row {
-            let at = row_at(batch, head, row, group * key.shape(1) as u32, extent.q_len);
-            logsumexp[k] = rows[at];
-            delta[k] = rows[at + 1];
-        }
+        let terms = row_terms_of(rows, batch, head, row, extent.q_len);
+        logsumexp[k] = terms.logsumexp;
+        delta[k] = terms.delta;
     }
 
     let block_size = comptime!(tiles.columns() as i32);
-    let mut block = keys_first / block_size;
-    let end_block = (keys_end + block_size - 1i32) / block_size;
-    let query_blocks = (extent.q_len as u32).div_ceil(comptime!(tiles.rows as u32));
-    let key_blocks = (extent.kv_len as u32).div_ceil(comptime!(tiles.columns() as u32));
+    let mut block = keys.first / block_size;
+    let end_block = block_count(keys.end, block_size);
     while block < end_block {
-        let mut visited = true;
-        if comptime!(kind.structure.segments) {
-            let query_block = batch * query_blocks + share.tile;
-            let key_block = batch * key_blocks + block as u32;
-            visited = segments_meet(&extent, &integers, query_block, key_block);
-        }
+        let visited = segments_meet(
+            &extent,
+            &integers,
+            batch,
+            share.tile,
+            block as u32,
+            kind.structure,
+        );
         if visited {
             let first = block * block_size;
             multiply_transposed(
@@ -161,10 +116,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 tiles,
                 false,
             );
-            let mut whole = rows_whole && first >= common_first && first + block_size <= common_end;
-            if comptime!(kind.structure.is_irregular()) {
-                whole = false;
-            }
+            let whole = is_whole(&keys, first, block_size, kind.structure);
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
                 #[unroll]
@@ -175,11 +127,15 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         query: first_row + (unit_row + k * comptime!(tiles.row_units())) as i32,
                         key: first + (unit_column * 4 + c) as i32,
                     };
-                    let mut visible = true;
-                    if !whole {
-                        visible =
-                            is_visible(&mask, &sight, &extent, &integers, &place, kind.structure);
-                    }
+                    let visible = is_visible(
+                        whole,
+                        &mask,
+                        &sight,
+                        &extent,
+                        &integers,
+                        &place,
+                        kind.structure,
+                    );
                     let gradient = score_gradient(
                         s[k * 4 + c],
                         dp[k * 4 + c],
@@ -195,16 +151,13 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 }
             }
             store_tile(&s, &mut ds_tile, tiles);
-            if comptime!(kind.score.leaves_holes(&kind.structure)) {
-                mark_used(&ds_tile, &mut used, tiles);
-            }
             accumulate(
                 &ds_tile,
                 key,
                 &key_rows,
                 first,
                 &mut stage,
-                &used,
+                &mut used,
                 &mut dq,
                 comptime!(kind.score.leaves_holes(&kind.structure)),
                 tiles,
@@ -213,16 +166,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         block += 1i32;
     }
     sync_cube();
-    let gradient_rows = Rows {
-        base: batch as usize * gradient.stride(0) + head as usize * gradient.stride(1),
-        row_stride: gradient.stride(2),
-        column_stride: 1usize,
-        first: first_row,
-        end: end_row,
-        columns: head_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
+    let gradient_rows = head_rows(&*gradient, batch, head, first_row, end_row, head_dim);
     store_output(
         &dq,
         &ones,

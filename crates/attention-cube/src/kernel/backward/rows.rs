@@ -3,7 +3,9 @@
 //! Budget: 1 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
 
-use crate::kernel::engine::unit::{Rows, load_vec4};
+use crate::kernel::engine::unit::load_vec4;
+use crate::kernel::layout::{head_rows, row_offset};
+use crate::kernel::score::HIDDEN;
 use cubecl::prelude::*;
 
 /// Units of a cube, and of a row.
@@ -23,33 +25,21 @@ pub(crate) fn row_terms<E: Float, N: Size>(
     q_len: u32,
     row_count: u32,
     value_dim: u32,
-    lowest: f32,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let row = CUBE_POS as u32 * ROWS + UNIT_POS / ROW_UNITS;
     let lane = UNIT_POS % ROW_UNITS;
-    let query = (row % q_len) as usize;
-    let head = ((row / q_len) % q_heads) as usize;
-    let batch = (row / q_len / q_heads) as usize;
+    let query = row % q_len;
+    let head = (row / q_len) % q_heads;
+    let batch = row / q_len / q_heads;
     let mut sum = 0.0f32;
     if row < row_count {
-        let output_rows = Rows {
-            base: 0usize,
-            row_stride: 0usize,
-            column_stride: output.stride(3),
-            first: 0i32,
-            end: 0i32,
-            columns: value_dim,
-            head_rows: 0u32,
-            head_stride: 0usize,
-        };
-        let mut gradient_rows = output_rows;
-        gradient_rows.column_stride = output_gradient.stride(3);
-        let at = batch * output.stride(0) + head * output.stride(1) + query * output.stride(2);
-        let gradient_at = batch * output_gradient.stride(0)
-            + head * output_gradient.stride(1)
-            + query * output_gradient.stride(2);
+        let end = q_len as i32;
+        let output_rows = head_rows(output, batch, head, 0i32, end, value_dim);
+        let gradient_rows = head_rows(output_gradient, batch, head, 0i32, end, value_dim);
+        let at = row_offset(&output_rows, query, false);
+        let gradient_at = row_offset(&gradient_rows, query, false);
         let vectors = value_dim.div_ceil(4u32);
         let mut vector = lane;
         while vector < vectors {
@@ -64,15 +54,16 @@ pub(crate) fn row_terms<E: Float, N: Size>(
             vector += ROW_UNITS;
         }
     }
-    let mut partial = Shared::<[f32]>::new_slice(256usize);
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(UNITS as usize));
     partial[UNIT_POS as usize] = sum;
     sync_cube();
     if lane == 0u32 && row < row_count {
         let mut delta = 0.0f32;
         #[unroll]
-        for other in 0..8usize {
+        for other in 0..comptime!(ROW_UNITS as usize) {
             delta += partial[UNIT_POS as usize + other];
         }
+        let (batch, head, query) = (batch as usize, head as usize, query as usize);
         let logsumexp = logsumexp[batch * logsumexp.stride(0)
             + head * logsumexp.stride(1)
             + query * logsumexp.stride(2)];
@@ -86,7 +77,7 @@ pub(crate) fn row_terms<E: Float, N: Size>(
             ComptimeOption::None => {}
         }
         // A query that sees nothing has no probabilities to recompute.
-        let sees_nothing = logsumexp < lowest;
+        let sees_nothing = logsumexp < f32::new(HIDDEN);
         target[row as usize * 2] = select(sees_nothing, 0.0f32, logsumexp);
         target[row as usize * 2 + 1] = select(sees_nothing, 0.0f32, delta);
     }

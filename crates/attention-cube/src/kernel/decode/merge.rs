@@ -4,6 +4,7 @@
 //! Budget: no shared memory, 4 accumulators. Bound by memory: it reads `splits` partial outputs once. One
 //! unit has 4 columns of one row, and computes the row's weights for itself.
 
+use crate::kernel::score::HIDDEN;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -18,7 +19,6 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
     q_len: u32,
     q_heads: u32,
     row_vectors: u32,
-    lowest: f32,
     negative_infinity: f32,
     #[define(O)] _element: ElemType,
     #[define(F)] _sink_element: ElemType,
@@ -30,7 +30,7 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
         terminate!();
     }
     let column = index % row_vectors as usize;
-    let mut largest = lowest;
+    let mut largest = f32::new(HIDDEN);
     for split in 0..splits as usize {
         largest = max(largest, partial_logsumexp[split * rows as usize + row]);
     }

@@ -13,43 +13,12 @@
 //! FMA in the second. Shared memory is `stage + P + row statistics`: [`UnitTiles::shared_memory`]. The
 //! operands are read again for every block of the other side, from L2: `rows` FMA an element.
 
+use crate::kernel::layout::{Rows, row_offset};
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
 /// Four f32, the unit of every shared-memory access.
 pub(crate) type Vec4 = Vector<f32, Const<4>>;
-
-/// Where the rows of one head lie in a tensor, and which of them may be read.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Rows {
-    /// Element offset of the sequence's first row.
-    pub base: usize,
-    /// Elements from a row to the next, and from a column to the next.
-    pub row_stride: usize,
-    pub column_stride: usize,
-    /// Rows before `first` and from `end` on are zero instead of read.
-    pub first: i32,
-    pub end: i32,
-    /// Columns a row has.
-    pub columns: u32,
-    /// Where the heads of a group are packed into one sequence of rows: its length in a head, and
-    /// elements from a head to the next.
-    pub head_rows: u32,
-    pub head_stride: usize,
-}
-
-/// The element offset of `row`.
-#[cube]
-pub(crate) fn row_offset(rows: &Rows, row: u32, #[comptime] packed: bool) -> usize {
-    if comptime!(packed) {
-        let head = row / rows.head_rows;
-        let within = row % rows.head_rows;
-        rows.base + head as usize * rows.head_stride + within as usize * rows.row_stride
-    } else {
-        rows.base + row as usize * rows.row_stride
-    }
-}
 
 /// Four columns of a row from `column` on, in f32; zero where there are none.
 #[cube]
@@ -233,14 +202,9 @@ pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] 
     }
 }
 
-/// Marks the columns of the tile that hold anything but zeros. The rows streamed for the others may
-/// hold NaN that must not meet a zero. Between two syncs.
+/// Marks the columns of the tile that hold anything but zeros. Between two syncs.
 #[cube]
-pub(crate) fn mark_used(
-    tile: &Shared<[Vec4]>,
-    used: &mut Shared<[u32]>,
-    #[comptime] tiles: UnitTiles,
-) {
+fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles: UnitTiles) {
     sync_cube();
     let column = UNIT_POS as usize;
     if column < comptime!(tiles.columns()) {
@@ -263,6 +227,8 @@ pub(crate) fn mark_used(
 /// `[k · output_vectors + v]` is the row `unit_row + k · output_row_units`, the vector of columns
 /// `unit_column + v · output_units`. Starts before the tile is visible to all units, and ends with the
 /// stage still being read.
+///
+/// Where the tile `has_holes`, rows of `b` that meet nothing but zeros are not read: they may hold NaN.
 #[cube]
 pub(crate) fn accumulate<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
@@ -270,11 +236,14 @@ pub(crate) fn accumulate<E: Float, N: Size>(
     b_rows: &Rows,
     b_first: i32,
     stage: &mut Shared<[Vec4]>,
-    used: &Shared<[u32]>,
+    used: &mut Shared<[u32]>,
     output: &mut Array<Vec4>,
-    #[comptime] check_used: bool,
+    #[comptime] has_holes: bool,
     #[comptime] tiles: UnitTiles,
 ) {
+    if comptime!(has_holes) {
+        mark_used(tile, used, tiles);
+    }
     let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
     let width = comptime!(tiles.staged_width());
@@ -295,7 +264,7 @@ pub(crate) fn accumulate<E: Float, N: Size>(
                     let row = b_first + (chunk_row + slot) as i32;
                     let mut values = Vec4::new(0.0);
                     let mut wanted = row >= b_rows.first && row < b_rows.end;
-                    if comptime!(check_used) {
+                    if comptime!(has_holes) {
                         wanted = wanted && used[chunk_row + slot] != 0u32;
                     }
                     if wanted {
@@ -343,6 +312,16 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> Array<Vec4> {
         output[index] = Vec4::new(0.0);
     }
     output
+}
+
+/// Factors of 1 in shared memory, for an O that is written as it is. A sync makes them visible.
+#[cube]
+pub(crate) fn unit_factors(#[comptime] tiles: UnitTiles) -> Shared<[f32]> {
+    let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
+    if UNIT_POS < comptime!(tiles.rows as u32) {
+        factors[UNIT_POS as usize] = 1.0f32;
+    }
+    factors
 }
 
 /// Writes a unit's part of O, each row times its factor in shared memory, to the rows of a contiguous

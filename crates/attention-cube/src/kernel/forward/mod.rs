@@ -10,12 +10,13 @@
 //! partial output with its logsumexp, which `decode/merge.rs` joins.
 
 use super::engine::unit::{
-    Rows, Vec4, accumulate, mark_used, multiply_transposed, store_output, store_tile, zero_output,
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, zero_output,
 };
-use super::schedule::{Grid, share};
+use super::layout::{group_rows, head_rows};
+use super::schedule::{Grid, block_count, share};
 use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
 use super::softmax::{advance, row_statistics, total};
-use super::visibility::{Extent, Structure, end_key, first_key, segments_meet, sight};
+use super::visibility::{Extent, Structure, is_whole, segments_meet, sight, visible_keys};
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
@@ -86,16 +87,12 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         first_query = select(straddles, 0i32, first_row % extent.q_len);
         last_query = select(straddles, extent.q_len - 1i32, last_query % extent.q_len);
     }
-    let keys_first = first_key(&sight, first_query);
-    let keys_end = end_key(&sight, last_query);
-    // Between these, every query of the tile sees every key.
-    let common_first = first_key(&sight, last_query);
-    let common_end = end_key(&sight, first_query);
-    let rows_whole = first_row + comptime!(tiles.rows as i32) <= row_count;
+    let full = first_row + comptime!(tiles.rows as i32) <= row_count;
+    let keys = visible_keys(&sight, first_query, last_query, full);
 
     let block_size = comptime!(tiles.columns() as i32);
-    let mut block = keys_first / block_size;
-    let mut end_block = (keys_end + block_size - 1i32) / block_size;
+    let mut block = keys.first / block_size;
+    let mut end_block = block_count(keys.end, block_size);
     if comptime!(kind.split) {
         let blocks = max(end_block - block, 0i32);
         let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
@@ -103,36 +100,18 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         end_block = min(block + each, end_block);
     }
 
-    let query_rows = Rows {
-        base: batch as usize * query.stride(0) + first_head as usize * query.stride(1),
-        row_stride: query.stride(2),
-        column_stride: query.stride(3),
-        first: first_row,
-        end: end_row,
-        columns: head_dim,
-        head_rows: extent.q_len as u32,
-        head_stride: query.stride(1),
-    };
-    let key_rows = Rows {
-        base: batch as usize * key.stride(0) + kv_head as usize * key.stride(1),
-        row_stride: key.stride(2),
-        column_stride: key.stride(3),
-        first: keys_first,
-        end: keys_end,
-        columns: head_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
-    let value_rows = Rows {
-        base: batch as usize * value.stride(0) + kv_head as usize * value.stride(1),
-        row_stride: value.stride(2),
-        column_stride: value.stride(3),
-        first: keys_first,
-        end: keys_end,
-        columns: value_dim,
-        head_rows: 0u32,
-        head_stride: 0usize,
-    };
+    let head_length = extent.q_len as u32;
+    let query_rows = group_rows(
+        query,
+        batch,
+        first_head,
+        head_length,
+        first_row,
+        end_row,
+        head_dim,
+    );
+    let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
+    let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut p_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
@@ -149,18 +128,20 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     let output_row = UNIT_POS as usize / comptime!(tiles.output_units);
 
-    let query_blocks = (extent.q_len as u32).div_ceil(comptime!(tiles.rows as u32));
-    let key_blocks = (extent.kv_len as u32).div_ceil(comptime!(tiles.columns() as u32));
+    // Packed rows are queries from all over the sequence, whose bounds are kept as one block.
+    let mut query_block = share.tile;
+    if comptime!(kind.packed) {
+        query_block = 0u32;
+    }
     while block < end_block {
-        let mut visited = true;
-        if comptime!(kind.structure.segments) {
-            let mut query_block = batch * query_blocks + share.tile;
-            if comptime!(kind.packed) {
-                query_block = batch;
-            }
-            let key_block = batch * key_blocks + block as u32;
-            visited = segments_meet(&extent, &integers, query_block, key_block);
-        }
+        let visited = segments_meet(
+            &extent,
+            &integers,
+            batch,
+            query_block,
+            block as u32,
+            kind.structure,
+        );
         if visited {
             let first = block * block_size;
             multiply_transposed(
@@ -175,10 +156,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                 tiles,
                 kind.packed,
             );
-            let mut whole = rows_whole && first >= common_first && first + block_size <= common_end;
-            if comptime!(kind.structure.is_irregular()) {
-                whole = false;
-            }
+            let whole = is_whole(&keys, first, block_size, kind.structure);
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
                 let row = first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
@@ -196,11 +174,15 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                         query: query_index,
                         key: first + (unit_column * 4 + c) as i32,
                     };
-                    let mut visible = true;
-                    if !whole {
-                        visible =
-                            is_visible(&mask, &sight, &extent, &integers, &place, kind.structure);
-                    }
+                    let visible = is_visible(
+                        whole,
+                        &mask,
+                        &sight,
+                        &extent,
+                        &integers,
+                        &place,
+                        kind.structure,
+                    );
                     let mut value = f32::new(HIDDEN);
                     if visible {
                         value = biased(capped(s[k * 4 + c], &score, kind.score), &bias, &place);
@@ -220,16 +202,13 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                     o[comptime!(k * tiles.output_vectors + v)] *= factor;
                 }
             }
-            if comptime!(kind.score.leaves_holes(&kind.structure)) {
-                mark_used(&p_tile, &mut used, tiles);
-            }
             accumulate(
                 &p_tile,
                 value,
                 &value_rows,
                 first,
                 &mut stage,
-                &used,
+                &mut used,
                 &mut o,
                 comptime!(kind.score.leaves_holes(&kind.structure)),
                 tiles,
@@ -238,6 +217,11 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         block += 1i32;
     }
 
+    // The parts lie one after the other, each with all sequences.
+    let mut part = batch;
+    if comptime!(kind.split) {
+        part += share.split * (grid.planes / grid.heads);
+    }
     // Normalise: the sink joins the sum here, where it is no part of a split.
     let mut sum = total(&sums, &mut statistics, tiles);
     let row = first_row + UNIT_POS as i32;
@@ -266,26 +250,22 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         let empty = sum == 0.0f32;
         statistics.factor[UNIT_POS as usize] = select(empty, 0.0f32, rescale / sum);
         if row < end_row {
-            let at = share.split as usize * logsumexp.stride(0)
-                + batch as usize * logsumexp.stride(1)
-                + head as usize * logsumexp.stride(2)
+            let at = part as usize * logsumexp.stride(0)
+                + head as usize * logsumexp.stride(1)
                 + query_index as usize;
             logsumexp[at] = select(empty, score.negative_infinity, reference + sum.ln());
         }
     }
     sync_cube();
-    let output_rows = Rows {
-        base: share.split as usize * output.stride(0)
-            + batch as usize * output.stride(1)
-            + first_head as usize * output.stride(2),
-        row_stride: value_dim as usize,
-        column_stride: 1usize,
-        first: first_row,
-        end: end_row,
-        columns: value_dim,
-        head_rows: extent.q_len as u32,
-        head_stride: output.stride(2),
-    };
+    let output_rows = group_rows(
+        &*output,
+        part,
+        first_head,
+        head_length,
+        first_row,
+        end_row,
+        value_dim,
+    );
     store_output(
         &o,
         &statistics.factor,
