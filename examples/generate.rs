@@ -9,16 +9,19 @@
 use attention_workspace::{
     Dtype, Error,
     model::{GenerationArguments, Loaded, ModelArguments},
-    terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input},
+    terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
 use burn_gemma4::{FinishReason, Generation, Message, Prompt};
 use clap::Parser;
 use serde::Serialize;
 use std::io::{IsTerminal, stdin};
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// What the checkpoint in this program goes on from where nobody says otherwise.
 const SAMPLE: &str = "Once upon a time";
+/// How long it waits for a prompt from a pipe where it could do without.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Goes on from a prompt with a Gemma 4 model. Without options: a tiny model that is part of this program, and
 /// a prompt to try it with.
@@ -94,11 +97,13 @@ fn prompt(cli: &Cli) -> Result<Prompt, Error> {
     let given = match cli.prompt.as_deref() {
         Some("-") => read_input()?,
         Some(text) => text.to_owned(),
-        None if !stdin().is_terminal() => {
+        None if stdin().is_terminal() => String::new(),
+        // The bare command is to show something, whatever its standard input is.
+        None if is_embedded => read_input_within(PATIENCE)?.unwrap_or_default(),
+        None => {
             note("no --prompt: reading it from standard input");
             read_input()?
         }
-        None => String::new(),
     };
     let text = match given.is_empty() {
         false => given,

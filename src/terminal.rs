@@ -6,8 +6,10 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
 
 /// The exit code of wrong arguments, which is also clap's.
 const USAGE: u8 = 2;
@@ -68,6 +70,21 @@ pub fn read_input() -> Result<String, Error> {
     let mut text = utf8(bytes)?;
     trim_newline(&mut text);
     Ok(text)
+}
+
+/// Everything on standard input as [`read_input`] gives it, if it ends within `patience`. Whoever started the program may have
+/// left a pipe open that nobody writes to.
+///
+/// # Errors
+/// As [`read_input`].
+pub fn read_input_within(patience: Duration) -> Result<Option<String>, Error> {
+    let (sender, receiver) = mpsc::channel();
+    // It outlives the patience where the pipe stays open, and ends with the program.
+    thread::spawn(move || sender.send(read_input()));
+    match receiver.recv_timeout(patience) {
+        Ok(input) => input.map(Some),
+        Err(_) => Ok(None),
+    }
 }
 
 /// The next line of standard input, without its newline; none at the end.

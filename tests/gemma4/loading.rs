@@ -67,6 +67,8 @@ fn progress_reaches_the_end() {
 }
 
 type Config = serde_json::Map<String, serde_json::Value>;
+/// Words of the message, and what spoils the configuration.
+type Case = (&'static str, fn(&mut Config));
 
 /// A copy of a fixture to spoil.
 struct Copy {
@@ -285,7 +287,7 @@ fn configurations_that_are_no_gemma_4_are_named() {
         copy.save();
         copy.config(change)
     };
-    let cases: [(&str, fn(&mut Config)); 14] = [
+    let cases: [Case; 14] = [
         ("model_type is \"llama\"", |c| {
             drop(c.insert("model_type".into(), "llama".into()))
         }),

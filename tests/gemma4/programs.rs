@@ -26,7 +26,8 @@ struct Ended {
 
 impl From<Output> for Ended {
     fn from(output: Output) -> Self {
-        let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+        // A test that has read some of the output may have cut a character.
+        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Self {
             code: output.status.code(),
             stdout: text(output.stdout),

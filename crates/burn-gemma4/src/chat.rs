@@ -339,8 +339,8 @@ mod tests {
     #[test]
     fn json_is_pythons() {
         assert_eq!(
-            rendered("{{ [messages[0], 1, none, 'é'] | tojson }}"),
-            r#"[{"content": "Hi", "role": "user"}, 1, null, "é"]"#
+            rendered("{{ [{'a': messages[0].content}, 1, none, 'é'] | tojson }}"),
+            r#"[{"a": "Hi"}, 1, null, "é"]"#
         );
         assert_eq!(
             rendered("{{ {'a': [1, '<é>']} | tojson(indent=2) }}"),
