@@ -228,7 +228,7 @@ mod tests {
                 (1.0, None, None)
             );
         }
-        assert_eq!(read(r#"{"eos_token_id": null}"#).stop_tokens, []);
+        assert!(read(r#"{"eos_token_id": null}"#).stop_tokens.is_empty());
     }
 
     #[test]
