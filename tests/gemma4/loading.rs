@@ -66,6 +66,8 @@ fn progress_reaches_the_end() {
     assert!(name.starts_with("model."), "{name}");
 }
 
+type Config = serde_json::Map<String, serde_json::Value>;
+
 /// A copy of a fixture to spoil.
 struct Copy {
     folder: TempDir,
@@ -126,10 +128,7 @@ impl Copy {
         }
     }
 
-    fn config(
-        &self,
-        change: impl FnOnce(&mut serde_json::Map<String, serde_json::Value>),
-    ) -> String {
+    fn config(&self, change: impl FnOnce(&mut Config)) -> String {
         let path = self.path().join("config.json");
         let text = fs::read_to_string(&path).expect("a file");
         let mut config = serde_json::from_str(&text).expect("a config");
@@ -281,12 +280,12 @@ fn truncated_and_absent_files_are_named() {
 
 #[test]
 fn configurations_that_are_no_gemma_4_are_named() {
-    let spoiled = |change: fn(&mut serde_json::Map<String, serde_json::Value>)| {
+    let spoiled = |change: fn(&mut Config)| {
         let copy = Copy::of("moe");
         copy.save();
         copy.config(change)
     };
-    let cases: [(&str, fn(&mut serde_json::Map<String, serde_json::Value>)); 14] = [
+    let cases: [(&str, fn(&mut Config)); 14] = [
         ("model_type is \"llama\"", |c| {
             drop(c.insert("model_type".into(), "llama".into()))
         }),

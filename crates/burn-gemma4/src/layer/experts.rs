@@ -54,13 +54,13 @@ impl Router {
     /// Chooses for each row of `[rows, hidden]`. Reads the probabilities back to the host.
     pub fn forward(&self, input: Tensor<2>) -> Routing {
         let [rows, hidden] = input.dims();
-        let dtype = input.dtype();
+        // All in f32: rounding decides between experts whose probabilities are close.
         let scale = self.scale.val().cast(DType::F32).unsqueeze::<2>();
-        let scaled = norm::normalize(input, self.epsilon).cast(DType::F32)
+        let scaled = norm::normalize(input.cast(DType::F32), self.epsilon)
             * scale
             * (hidden as f64).powf(-0.5);
-        let logits = linear::rows(scaled.cast(dtype), self.proj.weight.val());
-        let probabilities = softmax(logits.cast(DType::F32), 1);
+        let logits = linear::rows(scaled, self.proj.weight.val().cast(DType::F32));
+        let probabilities = softmax(logits, 1);
 
         let chosen = self.choose(probabilities.clone().detach().into_data());
         let indices: Vec<i32> = chosen.iter().map(|expert| *expert as i32).collect();
