@@ -26,7 +26,7 @@ struct Ended {
 
 impl From<Output> for Ended {
     fn from(output: Output) -> Self {
-        // A test that has read some of the output may have cut a character.
+        // What a test has read a part of may begin within a character.
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Self {
             code: output.status.code(),
@@ -234,11 +234,14 @@ fn a_message_becomes_a_conversation() {
     assert!(tokens(&instructed).len() > tokens(conversation).len() + 6);
 }
 
+/// Random weights write random text, so only its presence is certain.
 #[test]
 fn without_arguments_there_is_text() {
-    let ended = succeed(program("generate").args(["--device", "flex"]));
+    let ended = succeed(program("generate").args(["--device", "flex", "--ignore-eos"]));
     assert!(ended.stdout.trim().len() > 10, "{ended:?}");
-    assert!(ended.stderr.contains("no --model"), "{ended:?}");
+    for word in ["the prompt is", "no --model"] {
+        assert!(ended.stderr.contains(word), "{ended:?}");
+    }
 }
 
 /// A checkpoint that goes on for as long as a test wants.

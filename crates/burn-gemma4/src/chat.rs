@@ -210,7 +210,7 @@ fn strftime_now(format: &str) -> Result<String, minijinja::Error> {
     Ok(text)
 }
 
-/// Python's `json.dumps(…, sort_keys=True)`: minijinja's own filter escapes for HTML and leaves out spaces.
+/// Python's `json.dumps`: minijinja's own filter escapes for HTML and leaves out spaces.
 fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     options.assert_all_used()?;
@@ -339,8 +339,8 @@ mod tests {
     #[test]
     fn json_is_pythons() {
         assert_eq!(
-            rendered("{{ [{'a': messages[0].content}, 1, none, 'é'] | tojson }}"),
-            r#"[{"a": "Hi"}, 1, null, "é"]"#
+            rendered("{{ [messages[0], 1, none, 'é'] | tojson }}"),
+            r#"[{"role": "user", "content": "Hi"}, 1, null, "é"]"#
         );
         assert_eq!(
             rendered("{{ {'a': [1, '<é>']} | tojson(indent=2) }}"),
