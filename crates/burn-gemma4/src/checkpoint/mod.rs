@@ -311,12 +311,8 @@ impl ModuleMapper for Loader<'_, '_> {
             .files
             .get(&name)
             .expect("checked: every parameter is in the files");
-        let data = data(self.files, entry).convert_dtype(self.dtype);
-        // Weights live as long as the model: exact allocations, apart from the pools of what comes and goes.
         let device = param.lazy_device();
-        let tensor = device.memory_persistent_allocations(data, |data| {
-            Tensor::<D>::from_data(data, (&device, self.dtype))
-        });
+        let tensor = upload(self.files, entry, self.dtype, &device, PORTION);
         self.bytes += entry.len();
         if let Some(on_progress) = &mut self.on_progress {
             on_progress(LoadProgress {
@@ -330,7 +326,71 @@ impl ModuleMapper for Loader<'_, '_> {
     }
 }
 
-fn data(files: &TensorFiles, entry: &Entry) -> TensorData {
-    let dtype = burn_dtype(entry.dtype).expect("checked: every tensor is of a float dtype");
-    TensorData::from_bytes_vec(files.bytes(entry).to_vec(), entry.shape.clone(), dtype)
+/// Bytes of a tensor that go to the device at once. On their way they are on the host twice, here and where the driver takes
+/// them from, and the tables of per-layer inputs are of several GB.
+const PORTION: usize = 256 << 20;
+
+/// A tensor of the files on `device`, `portion` bytes of rows at a time.
+fn upload<const D: usize>(
+    files: &TensorFiles,
+    entry: &Entry,
+    dtype: DType,
+    device: &Device,
+    portion: usize,
+) -> Tensor<D> {
+    let stored = burn_dtype(entry.dtype).expect("checked: every tensor is of a float dtype");
+    let bytes = files.bytes(entry);
+    let rows = entry.shape[0];
+    let row_bytes = bytes.len() / rows;
+    let at_once = (portion / row_bytes).clamp(1, rows);
+    let part = |start: usize, end: usize| {
+        let mut shape = entry.shape.clone();
+        shape[0] = end - start;
+        let bytes = bytes[start * row_bytes..end * row_bytes].to_vec();
+        TensorData::from_bytes_vec(bytes, shape, stored).convert_dtype(dtype)
+    };
+    if at_once == rows {
+        // Weights live as long as the model: exact allocations, apart from the pools of what comes and goes.
+        return device.memory_persistent_allocations(part(0, rows), |data| {
+            Tensor::from_data(data, (device, dtype))
+        });
+    }
+    let shape: [usize; D] = std::array::from_fn(|dimension| entry.shape[dimension]);
+    let mut whole = Tensor::<D>::empty(shape, (device, dtype));
+    for start in (0..rows).step_by(at_once) {
+        let end = (start + at_once).min(rows);
+        let ranges = std::array::from_fn::<_, D, _>(|dimension| match dimension {
+            0 => start..end,
+            _ => 0..shape[dimension],
+        });
+        whole = whole.slice_assign(ranges, Tensor::from_data(part(start, end), (device, dtype)));
+        // What is queued holds its portion on the host. A device that fails says so when the model is complete.
+        let _ = device.sync();
+    }
+    whole.detach()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn portions_make_the_whole() {
+        let bytes = include_bytes!("../../embedded/model.safetensors");
+        let files = TensorFiles::embedded("model.safetensors", bytes).expect("safetensors");
+        let name = "model.embed_tokens.weight";
+        let entry = files.get(name).expect("the embedding's table");
+        let device = Device::default();
+        let load = |portion| {
+            upload::<2>(&files, entry, DType::F32, &device, portion)
+                .into_data()
+                .iter::<f32>()
+                .collect::<Vec<_>>()
+        };
+        let whole = load(usize::MAX);
+        let row = entry.len() / entry.shape[0];
+        for portion in [1, row, 7 * row + 1, entry.len() - 1] {
+            assert_eq!(load(portion), whole, "{portion} bytes at a time");
+        }
+    }
 }
