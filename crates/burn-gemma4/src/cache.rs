@@ -100,9 +100,13 @@ impl Cache {
             .sum()
     }
 
+    fn most_padding(&self) -> usize {
+        self.padding.iter().copied().max().unwrap_or(0)
+    }
+
     /// The positions of the next `count` columns. Padding is at position 0, like the first token.
     pub(crate) fn positions(&self, count: usize) -> Positions {
-        if self.padding.iter().all(|padding| *padding == 0) {
+        if self.most_padding() == 0 {
             return Positions::Range {
                 first: self.columns,
                 count,
@@ -131,26 +135,26 @@ impl Cache {
         let sliding = match self.reads_ring(count) {
             true => Visible {
                 lengths: (end < self.window).then(lengths),
-                mask: self.mask(&self.ring_columns(end), device),
+                mask: self.mask(self.ring_columns(end), device),
                 ..Visible::default()
             },
             false => Visible {
                 causal: true,
                 window: Some(self.window),
                 lengths: None,
-                mask: self.mask(&columns(past - self.kept(), end), device),
+                mask: self.mask(past - self.kept()..end, device),
             },
         };
         let full = match past == 0 {
             true => Visible {
                 causal,
-                mask: self.mask(&columns(0, end), device),
+                mask: self.mask(0..end, device),
                 ..Visible::default()
             },
             false => Visible {
                 causal,
                 lengths: Some(lengths()),
-                mask: self.mask(&columns(0, capacity(end)), device),
+                mask: self.mask(0..capacity(end), device),
                 ..Visible::default()
             },
         };
@@ -255,28 +259,30 @@ impl Cache {
     }
 
     /// The columns in the ring's slots once `end` columns are written, the newest of each slot.
-    fn ring_columns(&self, end: usize) -> Vec<usize> {
-        (0..self.window)
-            .map(|slot| match slot < end {
-                true => slot + (end - 1 - slot) / self.window * self.window,
-                false => slot,
-            })
-            .collect()
+    fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
+        let window = self.window;
+        (0..window).map(move |slot| match slot < end {
+            true => slot + (end - 1 - slot) / window * window,
+            false => slot,
+        })
     }
 
     /// `[batch, 1, 1, columns]`, `false` for padding; `None` where there is none.
-    fn mask(&self, columns: &[usize], device: &Device) -> Option<Tensor<4, Bool>> {
-        let padded = self
-            .padding
-            .iter()
-            .any(|padding| columns.iter().any(|column| column < padding));
+    fn mask(
+        &self,
+        columns: impl ExactSizeIterator<Item = usize> + Clone,
+        device: &Device,
+    ) -> Option<Tensor<4, Bool>> {
+        // Most batches have no padding, and then a token must not cost a look at every column.
+        let most = self.most_padding();
+        let padded = most > 0 && columns.clone().any(|column| column < most);
         padded.then(|| {
+            let shape = [self.batch(), 1, 1, columns.len()];
             let visible: Vec<bool> = self
                 .padding
                 .iter()
-                .flat_map(|padding| columns.iter().map(move |column| column >= padding))
+                .flat_map(|padding| columns.clone().map(move |column| column >= *padding))
                 .collect();
-            let shape = [self.batch(), 1, 1, columns.len()];
             Tensor::from_data(TensorData::new(visible, shape), device)
         })
     }
@@ -302,10 +308,6 @@ impl Buffers {
             visible,
         }
     }
-}
-
-fn columns(start: usize, end: usize) -> Vec<usize> {
-    (start..end).collect()
 }
 
 /// Slots of a buffer that holds `columns`.

@@ -1,6 +1,7 @@
 //! Conversations as prompts, by the checkpoint's `chat_template.jinja`.
 
 use crate::Gemma4Error;
+use crate::error::read;
 use minijinja::{Environment, ErrorKind, Value, context, value::Kwargs};
 use serde::{Deserialize, Serialize};
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
@@ -130,10 +131,7 @@ impl ChatTemplate {
     /// or not a Jinja template.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| Gemma4Error::Io {
-            path: path.into(),
-            source,
-        })?;
+        let bytes = read(path)?;
         let malformed = |reason: String| Gemma4Error::Malformed {
             path: path.into(),
             reason,

@@ -1,5 +1,7 @@
 //! What a checkpoint's `generation_config.json` says about generation.
 
+use crate::config::Tokens;
+use crate::error::read;
 use crate::{Gemma4Config, Gemma4Error, Sampling};
 use serde::Deserialize;
 use std::path::Path;
@@ -53,10 +55,7 @@ impl GenerationDefaults {
     /// that kind or asks for what [`Sampling::validate`] refuses.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| Gemma4Error::Io {
-            path: path.into(),
-            source,
-        })?;
+        let bytes = read(path)?;
         parse(&bytes, path)
     }
 
@@ -99,7 +98,7 @@ struct File {
     temperature: Option<f32>,
     top_k: Option<usize>,
     top_p: Option<f32>,
-    eos_token_id: Option<OneOrMany>,
+    eos_token_id: Option<Tokens>,
     bos_token_id: Option<u32>,
     pad_token_id: Option<u32>,
     max_new_tokens: Option<usize>,
@@ -120,13 +119,6 @@ impl Default for File {
     }
 }
 
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "a token or a list of tokens")]
-enum OneOrMany {
-    One(u32),
-    Many(Vec<u32>),
-}
-
 impl From<File> for GenerationDefaults {
     fn from(file: File) -> Self {
         Self {
@@ -134,11 +126,7 @@ impl From<File> for GenerationDefaults {
             temperature: file.temperature.unwrap_or(1.0),
             top_k: file.top_k.filter(|&top_k| top_k > 0),
             top_p: file.top_p,
-            stop_tokens: match file.eos_token_id {
-                None => Vec::new(),
-                Some(OneOrMany::One(token)) => vec![token],
-                Some(OneOrMany::Many(tokens)) => tokens,
-            },
+            stop_tokens: file.eos_token_id.map_or_else(Vec::new, Tokens::into_vec),
             bos_token: file.bos_token_id,
             pad_token: file.pad_token_id,
             max_new_tokens: file.max_new_tokens,

@@ -1,6 +1,6 @@
 //! What can be wrong with a checkpoint, a prompt or a request.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why a model could not be loaded or asked. Every message names the file, tensor or argument at fault.
 #[derive(Debug, thiserror::Error)]
@@ -89,6 +89,14 @@ pub enum TensorProblem {
         /// The file's dtype.
         found: String,
     },
+}
+
+/// A file's contents.
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Gemma4Error> {
+    std::fs::read(path).map_err(|source| Gemma4Error::Io {
+        path: path.into(),
+        source,
+    })
 }
 
 /// Enough to see what is wrong, not a screen for every layer of the model.

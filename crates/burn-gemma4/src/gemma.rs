@@ -105,7 +105,7 @@ impl Gemma4 {
             None => GenerationDefaults::default(),
         };
         Ok(Self {
-            model: Gemma4Model::load(folder, device, options)?,
+            model: Gemma4Model::load_weights(folder, &config, device, options)?,
             tokenizer,
             chat_template,
             defaults: defaults.or_of(&config),
@@ -229,7 +229,7 @@ impl Gemma4 {
             .iter()
             .map(|prompt| self.tokens(prompt, options.chat))
             .collect::<Result<_, _>>()?;
-        generate::check(self.config(), &prompts, options)?;
+        let max_tokens = generate::check(self.config(), &prompts, options)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let padding = prompts
             .iter()
@@ -242,6 +242,7 @@ impl Gemma4 {
             prompts,
             &mut cache,
             options,
+            max_tokens,
             &mut |_, _| ControlFlow::Continue(()),
         )
     }
@@ -278,7 +279,8 @@ impl Session<'_> {
         mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
     ) -> Result<Generation, Gemma4Error> {
         let tokens = self.gemma.tokens(&prompt.into(), options.chat)?;
-        generate::check(self.gemma.config(), std::slice::from_ref(&tokens), options)?;
+        let config = self.gemma.config();
+        let max_tokens = generate::check(config, std::slice::from_ref(&tokens), options)?;
         // The last token must be read again for its logits, and a ring forgets: there is no going back a few tokens.
         let continues = tokens.len() > self.read.len() && tokens.starts_with(&self.read);
         if !continues {
@@ -290,6 +292,7 @@ impl Session<'_> {
             vec![tokens],
             &mut self.cache,
             options,
+            max_tokens,
             &mut |_, token| on_token(token),
         );
         let generation = match generations.map(|mut generations| generations.pop()) {

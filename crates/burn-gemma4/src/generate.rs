@@ -144,7 +144,7 @@ pub(crate) fn check(
 }
 
 /// Generates after each of `prompts`, whose columns from `cache.len()` on are still to be read. Prompts shorter than the
-/// longest begin with the cache's padding.
+/// longest begin with the cache's padding. The options have been checked with [`check`], which gives `max_tokens`.
 ///
 /// Returns what was generated, and afterwards the cache holds all tokens but the last.
 pub(crate) fn run(
@@ -153,9 +153,9 @@ pub(crate) fn run(
     prompts: Vec<Vec<u32>>,
     cache: &mut Cache,
     options: &GenerateOptions,
+    max_tokens: usize,
     on_token: &mut OnToken<'_>,
 ) -> Result<Vec<Generation>, Gemma4Error> {
-    let max_tokens = check(model.config(), &prompts, options)?;
     let device = model.device();
     let pad = model.config().pad_token;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);

@@ -314,14 +314,11 @@ impl Gemma4Model {
 
     /// `[batch, positions, hidden]`, normalised, to logits.
     fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
-        let [batch, positions, columns] = hidden.dims();
         let table = match &self.lm_head {
             Some(head) => head.weight.val(),
             None => self.embed_tokens.weight.val(),
         };
-        let vocabulary = table.dims()[0];
-        let logits = linear::rows(hidden.reshape([batch * positions, columns]), table)
-            .reshape([batch, positions, vocabulary]);
+        let logits = linear::project(hidden, table);
         match self.config.final_logit_softcapping {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,

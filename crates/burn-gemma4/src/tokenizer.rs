@@ -1,6 +1,7 @@
 //! Text to tokens and back, by the checkpoint's `tokenizer.json`.
 
 use crate::Gemma4Error;
+use crate::error::read;
 use std::path::Path;
 use tokenizers::{DecoderWrapper, Model};
 
@@ -30,10 +31,7 @@ impl Tokenizer {
     /// tokenizer, or one whose decoder is not of Gemma's kind.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| Gemma4Error::Io {
-            path: path.into(),
-            source,
-        })?;
+        let bytes = read(path)?;
         parse(&bytes).map_err(|reason| Gemma4Error::Malformed {
             path: path.into(),
             reason,

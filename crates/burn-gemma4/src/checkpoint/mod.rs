@@ -77,8 +77,18 @@ impl Gemma4Model {
     ) -> Result<Self, Gemma4Error> {
         let folder = folder.as_ref();
         let config = Gemma4Config::from_file(folder.join("config.json"))?;
+        Self::load_weights(folder, &config, device, options)
+    }
+
+    /// [`load`](Self::load) with the configuration already read.
+    pub(crate) fn load_weights(
+        folder: &Path,
+        config: &Gemma4Config,
+        device: &Device,
+        options: LoadOptions<'_>,
+    ) -> Result<Self, Gemma4Error> {
         let files = TensorFiles::open(folder)?;
-        load(folder, &files, &config, device, options)
+        load(folder, &files, config, device, options)
     }
 
     /// Loads weights that are part of the program: the contents of a `config.json` and of a `model.safetensors`.

@@ -81,7 +81,7 @@ struct Rope {
 
 /// One token or several.
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a token or a list of tokens")]
 pub(crate) enum Tokens {
     One(u32),
     Several(Vec<u32>),

@@ -3,6 +3,8 @@
 mod json;
 mod presets;
 
+pub(crate) use json::Tokens;
+
 use crate::Gemma4Error;
 use burn::tensor::DType;
 

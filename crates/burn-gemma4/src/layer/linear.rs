@@ -23,12 +23,15 @@ impl Linear {
 
     /// `[batch, positions, columns in]` to `[batch, positions, columns out]`.
     pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        let [batch, positions, columns] = input.dims();
-        let weight = self.weight.val();
-        let [output, _] = weight.dims();
-        self::rows(input.reshape([batch * positions, columns]), weight)
-            .reshape([batch, positions, output])
+        project(input, self.weight.val())
     }
+}
+
+/// `[batch, positions, columns in]` times the transpose of `[columns out, columns in]`.
+pub(crate) fn project(input: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
+    let [batch, positions, columns] = input.dims();
+    let [output, _] = weight.dims();
+    rows(input.reshape([batch * positions, columns]), weight).reshape([batch, positions, output])
 }
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
