@@ -50,8 +50,8 @@ pub struct Case {
 }
 
 impl Case {
-    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]` in f32 without options, with a
-    /// loss over output and logsumexp.
+    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]` in f32, or what
+    /// `ATTENTION_TEST_DTYPE` says, without options, with a loss over output and logsumexp.
     pub fn new(sizes: [usize; 7]) -> Self {
         let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = sizes;
         Self {
@@ -62,7 +62,7 @@ impl Case {
             kv_len,
             head_dim,
             value_dim,
-            dtype: DType::F32,
+            dtype: dtype(),
             scale: None,
             softcap: None,
             causal: None,
@@ -214,6 +214,16 @@ impl Case {
                 }
             }
         }
+    }
+}
+
+/// Of the cases that name none.
+fn dtype() -> DType {
+    match std::env::var("ATTENTION_TEST_DTYPE").as_deref() {
+        Err(_) | Ok("f32") => DType::F32,
+        Ok("f16") => DType::F16,
+        Ok("bf16") => DType::BF16,
+        Ok(other) => panic!("ATTENTION_TEST_DTYPE={other}: f32, f16 or bf16"),
     }
 }
 

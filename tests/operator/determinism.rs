@@ -4,7 +4,6 @@ use crate::case::{Case, FULL};
 use crate::devices::devices;
 use crate::run::Operator;
 use attention_cube::CausalAlignment;
-use burn::tensor::DType;
 
 #[test]
 fn two_runs_are_equal() {
@@ -29,7 +28,7 @@ fn two_runs_are_equal() {
     for case in [prefill, decode, masked] {
         let inputs = case.inputs();
         for device in devices() {
-            let run = || case.run(&inputs, &device.device, DType::F32, Operator::Fused);
+            let run = || case.run(&inputs, &device.device, case.dtype, Operator::Fused);
             for (first, second) in run().iter().zip(run()) {
                 let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 assert!(

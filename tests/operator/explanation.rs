@@ -1,7 +1,7 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::plan::{DeviceProfile, Engine, Pass, Refusal, Selection, select};
+use attention_cube::plan::{DeviceProfile, Engine, Layouts, Pass, Refusal, Selection, select};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use burn::tensor::{DType, Device, Tensor};
 
@@ -10,6 +10,12 @@ fn problem(head_dim: usize) -> AttentionProblem {
     AttentionProblem::new(&zeros, &zeros, &zeros, &AttentionOptions::new())
         .unwrap_or_else(|error| panic!("{head_dim}: {error}"))
 }
+
+/// Inputs that every engine can read.
+const READABLE: Layouts = Layouts {
+    vectors: true,
+    boxes: true,
+};
 
 /// A device on which everything is served.
 fn profile() -> DeviceProfile {
@@ -21,6 +27,7 @@ fn profile() -> DeviceProfile {
         bindings: 16,
         cube_count: 65535,
         multiprocessors: None,
+        hopper: false,
     }
 }
 
@@ -106,7 +113,7 @@ fn assert_refused(
     text: &[&str],
 ) {
     for pass in [Pass::Forward, Pass::Backward] {
-        let Selection { kernel, refusals } = select(problem, Some(profile), true, pass);
+        let Selection { kernel, refusals } = select(problem, Some(profile), READABLE, pass);
         assert_eq!(kernel.engine(), Engine::Reference, "{pass:?}: {refusals:?}");
         let refusal = refusals.iter().find(|(engine, _)| *engine == Engine::Unit);
         let (_, refusal) = refusal.unwrap_or_else(|| panic!("{pass:?}: {refusals:?}"));
@@ -213,9 +220,13 @@ fn sixteen_kilobytes_serve_every_head_size() {
                 q_len,
                 ..problem(head_dim)
             };
-            for vectorized in [false, true] {
+            for vectors in [false, true] {
+                let layouts = Layouts {
+                    vectors,
+                    ..READABLE
+                };
                 for pass in [Pass::Forward, Pass::Backward] {
-                    let selection = select(&problem, Some(&small), vectorized, pass);
+                    let selection = select(&problem, Some(&small), layouts, pass);
                     let engine = selection.kernel.engine();
                     assert_ne!(
                         engine,

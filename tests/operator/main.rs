@@ -1,6 +1,8 @@
 //! The operator on every device of this build, against the definition in f64: one module a hazard.
 //!
 //! The devices are those of the enabled features; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
+//! `ATTENTION_TEST_DTYPE=bf16` runs the cases that name no dtype in another one than f32, on the devices
+//! that have it, and so with other kernels.
 //! Data are random but the same in every run; `ATTENTION_TEST_SEED=1` draws other ones.
 
 #[cfg(not(feature = "flex"))]
@@ -23,6 +25,7 @@ mod fusion;
 mod gradients;
 mod groups;
 mod head_sizes;
+mod hopper;
 mod masks;
 mod options;
 mod oracle;

@@ -110,7 +110,7 @@ fn a_length_is_a_trimmed_sequence() {
     let (given, clean) = poisoned(&case);
     let flex = Device::flex();
     for device in devices() {
-        let together = case.run(&given, &device.device, DType::F32, Operator::Fused);
+        let together = case.run(&given, &device.device, case.dtype, Operator::Fused);
         for (batch, length) in LENGTHS
             .into_iter()
             .enumerate()
@@ -138,14 +138,14 @@ fn a_length_is_a_trimmed_sequence() {
                 ..clean.clone()
             };
             let exact = alone.run(&inputs, &flex, DType::F64, Operator::Reference);
-            let baseline = alone.run(&inputs, &flex, DType::F32, Operator::Reference);
+            let baseline = alone.run(&inputs, &flex, case.dtype, Operator::Reference);
             for ((got, exact), baseline) in together.iter().zip(&exact).zip(&baseline) {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
                 // One sequence's part, and of that the rows of its keys: there is one head of them.
                 let precision = Precision {
-                    dtype: DType::F32,
+                    dtype: case.dtype,
                     terms: 101,
                 };
                 let context = format!("{}, length {length} of {case:?}", device.name);

@@ -1,7 +1,7 @@
 //! Which kernel serves a problem on a device, and why the faster ones do not.
 
 use crate::AttentionProblem;
-use crate::plan::{DeviceProfile, Pass, Selection, select};
+use crate::plan::{DeviceProfile, Layouts, Pass, Selection, select};
 use burn::tensor::Device;
 use std::fmt;
 
@@ -32,7 +32,7 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// Which kernel would serve `problem` on `device`, for inputs whose rows are contiguous, and why the
+/// Which kernel would serve `problem` on `device`, for contiguous inputs, and why the
 /// faster ones refuse. The same choice is logged at debug level with every call.
 ///
 /// ```
@@ -50,7 +50,8 @@ impl fmt::Display for Explanation {
 /// ```
 pub fn explain(problem: &AttentionProblem, device: &Device) -> Explanation {
     let profile = profile(device);
-    let choose = |pass| select(problem, profile.as_ref(), true, pass);
+    let layouts = Layouts::contiguous(problem);
+    let choose = |pass| select(problem, profile.as_ref(), layouts, pass);
     let (forward, backward) = (choose(Pass::Forward), choose(Pass::Backward));
     Explanation {
         device: profile,

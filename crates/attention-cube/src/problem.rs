@@ -282,6 +282,17 @@ impl AttentionProblem {
         self.causal.unwrap_or_default() == CausalAlignment::BottomRight
     }
 
+    /// Keys that `queries` neighbouring ones see at most by causal mask and window.
+    pub(crate) fn visible_keys(&self, queries: usize) -> usize {
+        match (self.window_left, self.right()) {
+            (Some(left), Some(right)) => left
+                .saturating_add(right)
+                .saturating_add(queries)
+                .min(self.kv_len),
+            _ => self.kv_len,
+        }
+    }
+
     /// Pairs of a query and a key that causal mask and window leave visible, over the batch and the
     /// query heads; what benchmarks count operations by.
     pub fn visible_pairs(&self) -> u64 {

@@ -2,6 +2,8 @@
 
 mod backward;
 mod forward;
+#[cfg(feature = "cuda")]
+mod hopper;
 mod integers;
 
 use super::*;
@@ -9,7 +11,7 @@ use crate::kernel::schedule::GridLaunch;
 use crate::kernel::score::{ScoreArgumentsLaunch, ScoreKind};
 use crate::kernel::visibility::Structure;
 use crate::plan::{
-    DeviceProfile, Kernel, Pass, select,
+    DeviceProfile, Kernel, Layouts, Pass, select,
     unit::{UnitPlan, UnitTiles},
 };
 use burn::backend::{
@@ -22,7 +24,10 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use cubecl::client::Client;
-use cubecl::ir::{ElemType, features::TypeUsage};
+use cubecl::ir::{
+    ElemType,
+    features::{Tma, TypeUsage},
+};
 use cubecl::prelude::{AddressType, CubeCount, TensorArg};
 use integers::{Blocks, Places, prepare};
 
@@ -59,6 +64,10 @@ fn profile(client: &Client) -> DeviceProfile {
         multiprocessors: hardware
             .num_streaming_multiprocessors
             .map(|count| count as usize),
+        // The copy engine is reached through CUDA C++ alone; later architectures have other matrix units.
+        hopper: cfg!(feature = "cuda")
+            && properties.features.tma.contains(Tma::Base)
+            && properties.identity.fingerprint == "ptx_sm90",
     }
 }
 
@@ -71,14 +80,19 @@ impl AttentionBackend for CubeBackend {
             return reference::forward_of_nothing::<Self>(&inputs, &problem);
         }
         let inputs = rows_of(inputs);
-        let vectorized = [&inputs.query, &inputs.key, &inputs.value]
-            .into_iter()
-            .all(is_vectorized);
-        match choose(&inputs.query.client, &problem, vectorized, Pass::Forward) {
+        let layouts = Layouts {
+            vectors: [&inputs.query, &inputs.key, &inputs.value]
+                .into_iter()
+                .all(is_vectorized),
+            boxes: is_boxed(&inputs.query, 1)
+                && is_boxed(&inputs.key, 2)
+                && is_boxed(&inputs.value, 2),
+        };
+        match choose(&inputs.query.client, &problem, layouts, Pass::Forward) {
+            #[cfg(feature = "cuda")]
+            Kernel::Wgmma(plan) => hopper::forward(inputs, &problem, plan),
             Kernel::Unit(UnitPlan::Forward(plan)) => forward::launch(inputs, &problem, plan),
-            Kernel::Unit(UnitPlan::Backward(_)) | Kernel::Reference => {
-                reference::forward::<Self>(inputs, &problem)
-            }
+            _ => reference::forward::<Self>(inputs, &problem),
         }
     }
 
@@ -97,28 +111,29 @@ impl AttentionBackend for CubeBackend {
             output_gradient: untile(saved.output_gradient),
             ..saved
         };
-        let vectorized = [
-            &inputs.query,
-            &inputs.key,
-            &inputs.value,
-            &saved.output,
-            &saved.output_gradient,
-        ]
-        .into_iter()
-        .all(is_vectorized);
-        match choose(&inputs.query.client, &problem, vectorized, Pass::Backward) {
+        let layouts = Layouts {
+            vectors: [
+                &inputs.query,
+                &inputs.key,
+                &inputs.value,
+                &saved.output,
+                &saved.output_gradient,
+            ]
+            .into_iter()
+            .all(is_vectorized),
+            boxes: false,
+        };
+        match choose(&inputs.query.client, &problem, layouts, Pass::Backward) {
             Kernel::Unit(UnitPlan::Backward(plan)) => {
                 backward::launch(inputs, saved, &problem, plan, request)
             }
-            Kernel::Unit(UnitPlan::Forward(_)) | Kernel::Reference => {
-                reference::backward::<Self>(inputs, saved, &problem, request)
-            }
+            _ => reference::backward::<Self>(inputs, saved, &problem, request),
         }
     }
 }
 
-fn choose(client: &Client, problem: &AttentionProblem, vectorized: bool, pass: Pass) -> Kernel {
-    let selection = select(problem, Some(&profile(client)), vectorized, pass);
+fn choose(client: &Client, problem: &AttentionProblem, layouts: Layouts, pass: Pass) -> Kernel {
+    let selection = select(problem, Some(&profile(client)), layouts, pass);
     for (engine, reason) in &selection.refusals {
         log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
     }
@@ -142,6 +157,19 @@ fn is_vectorized(tensor: &CubeTensor) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
     strides[3] == 1 && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(4))
+}
+
+/// Whether Hopper's copy engine can read boxes of the tensor, whose first `broadcast` dimensions may have
+/// a stride of 0.
+fn is_boxed(tensor: &CubeTensor, broadcast: usize) -> bool {
+    let strides = tensor.meta.strides();
+    let shape = tensor.meta.shape();
+    let fits = |dim: usize| match strides[dim] {
+        _ if shape[dim] == 1 => true,
+        0 => dim < broadcast,
+        stride => (stride * tensor.dtype.size()).is_multiple_of(16),
+    };
+    (shape[3] == 1 || strides[3] == 1) && (0..3).all(fits)
 }
 
 /// A new contiguous tensor beside `like`.
@@ -254,14 +282,21 @@ fn score_arguments(problem: &AttentionProblem) -> ScoreArgumentsLaunch {
     )
 }
 
-/// The launch's cubes by tile, split, head and sequence.
-fn grid(tiles: usize, splits: usize, heads: usize, batch: usize) -> (usize, GridLaunch) {
+/// The launch's cubes by tile, split, head and sequence, `together` heads at a time.
+fn grid(
+    tiles: usize,
+    splits: usize,
+    heads: usize,
+    batch: usize,
+    together: usize,
+) -> (usize, GridLaunch) {
     let cubes = tiles * splits * heads * batch;
     let grid = GridLaunch::new(
         tiles as u32,
         splits as u32,
         heads as u32,
         (heads * batch) as u32,
+        together.min(heads * batch) as u32,
         cubes as u32,
     );
     (cubes, grid)

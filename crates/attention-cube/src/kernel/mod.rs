@@ -7,6 +7,8 @@ pub(crate) mod engine;
 pub(crate) mod forward;
 pub(crate) mod integers;
 pub(crate) mod layout;
+#[cfg(feature = "cuda")]
+pub(crate) mod ptx;
 pub(crate) mod schedule;
 pub(crate) mod score;
 pub(crate) mod softmax;

@@ -2,7 +2,8 @@
 //!
 //! Cubes start roughly in the order of their number. Under a causal mask the last queries see the most
 //! keys, so tiles are numbered from the last: what starts last is short, and no cube works alone at the end.
-//! Heads and sequences vary fastest, so that the tiles in flight are equally heavy.
+//! Heads and sequences vary fastest, so that the tiles in flight are equally heavy; but only as many of them
+//! `together` as suits the cache, and then the next.
 
 use cubecl::prelude::*;
 
@@ -18,6 +19,8 @@ pub(crate) struct Grid {
     pub heads: u32,
     /// Heads × sequences.
     pub planes: u32,
+    /// How many of these come before the next tile of the first.
+    pub together: u32,
     /// All cubes; the launch may have a few more.
     pub cubes: u32,
 }
@@ -35,8 +38,11 @@ pub(crate) struct Share {
 /// The share of cube `index`, tiles counted from the last if `last_first`.
 #[cube]
 pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Share {
-    let plane = index % grid.planes;
-    let rest = index / grid.planes;
+    let whole = grid.together * grid.tiles * grid.splits;
+    let first_plane = index / whole * grid.together;
+    let together = min(grid.together, grid.planes - first_plane);
+    let plane = first_plane + index % whole % together;
+    let rest = index % whole / together;
     let split = rest % grid.splits;
     let mut tile = rest / grid.splits;
     if comptime!(last_first) {

@@ -72,12 +72,13 @@ pub(crate) fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: S
     slope
 }
 
-/// Adds the bias; one of −∞ hides, whatever the score is.
+/// Adds the bias; one of −∞ gives `hidden`, whatever the score is.
 #[cube]
 pub(crate) fn biased<F: Float>(
     score: f32,
     bias: &ComptimeOption<&Tensor<F>>,
     place: &Place,
+    hidden: f32,
 ) -> f32 {
     #[comptime]
     match bias {
@@ -91,7 +92,7 @@ pub(crate) fn biased<F: Float>(
                     bias.stride(3),
                 )],
             );
-            select(bias <= HIDDEN, f32::new(HIDDEN), score + bias)
+            select(bias <= HIDDEN, hidden, score + bias)
         }
         ComptimeOption::None => score,
     }

@@ -5,14 +5,18 @@
 //! [`Engine`] and of [`Kernel`], and a row in [`select`].
 
 pub mod unit;
+pub mod wgmma;
 
 use crate::AttentionProblem;
 use burn::tensor::DType;
 use unit::UnitPlan;
+use wgmma::WgmmaPlan;
 
 /// The ways there are to compute attention, the fastest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
+    /// CubeCL kernels for NVIDIA's Hopper: TMA, mbarriers and warpgroup matrix products.
+    Wgmma,
     /// CubeCL kernels that need no plane operations, no matrix units, and little shared memory.
     Unit,
     /// Burn's own tensor operations, with all scores in memory.
@@ -31,6 +35,8 @@ pub enum Pass {
 /// The kernel that serves a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Kernel {
+    /// See [`Engine::Wgmma`].
+    Wgmma(WgmmaPlan),
     /// See [`Engine::Unit`].
     Unit(UnitPlan),
     /// See [`Engine::Reference`].
@@ -41,6 +47,7 @@ impl Kernel {
     /// The engine it belongs to.
     pub fn engine(&self) -> Engine {
         match self {
+            Self::Wgmma(_) => Engine::Wgmma,
             Self::Unit(_) => Engine::Unit,
             Self::Reference => Engine::Reference,
         }
@@ -49,6 +56,7 @@ impl Kernel {
     /// Parts that the keys are split into, side by side, whose results are merged: 1 where they are not.
     pub fn splits(&self) -> usize {
         match self {
+            Self::Wgmma(plan) => plan.splits,
             Self::Unit(UnitPlan::Forward(plan)) => plan.splits,
             Self::Unit(UnitPlan::Backward(_)) | Self::Reference => 1,
         }
@@ -72,6 +80,30 @@ pub struct DeviceProfile {
     pub cube_count: u32,
     /// Streaming multiprocessors, where the runtime says.
     pub multiprocessors: Option<usize>,
+    /// Whether it is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
+    pub hopper: bool,
+}
+
+/// How the inputs' rows lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layouts {
+    /// Every row can be read in vectors of four.
+    pub vectors: bool,
+    /// Query, keys and values can be read by Hopper's copy engine: rows are contiguous, and start at
+    /// multiples of 16 bytes.
+    pub boxes: bool,
+}
+
+impl Layouts {
+    /// Of contiguous inputs.
+    pub fn contiguous(problem: &AttentionProblem) -> Self {
+        let multiple_of =
+            |size| problem.head_dim.is_multiple_of(size) && problem.value_dim.is_multiple_of(size);
+        Self {
+            vectors: multiple_of(4),
+            boxes: multiple_of(8),
+        }
+    }
 }
 
 /// Why an engine does not serve a problem on a device.
@@ -81,6 +113,30 @@ pub enum Refusal {
     /// The device runs no CubeCL kernels.
     #[error("the device does not run CubeCL kernels")]
     NoCubeCL,
+    /// The device has no warpgroup matrix products.
+    #[error("it needs a Hopper GPU (sm_90), and CubeCL's CUDA C++ compiler")]
+    NotHopper,
+    /// The matrix unit multiplies half precision.
+    #[error("it multiplies F16 and BF16, not {0:?}")]
+    NotHalf(DType),
+    /// It computes outputs, not gradients.
+    #[error("it has no backward")]
+    NoBackward,
+    /// The copy engine cannot read the inputs.
+    #[error(
+        "the copy engine reads contiguous rows that start at multiples of 16 bytes, and a query, key or value has others"
+    )]
+    Strides,
+    /// The rows are too wide for the registers.
+    #[error(
+        "it has tiles for head_dim up to 576 and value_dim up to 512, not for {head_dim} and {value_dim}"
+    )]
+    Width {
+        /// Columns of queries and keys.
+        head_dim: usize,
+        /// Columns of values.
+        value_dim: usize,
+    },
     /// The dtype cannot be read or written by kernels there.
     #[error("kernels on this device have no {0:?}")]
     Dtype(DType),
@@ -125,25 +181,36 @@ pub struct Selection {
     pub refusals: Vec<(Engine, Refusal)>,
 }
 
-/// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run; `vectorized` says
-/// whether every row can be read in vectors of four.
+/// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
     device: Option<&DeviceProfile>,
-    vectorized: bool,
+    layouts: Layouts,
     pass: Pass,
 ) -> Selection {
-    let unit = device
-        .ok_or(Refusal::NoCubeCL)
-        .and_then(|device| unit::plan(problem, device, vectorized, pass));
-    match unit {
-        Ok(plan) => Selection {
-            kernel: Kernel::Unit(plan),
-            refusals: Vec::new(),
-        },
-        Err(refusal) => Selection {
+    let Some(device) = device else {
+        return Selection {
             kernel: Kernel::Reference,
-            refusals: vec![(Engine::Unit, refusal)],
-        },
+            refusals: vec![(Engine::Unit, Refusal::NoCubeCL)],
+        };
+    };
+    let engines: [(Engine, &dyn Fn() -> Result<Kernel, Refusal>); 2] = [
+        (Engine::Wgmma, &|| {
+            wgmma::plan(problem, device, layouts, pass).map(Kernel::Wgmma)
+        }),
+        (Engine::Unit, &|| {
+            unit::plan(problem, device, layouts, pass).map(Kernel::Unit)
+        }),
+    ];
+    let mut refusals = Vec::new();
+    for (engine, plan) in engines {
+        match plan() {
+            Ok(kernel) => return Selection { kernel, refusals },
+            Err(refusal) => refusals.push((engine, refusal)),
+        }
+    }
+    Selection {
+        kernel: Kernel::Reference,
+        refusals,
     }
 }

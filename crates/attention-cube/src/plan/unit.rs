@@ -1,6 +1,6 @@
 //! The unit engine's plan: tiles from a table, by the width of the output and the device's shared memory.
 
-use super::{DeviceProfile, Pass, Refusal};
+use super::{DeviceProfile, Layouts, Pass, Refusal};
 use crate::AttentionProblem;
 
 /// The longest sequence that positions in i32 allow.
@@ -238,7 +238,7 @@ const CUBES_PER_MULTIPROCESSOR: usize = 2;
 pub fn plan(
     problem: &AttentionProblem,
     device: &DeviceProfile,
-    vectorized: bool,
+    layouts: Layouts,
     pass: Pass,
 ) -> Result<UnitPlan, Refusal> {
     if !device.dtypes.contains(&problem.dtype) {
@@ -258,7 +258,7 @@ pub fn plan(
             available: device.bindings,
         });
     }
-    let vector = if vectorized
+    let vector = if layouts.vectors
         && problem.head_dim.is_multiple_of(4)
         && problem.value_dim.is_multiple_of(4)
     {
@@ -302,14 +302,10 @@ fn forward(
     };
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
-    let visible = match (problem.window_left, problem.right()) {
-        (Some(left), Some(right)) => left
-            .saturating_add(right)
-            .saturating_add(problem.q_len)
-            .min(problem.kv_len),
-        _ => problem.kv_len,
-    };
-    let blocks = visible.div_ceil(tiles.columns()).max(1);
+    let blocks = problem
+        .visible_keys(problem.q_len)
+        .div_ceil(tiles.columns())
+        .max(1);
     let splits = (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks);
     Ok(ForwardPlan {
         tiles,
@@ -414,6 +410,7 @@ mod tests {
             bindings: 8,
             cube_count: 65535,
             multiprocessors: None,
+            hopper: false,
         }
     }
 

@@ -133,6 +133,7 @@ impl BackwardPass<'_> {
             1,
             problem.q_heads,
             problem.batch,
+            usize::MAX,
         );
         // SAFETY: reads and writes stay inside the shapes, whose sizes the kernel was given.
         unsafe {
@@ -176,6 +177,7 @@ impl BackwardPass<'_> {
             1,
             problem.kv_heads,
             problem.batch,
+            usize::MAX,
         );
         // SAFETY: as for the query's gradient.
         unsafe {
@@ -221,6 +223,7 @@ impl BackwardPass<'_> {
             1,
             shape[1],
             shape[0],
+            usize::MAX,
         );
         let broadcast = Broadcast {
             batch: shape[0] != problem.batch,

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::kernel::decode::merge::merge;
-use crate::kernel::forward::{ForwardKind, forward};
+use crate::kernel::forward::unit::{ForwardKind, forward};
 use crate::plan::unit::ForwardPlan;
 use cubecl::prelude::CubeDim;
 
@@ -53,7 +53,7 @@ pub(super) fn launch(
     } else {
         (q_len, q_heads)
     };
-    let (cubes, grid) = grid(rows.div_ceil(tiles.rows), splits, heads, batch);
+    let (cubes, grid) = grid(rows.div_ceil(tiles.rows), splits, heads, batch, usize::MAX);
     let kind = ForwardKind {
         tiles,
         structure: structure(problem),
@@ -113,7 +113,7 @@ pub(super) fn launch(
 }
 
 /// The merge of `splits` parts.
-fn join(
+pub(super) fn join(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,
     sinks: Option<CubeTensor>,

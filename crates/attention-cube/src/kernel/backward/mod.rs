@@ -18,7 +18,7 @@ pub(crate) mod key_value;
 pub(crate) mod query;
 pub(crate) mod rows;
 
-use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
+use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use super::visibility::Structure;
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
@@ -61,7 +61,7 @@ pub(crate) fn score_gradient<F: Float>(
     let mut ddot = 0.0f32;
     if visible {
         let capped = capped(dot, arguments, kind);
-        p = probability(biased(capped, bias, place), logsumexp);
+        p = probability(biased(capped, bias, place, f32::new(HIDDEN)), logsumexp);
         if p != 0.0f32 {
             ds = p * (dp - delta);
             ddot = ds * slope(capped, arguments, kind);

@@ -1,3 +1,5 @@
-//! How a tile product is done. One engine so far; what it shares with those to come lies beside this folder.
+//! How a tile product is done, on any device and on Hopper; what the engines share lies beside this folder.
 
 pub(crate) mod unit;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;

@@ -1,0 +1,196 @@
+//! Launches the forward of the wgmma engine, and the merge where the keys were split.
+
+use super::forward::join;
+use super::*;
+use crate::kernel::forward::by_columns::forward_by_columns;
+use crate::kernel::forward::by_rows::forward_by_rows;
+use crate::kernel::forward::fragment::FragmentKind;
+use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
+use crate::plan::wgmma::{ColumnTiles, ForwardTiles, SUBTILE, WgmmaPlan};
+use burn::tensor::Shape;
+use cubecl::prelude::TensorMapSwizzle;
+use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
+
+/// Scales within which scores can stay unscaled until the exponential: beyond, f32 could overflow.
+const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
+
+pub(super) fn forward(
+    inputs: AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+    plan: WgmmaPlan,
+) -> AttentionOutput<CubeBackend> {
+    let WgmmaPlan {
+        tiles,
+        heads: shared_heads,
+        splits,
+        together,
+    } = plan;
+    let AttentionProblem {
+        batch,
+        q_heads,
+        kv_heads,
+        q_len,
+        value_dim,
+        ..
+    } = *problem;
+    let client = inputs.query.client.clone();
+    let split = splits > 1;
+    let shares = shared_heads > 1;
+
+    let blocks = Blocks {
+        queries: if shares { q_len } else { tiles.rows() },
+        keys: tiles.keys(),
+    };
+    let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
+    let sinks = inputs.sinks.into_option();
+    let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
+        dtype_to_storage_type(sinks.dtype)
+    });
+
+    let output_dtype = if split { DType::F32 } else { problem.dtype };
+    // The parts lie one after the other, each with all sequences.
+    let parts = splits * batch;
+    let output = empty(
+        &inputs.query,
+        [parts, q_heads, q_len, value_dim],
+        output_dtype,
+    );
+    let logsumexp = empty(&inputs.query, [parts, q_heads, q_len], DType::F32);
+
+    let (tile_count, heads) = match shares {
+        true => (problem.group().div_ceil(shared_heads), kv_heads),
+        false => (q_len.div_ceil(tiles.rows()), q_heads),
+    };
+    let (cubes, grid) = grid(tile_count, splits, heads, batch, together);
+    let score = score_kind(problem);
+    let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
+    let kind = HopperKind {
+        fragment: FragmentKind {
+            structure: structure(problem),
+            score,
+            raw,
+        },
+        heads: shared_heads,
+        split,
+    };
+    let power = match raw {
+        true => problem.scale * std::f64::consts::LOG2_E,
+        false => std::f64::consts::LOG2_E,
+    };
+    let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
+    let steps = StepsLaunch::new(
+        step(&inputs.query, 0),
+        step(&inputs.key, 0),
+        step(&inputs.key, 1),
+        step(&inputs.value, 0),
+        step(&inputs.value, 1),
+    );
+    let query_box = match shares {
+        true => [shared_heads, q_len],
+        false => [1, tiles.rows()],
+    };
+    let kernel_sinks = if split { None } else { sinks.clone() };
+    let addresses = address_type([&output, &logsumexp].into_iter().chain(extras.tensors()));
+    let count = cube_count(&client, cubes);
+    let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
+    match tiles {
+        // SAFETY: the copy engine reads inside the shapes of its maps, everything else stays inside the
+        // shapes that the kernel was given.
+        ForwardTiles::Rows(tiles) => unsafe {
+            forward_by_rows::launch_unchecked(
+                &client,
+                count,
+                CubeDim::new_1d(tiles.units() as u32),
+                addresses,
+                map(&inputs.query, query_box),
+                map(&inputs.key, [1, tiles.keys]),
+                map(&inputs.value, [1, tiles.keys]),
+                extras.mask().into(),
+                extras.bias().into(),
+                extras.integers().into(),
+                kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
+                output.clone().into_tensor_arg(),
+                logsumexp.clone().into_tensor_arg(),
+                grid,
+                places.extent(problem),
+                score_arguments(problem),
+                steps,
+                problem.group() as u32,
+                power as f32,
+                tiles,
+                kind,
+                dtype_to_storage_type(problem.dtype),
+                dtype_to_storage_type(output_dtype),
+                extras.mask_element,
+                extras.bias_element,
+                sink_element,
+                vector,
+                tiles.fragments(),
+            );
+        },
+        // SAFETY: as above.
+        ForwardTiles::Columns(tiles) => unsafe {
+            forward_by_columns::launch_unchecked(
+                &client,
+                count,
+                CubeDim::new_1d(ColumnTiles::UNITS as u32),
+                addresses,
+                map(&inputs.query, query_box),
+                map(&inputs.key, [1, ColumnTiles::KEYS]),
+                map(&inputs.value, [1, ColumnTiles::VALUE_KEYS]),
+                extras.mask().into(),
+                extras.bias().into(),
+                extras.integers().into(),
+                kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
+                output.clone().into_tensor_arg(),
+                logsumexp.clone().into_tensor_arg(),
+                grid,
+                places.extent(problem),
+                score_arguments(problem),
+                steps,
+                problem.group() as u32,
+                power as f32,
+                tiles,
+                kind,
+                dtype_to_storage_type(problem.dtype),
+                dtype_to_storage_type(output_dtype),
+                extras.mask_element,
+                extras.bias_element,
+                sink_element,
+                vector,
+                tiles.fragments(),
+            );
+        },
+    }
+    if split {
+        let vector = if value_dim.is_multiple_of(4) { 4 } else { 1 };
+        join(output, logsumexp, sinks, problem, splits, vector)
+    } else {
+        AttentionOutput { output, logsumexp }
+    }
+}
+
+/// Whether all of a dimension is the same: there is one, or it is broadcast.
+fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
+    tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
+}
+
+/// How the copy engine reads boxes of `[1, heads, rows, 64]` elements. Beyond the shape it reads zeros.
+fn map(tensor: &CubeTensor, [heads, rows]: [usize; 2]) -> TensorMapArg<Tiled> {
+    let mut shape = tensor.meta.shape().clone();
+    let mut strides = tensor.meta.strides().clone();
+    for dim in 0..3 {
+        if is_single(tensor, dim) {
+            // A stride that nothing is read by must still be a legal one.
+            shape[dim] = 1;
+            strides[dim] = shape[3].next_multiple_of(16);
+        }
+    }
+    // SAFETY: the shape and the strides are the tensor's, or smaller.
+    let view = unsafe { TensorArg::from_raw_parts(tensor.handle.clone(), strides, shape) };
+    let args = TiledArgs {
+        tile_size: Shape::new([1, heads, rows, SUBTILE]),
+    };
+    TensorMapArg::new(args, view, dtype_to_storage_type(tensor.dtype))
+        .with_swizzle(TensorMapSwizzle::B128)
+}

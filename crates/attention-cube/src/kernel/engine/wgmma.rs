@@ -1,0 +1,472 @@
+//! The tile products of Hopper: `wgmma`, by which a warpgroup multiplies 64 rows with operands that the
+//! copy engine brought to shared memory, while its threads do something else.
+//!
+//! A product in flight writes registers that nothing may touch, so each product is one PTX text: wait for
+//! the operands, issue, commit. Its accumulator leaves the text at once, and a *fence* text later waits for
+//! the product and hands the registers on; in between they must only be carried along.
+//!
+//! Operands are in subtiles of 64 columns: `rows × 128` bytes with the copy engine's 128-byte swizzle, in
+//! which the descriptors below find rows 8 by 8, 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level
+//! matrix shared memory layout"). Accumulator register `i` of lane `l` of warp `w` is row
+//! `16 w + l / 4 + 8 (i / 2 % 2)`, column `8 (i / 4) + 2 (l % 4) + i % 2`; P, as registers of the second
+//! product's left operand, has the same layout, two columns a register.
+
+use crate::kernel::ptx::{arrive_text, value_of, wait_text};
+use crate::plan::wgmma::{ColumnTiles, Half, PRODUCT_ROWS, ROW_BYTES, RowTiles};
+use cubecl::prelude::*;
+
+/// Columns of one step of a product.
+const STEP: usize = 16;
+
+/// Bytes of a step in a row of a subtile, and of 16 rows of one.
+const STEP_BYTES: usize = 2 * STEP;
+const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
+
+/// The operand at `address` whose columns are summed over: queries, keys, P.
+#[cube]
+pub(crate) fn descriptor(address: u32) -> u64 {
+    described(address, 16usize)
+}
+
+/// The operand at `address` whose rows are summed over, values, in subtiles of `subtile_bytes`.
+#[cube]
+pub(crate) fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u64 {
+    described(address, subtile_bytes)
+}
+
+#[cube]
+fn described(address: u32, #[comptime] leading_bytes: usize) -> u64 {
+    let layout = comptime!(
+        ((leading_bytes as u64 >> 4) << 16) | ((8 * ROW_BYTES as u64 >> 4) << 32) | (1u64 << 62)
+    );
+    u64::cast_from((address & 0x3FFFFu32) >> 4u32) | layout
+}
+
+/// What an address in bytes adds to a descriptor.
+const fn units(bytes: usize) -> usize {
+    bytes >> 4
+}
+
+fn registers(from: usize, count: usize) -> String {
+    let names: Vec<_> = (from..from + count).map(|i| format!("%{i}")).collect();
+    names.join(", ")
+}
+
+fn moves(count: usize, from: usize) -> String {
+    (0..count)
+        .map(|i| format!("mov.b32 %{i}, %{};\n", from + i))
+        .collect()
+}
+
+fn instruction(columns: usize, half: Half) -> String {
+    let half = half.ptx();
+    format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}")
+}
+
+/// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors, full barrier, its parity.
+fn scores_text(tiles: &RowTiles, fragment: usize) -> String {
+    let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", fragment + i));
+    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 a, b;\n");
+    text += &wait_text("", &full, 0, &parity);
+    text += "setp.ne.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
+    for step in 0..tiles.head_dim.div_ceil(STEP) {
+        let (subtile, within) = (step / 4, step % 4 * STEP_BYTES);
+        let a = units(subtile * tiles.rows() * ROW_BYTES + within);
+        let b = units(subtile * tiles.keys * ROW_BYTES + within);
+        text += &format!(
+            "add.s64 a, {query}, {a};\nadd.s64 b, {key}, {b};\n{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
+            instruction(tiles.keys, tiles.half),
+            registers(0, tiles.keys / 2),
+        );
+        if step == 0 {
+            text += "setp.eq.b32 sum, 0, 0;\n";
+        }
+    }
+    text + "wgmma.commit_group.sync.aligned;\n}\n"
+}
+
+/// `O += P V` of a whole block, P in registers: registers of O | O, P, values' descriptor, full barrier,
+/// its parity.
+fn output_text(tiles: &RowTiles, [p_fragment, o_fragment]: [usize; 2]) -> String {
+    let p = 2 * o_fragment;
+    let [value, full, parity] = [0, 1, 2].map(|i| format!("%{}", p + p_fragment + i));
+    let columns = tiles.value_columns();
+    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 b;\n");
+    text += &moves(columns / 2, o_fragment);
+    text += &wait_text("", &full, 0, &parity);
+    text += "setp.eq.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
+    for step in 0..tiles.keys / STEP {
+        text += &format!(
+            "add.s64 b, {value}, {};\n{} {{{}}}, {{{}}}, b, sum, 1, 1, 1;\n",
+            units(step * STEP_ROWS_BYTES),
+            instruction(columns, tiles.half),
+            registers(0, columns / 2),
+            registers(p + 4 * step, 4),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned;\n}\n"
+}
+
+/// Waits until at most `pending` products are in flight, then says at a barrier that a stage is free:
+/// `used` registers of a fragment | the same, barrier, elected.
+fn release_text(used: usize, fragment: usize, pending: usize) -> String {
+    let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
+    format!(
+        "{{\n.reg .pred elected;\nsetp.ne.b32 elected, {elected}, 0;\nwgmma.wait_group.sync.aligned {pending};\n{}{}}}\n",
+        arrive_text(&barrier, 1),
+        moves(used, fragment)
+    )
+}
+
+/// Starts `S = Q Kᵀ` of a block.
+#[cube]
+pub(crate) fn multiply_scores<NS: Size>(
+    query: u64,
+    key: u64,
+    full: u32,
+    parity: u32,
+    #[comptime] tiles: RowTiles,
+) -> Vector<f32, NS> {
+    let text = comptime!(scores_text(&tiles, tiles.fragments()[0]));
+    let s: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {s} {query} {key} {full} {parity}\n",
+        s = out(_) s,
+        query = in(_) value_of::<u64>(query),
+        key = in(_) value_of::<u64>(key),
+        full = in(_) value_of::<u32>(full),
+        parity = in(_) value_of::<u32>(parity)
+    );
+    s
+}
+
+/// S, once at most one later product is in flight; frees the keys' stage.
+#[cube]
+pub(crate) fn take_scores<NS: Size>(
+    s: Vector<f32, NS>,
+    empty: u32,
+    elected: u32,
+    #[comptime] pending: usize,
+    #[comptime] tiles: RowTiles,
+) -> Vector<f32, NS> {
+    let text = comptime!(release_text(tiles.keys / 2, tiles.fragments()[0], pending));
+    let taken: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {taken} {s} {empty} {elected}\n",
+        taken = out(_) taken,
+        s = in(_) value_of::<Vector<f32, NS>>(s),
+        empty = in(_) value_of::<u32>(empty),
+        elected = in(_) value_of::<u32>(elected)
+    );
+    taken
+}
+
+/// Starts `O += P V` of a block.
+#[cube]
+pub(crate) fn multiply_output<NO: Size, NP: Size>(
+    o: Vector<f32, NO>,
+    p: Vector<u32, NP>,
+    value: u64,
+    full: u32,
+    parity: u32,
+    #[comptime] tiles: RowTiles,
+) -> Vector<f32, NO> {
+    let text = comptime!({
+        let [_, p, o] = tiles.fragments();
+        output_text(&tiles, [p, o])
+    });
+    let sum: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {sum} {o} {p} {value} {full} {parity}\n",
+        sum = out(_) sum,
+        o = in(_) value_of::<Vector<f32, NO>>(o),
+        p = in(_) value_of::<Vector<u32, NP>>(p),
+        value = in(_) value_of::<u64>(value),
+        full = in(_) value_of::<u32>(full),
+        parity = in(_) value_of::<u32>(parity)
+    );
+    sum
+}
+
+/// O, once no product is in flight; frees the values' stage. P is named so that it outlives the product.
+#[cube]
+pub(crate) fn take_output<NO: Size, NP: Size>(
+    o: Vector<f32, NO>,
+    p: Vector<u32, NP>,
+    empty: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+) -> Vector<f32, NO> {
+    let text = comptime!(release_text(
+        tiles.value_columns() / 2,
+        tiles.fragments()[2],
+        0
+    ));
+    let taken: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {taken} {o} {empty} {elected} {p}\n",
+        taken = out(_) taken,
+        o = in(_) value_of::<Vector<f32, NO>>(o),
+        empty = in(_) value_of::<u32>(empty),
+        elected = in(_) value_of::<u32>(elected),
+        p = in(_) value_of::<Vector<u32, NP>>(p)
+    );
+    taken
+}
+
+/// Scores of a warpgroup in the arrangement by columns: 64 rows and 64 keys.
+const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
+
+/// Steps of 16 columns in a subtile.
+const SUBTILE_STEPS: usize = 4;
+
+/// Declares the registers by which a text walks the ring from `stage` in the phase of parity `parity`.
+fn walk_text(stage: &str, parity: &str) -> String {
+    format!(
+        ".reg .pred wrapped;\n.reg .b32 stage, parity, place;\n.reg .b64 chunk;\n\
+         mov.b32 stage, {stage};\nmov.b32 parity, {parity};\n"
+    )
+}
+
+/// Goes on by `steps` stages, fewer than there are.
+fn advance_text(steps: usize, tiles: &ColumnTiles) -> String {
+    let stages = tiles.stages;
+    format!(
+        "add.u32 stage, stage, {steps};\nsetp.ge.u32 wrapped, stage, {stages};\n\
+         @wrapped sub.u32 stage, stage, {stages};\n@wrapped xor.b32 parity, parity, 1;\n"
+    )
+}
+
+/// `S = Q Kᵀ` of a block whose chunks come through the ring: registers of S | queries' and keys'
+/// descriptors, the first full and the first empty barrier, elected, stage and parity of the first chunk.
+/// A chunk is free when the one after the next is issued; the last is left to whoever waits for S.
+fn chunked_scores_text(tiles: &ColumnTiles) -> String {
+    let [query, key, full, empty, elected, stage, parity] =
+        [0, 1, 2, 3, 4, 5, 6].map(|i| format!("%{}", HALF_KEYS / 2 + i));
+    let chunks = tiles.key_chunks();
+    let steps = tiles.head_dim.div_ceil(STEP);
+    let mut text = format!(
+        "{{\n.reg .pred waited, sum, elected;\n.reg .b64 a, b;\n.reg .b32 before, free;\n\
+         setp.ne.b32 elected, {elected}, 0;\nsetp.ne.b32 sum, 0, 0;\nmov.b32 before, 0;\n"
+    );
+    text += &walk_text(&stage, &parity);
+    for chunk in 0..chunks {
+        text += &format!("mad.lo.u32 place, stage, 8, {full};\n");
+        text += &wait_text(&chunk.to_string(), "place", 0, "parity");
+        text += &format!(
+            "mul.wide.u32 chunk, stage, {};\nadd.s64 chunk, chunk, {key};\nwgmma.fence.sync.aligned;\n",
+            units(ColumnTiles::STAGE_BYTES)
+        );
+        for step in chunk * SUBTILE_STEPS..steps.min((chunk + 1) * SUBTILE_STEPS) {
+            let within = step % SUBTILE_STEPS * STEP_BYTES;
+            text += &format!(
+                "add.s64 a, {query}, {};\nadd.s64 b, chunk, {};\n{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
+                units(chunk * PRODUCT_ROWS * ROW_BYTES + within),
+                units(within),
+                instruction(HALF_KEYS, tiles.half),
+                registers(0, HALF_KEYS / 2),
+            );
+            if step == 0 {
+                text += "setp.eq.b32 sum, 0, 0;\n";
+            }
+        }
+        text += "wgmma.commit_group.sync.aligned;\n";
+        if chunk > 0 {
+            text += "wgmma.wait_group.sync.aligned 1;\n";
+            text += &format!("mad.lo.u32 free, before, 8, {empty};\n");
+            text += &arrive_text("free", 1);
+        }
+        text += "mov.b32 before, stage;\n";
+        text += &advance_text(1, tiles);
+    }
+    text + "}\n"
+}
+
+/// `O += P V` of a block whose chunks come through the ring: registers of O | O, P's and the ring's
+/// descriptors, the first full and the first empty barrier, elected, stage and parity of the warpgroup's
+/// first chunk, the keys' last chunk's empty barrier, and who says that this is free.
+fn chunked_output_text(tiles: &ColumnTiles) -> String {
+    let fragment = tiles.output_fragment();
+    let [
+        p,
+        value,
+        full,
+        empty,
+        elected,
+        stage,
+        parity,
+        key_empty,
+        key_elected,
+    ] = [0, 1, 2, 3, 4, 5, 6, 7, 8].map(|i| format!("%{}", 2 * fragment + i));
+    let columns = tiles.value_columns();
+    let chunks = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
+    let mut text = String::from(
+        "{\n.reg .pred waited, sum, elected;\n.reg .b64 a, b;\n.reg .b32 first;\nsetp.eq.b32 sum, 0, 0;\n",
+    );
+    text += &moves(columns / 2, fragment);
+    text += &walk_text(&stage, &parity);
+    text += &format!("mad.lo.u32 first, stage, 8, {empty};\n");
+    for chunk in 0..chunks {
+        text += &format!("mad.lo.u32 place, stage, 8, {full};\n");
+        text += &wait_text(&chunk.to_string(), "place", 0, "parity");
+        text += &format!(
+            "mul.wide.u32 chunk, stage, {};\nadd.s64 chunk, chunk, {value};\nwgmma.fence.sync.aligned;\n",
+            units(ColumnTiles::STAGE_BYTES)
+        );
+        for part in 0..ColumnTiles::VALUE_KEYS / STEP {
+            let step = chunk * (ColumnTiles::VALUE_KEYS / STEP) + part;
+            let in_p =
+                step / SUBTILE_STEPS * ColumnTiles::HALF_BYTES + step % SUBTILE_STEPS * STEP_BYTES;
+            text += &format!(
+                "add.s64 a, {p}, {};\nadd.s64 b, chunk, {};\n{} {{{}}}, a, b, sum, 1, 1, 0, 1;\n",
+                units(in_p),
+                units(part * STEP_ROWS_BYTES),
+                instruction(columns, tiles.half),
+                registers(0, columns / 2),
+            );
+        }
+        text += "wgmma.commit_group.sync.aligned;\n";
+        if chunk == 0 {
+            // Everything before this product, that is S, is done.
+            text += &format!(
+                "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
+            );
+            text += &arrive_text(&key_empty, 1);
+        }
+        text += &advance_text(ColumnTiles::WARPGROUPS, tiles);
+    }
+    text += &format!("setp.ne.b32 elected, {elected}, 0;\n");
+    if tiles.frees_first_chunk_at_once() {
+        text += "wgmma.wait_group.sync.aligned 3;\n";
+        text += &arrive_text("first", 2);
+    }
+    text + "}\n"
+}
+
+/// Waits until at most `pending` products are in flight: `used` registers of a fragment | the same.
+fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
+    format!(
+        "{{\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
+        moves(used, fragment)
+    )
+}
+
+/// A warpgroup's part of the ring: where its chunk is, and who speaks for each warp.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Ring {
+    pub full: u32,
+    pub empty: u32,
+    pub elected: u32,
+}
+
+/// A chunk's stage, and the parity of its phase.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Chunk {
+    pub stage: u32,
+    pub parity: u32,
+}
+
+/// The `index`-th chunk that goes through the ring.
+#[cube]
+pub(crate) fn chunk(index: u32, #[comptime] stages: usize) -> Chunk {
+    let stages = comptime!(stages as u32);
+    Chunk {
+        stage: index % stages,
+        parity: index / stages % 2u32,
+    }
+}
+
+/// Starts `S = Q Kᵀ` of a block whose first chunk is `at`.
+#[cube]
+pub(crate) fn multiply_chunked_scores<NS: Size>(
+    query: u64,
+    key: u64,
+    ring: Ring,
+    at: Chunk,
+    #[comptime] tiles: ColumnTiles,
+) -> Vector<f32, NS> {
+    let text = comptime!(chunked_scores_text(&tiles));
+    let s: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {s} {query} {key} {full} {empty} {elected} {stage} {parity}\n",
+        s = out(_) s,
+        query = in(_) value_of::<u64>(query),
+        key = in(_) value_of::<u64>(key),
+        full = in(_) value_of::<u32>(ring.full),
+        empty = in(_) value_of::<u32>(ring.empty),
+        elected = in(_) value_of::<u32>(ring.elected),
+        stage = in(_) value_of::<u32>(at.stage),
+        parity = in(_) value_of::<u32>(at.parity)
+    );
+    s
+}
+
+/// Starts `O += P V` of a block whose chunks are every second from `at` on.
+#[cube]
+pub(crate) fn multiply_chunked_output<NO: Size>(
+    o: Vector<f32, NO>,
+    p: u64,
+    value: u64,
+    ring: Ring,
+    at: Chunk,
+    key_empty: u32,
+    key_elected: u32,
+    #[comptime] tiles: ColumnTiles,
+) -> Vector<f32, NO> {
+    let text = comptime!(chunked_output_text(&tiles));
+    let sum: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {sum} {o} {p} {value} {full} {empty} {elected} {stage} {parity} {key_empty} {key_elected}\n",
+        sum = out(_) sum,
+        o = in(_) value_of::<Vector<f32, NO>>(o),
+        p = in(_) value_of::<u64>(p),
+        value = in(_) value_of::<u64>(value),
+        full = in(_) value_of::<u32>(ring.full),
+        empty = in(_) value_of::<u32>(ring.empty),
+        elected = in(_) value_of::<u32>(ring.elected),
+        stage = in(_) value_of::<u32>(at.stage),
+        parity = in(_) value_of::<u32>(at.parity),
+        key_empty = in(_) value_of::<u32>(key_empty),
+        key_elected = in(_) value_of::<u32>(key_elected)
+    );
+    sum
+}
+
+/// A fragment of which `used` registers are used, once at most `pending` later products are in flight.
+#[cube]
+pub(crate) fn take_fragment<NF: Size>(
+    fragment: Vector<f32, NF>,
+    #[comptime] used: usize,
+    #[comptime] size: usize,
+    #[comptime] pending: usize,
+) -> Vector<f32, NF> {
+    let text = comptime!(fence_text(used, size, pending));
+    let taken: Vector<f32, NF>;
+    gpu_asm!(
+        "{text} // {taken} {fragment}\n",
+        taken = out(_) taken,
+        fragment = in(_) value_of::<Vector<f32, NF>>(fragment)
+    );
+    taken
+}
+
+/// Waits until at most `pending` products are in flight, then arrives `times` times at a barrier.
+#[cube]
+pub(crate) fn free_chunk(
+    empty: u32,
+    elected: u32,
+    #[comptime] pending: usize,
+    #[comptime] times: usize,
+) {
+    let text = comptime!(format!(
+        "{{\n.reg .pred elected;\nsetp.ne.b32 elected, %1, 0;\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
+        arrive_text("%0", times)
+    ));
+    gpu_asm!(
+        "{text} // {empty} {elected}\n",
+        empty = in(_) value_of::<u32>(empty),
+        elected = in(_) value_of::<u32>(elected)
+    );
+}

@@ -1,0 +1,289 @@
+//! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
+
+use super::fragment::{FragmentKind, RowPair};
+use crate::kernel::ptx::{async_proxy_fence, clear_shared, load_shared, or_shared, store_shared};
+use crate::kernel::schedule::{Grid, Share, block_count};
+use crate::kernel::visibility::{Extent, Run, Sight, Structure, segments_meet, visible_keys};
+use crate::plan::wgmma::ROW_BYTES;
+use cubecl::prelude::*;
+
+/// What the Hopper kernels are compiled for, besides their tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct HopperKind {
+    pub fragment: FragmentKind,
+    /// Query heads of a group that share a tile.
+    pub heads: usize,
+    /// The output is a partial one, of `splits` parts.
+    pub split: bool,
+}
+
+impl HopperKind {
+    /// Whether keys in the middle of a block may be hidden from a whole tile.
+    pub(crate) const fn leaves_holes(&self) -> bool {
+        self.fragment.score.leaves_holes(&self.fragment.structure)
+    }
+}
+
+/// Which way sequences and heads lead through a tensor: 0 where it is broadcast, else 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Steps {
+    pub query_batch: u32,
+    pub key_batch: u32,
+    pub key_head: u32,
+    pub value_batch: u32,
+    pub value_head: u32,
+}
+
+/// A tile of queries and the keys it sees.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Tile {
+    pub batch: u32,
+    pub kv_head: u32,
+    /// Of the first row, head by head where heads share a tile.
+    pub first_head: u32,
+    pub first_query: i32,
+    /// Rows that exist.
+    pub rows: i32,
+    /// Rows of a head: all of them, or the queries of each head that shares the tile.
+    pub head_rows: i32,
+    /// The number of the tile among the blocks of queries that segments are bounded by.
+    pub query_block: u32,
+    pub keys: Run,
+    /// Blocks to visit.
+    pub first_block: i32,
+    pub end_block: i32,
+    /// Where the output goes: the sequence, counted through the parts.
+    pub part: u32,
+}
+
+/// The tile of a cube with this share: `rows` queries, keys in blocks of `block`.
+#[cube]
+pub(crate) fn tile(
+    share: Share,
+    grid: &Grid,
+    extent: &Extent,
+    sight: &Sight,
+    group: u32,
+    #[comptime] rows: usize,
+    #[comptime] block: usize,
+    #[comptime] kind: HopperKind,
+) -> Tile {
+    let heads = comptime!(kind.heads as u32);
+    let mut kv_head = share.head;
+    let mut first_head = share.head;
+    let mut first_query = (share.tile * comptime!(rows as u32)) as i32;
+    let mut head_rows = i32::new(comptime!(rows as i64));
+    let mut existing = min(head_rows, extent.q_len - first_query);
+    let mut end_query = first_query + existing;
+    let mut query_block = share.tile;
+    if comptime!(kind.heads > 1) {
+        first_head = share.head * group + share.tile * heads;
+        first_query = 0i32;
+        head_rows = extent.q_len;
+        existing = min(heads, group - share.tile * heads) as i32 * extent.q_len;
+        end_query = extent.q_len;
+        query_block = 0u32;
+    } else {
+        kv_head = share.head / group;
+    }
+    // Rows that do not exist may see what the others see, but they must not read a bias.
+    let mut full = true;
+    if comptime!(kind.fragment.score.bias) {
+        full = existing == comptime!(rows as i32);
+    }
+    let keys = visible_keys(sight, first_query, end_query - 1i32, full);
+    let size = comptime!(block as i32);
+    let mut first_block = keys.first / size;
+    let mut end_block = block_count(keys.end, size);
+    if comptime!(kind.split) {
+        let blocks = max(end_block - first_block, 0i32);
+        let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
+        first_block += share.split as i32 * each;
+        end_block = min(first_block + each, end_block);
+    }
+    let mut part = share.batch;
+    if comptime!(kind.split) {
+        part = share.batch + share.split * (grid.planes / grid.heads);
+    }
+    Tile {
+        batch: share.batch,
+        kv_head,
+        first_head,
+        first_query,
+        rows: existing,
+        head_rows,
+        query_block,
+        keys,
+        first_block,
+        end_block,
+        part,
+    }
+}
+
+/// Rows that the copy engine brings for a tile.
+#[cube]
+pub(crate) fn copied_rows(
+    tile: &Tile,
+    #[comptime] rows: usize,
+    #[comptime] kind: HopperKind,
+) -> u32 {
+    if comptime!(kind.heads > 1) {
+        tile.head_rows as u32 * comptime!(kind.heads as u32)
+    } else {
+        u32::new(comptime!(rows as i64))
+    }
+}
+
+/// Rows `first` and `first + 8` of a tile.
+#[cube]
+pub(crate) fn row_pair(
+    tile: &Tile,
+    extent: &Extent,
+    first: i32,
+    #[comptime] kind: HopperKind,
+) -> RowPair {
+    let second = first + 8i32;
+    let mut head_0 = tile.first_head;
+    let mut head_1 = tile.first_head;
+    let mut query_0 = tile.first_query + first;
+    let mut query_1 = tile.first_query + second;
+    if comptime!(kind.heads > 1) {
+        head_0 = tile.first_head + (first / tile.head_rows) as u32;
+        head_1 = tile.first_head + (second / tile.head_rows) as u32;
+        query_0 = first % tile.head_rows;
+        query_1 = second % tile.head_rows;
+    }
+    RowPair {
+        batch: tile.batch,
+        head_0,
+        head_1,
+        query_0: select(first < tile.rows, query_0, extent.q_len),
+        query_1: select(second < tile.rows, query_1, extent.q_len),
+    }
+}
+
+/// The first block from `block` on that the tile visits, or `end_block`.
+#[cube]
+pub(crate) fn next_block(
+    tile: &Tile,
+    block: i32,
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] structure: Structure,
+) -> i32 {
+    let mut block = block;
+    if comptime!(structure.segments) {
+        let mut searching = block < tile.end_block;
+        while searching {
+            if segments_meet(
+                extent,
+                integers,
+                tile.batch,
+                tile.query_block,
+                block as u32,
+                structure,
+            ) {
+                searching = false;
+            } else {
+                block += 1i32;
+                searching = block < tile.end_block;
+            }
+        }
+    }
+    block
+}
+
+/// Whether values lie in the block from `first_key` on that nobody in the tile may see, by its run of keys
+/// alone. Past the last key the copy engine writes zeros.
+#[cube]
+pub(crate) fn has_strangers(
+    tile: &Tile,
+    extent: &Extent,
+    first_key: i32,
+    #[comptime] block: usize,
+) -> bool {
+    first_key < tile.keys.first
+        || (first_key + comptime!(block as i32) > tile.keys.end && tile.keys.end < extent.kv_len)
+}
+
+/// Tells the cube which keys of the `count`-th visited block the thread's rows see, bits from `shift` on.
+#[cube]
+pub(crate) fn tell_used(used_at: u32, used: u32, shift: u32, count: u32) {
+    let mut used = used << shift;
+    used |= plane_shuffle_xor(used, 4u32);
+    used |= plane_shuffle_xor(used, 8u32);
+    used |= plane_shuffle_xor(used, 16u32);
+    let lane = UNIT_POS % 32u32;
+    if lane < 4u32 {
+        or_shared(used_words(used_at, count) + 4u32 * lane, used);
+    }
+}
+
+/// Forgets the used keys of the block after the next; these were last read before the cube met.
+#[cube]
+pub(crate) fn forget_used(used_at: u32, count: u32) {
+    if UNIT_POS < 4u32 {
+        store_shared(used_words(used_at, count + 2u32) + 4u32 * UNIT_POS, 0u32);
+    }
+}
+
+/// Where a block's used keys are told: the words of the block's turn of three.
+#[cube]
+pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
+    used_at + turn % 3u32 * 16u32
+}
+
+/// Whether a block has a key that nobody uses.
+#[cube]
+pub(crate) fn has_holes(words: u32, #[comptime] block: usize) -> bool {
+    let all = comptime!(match block / 4 {
+        32 => u32::MAX,
+        bits => (1u32 << bits) - 1,
+    });
+    let both = load_shared(words) & load_shared(words + 4u32);
+    (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
+}
+
+/// Writes zeros over the values, `count` rows of a block from its `first_row` on at `address`, that nobody
+/// in the tile sees: 0 · NaN must not reach the output. Shared by `units` threads, of which this is `unit`.
+#[cube]
+pub(crate) fn clear_unseen_values(
+    address: u32,
+    tile: &Tile,
+    first_key: i32,
+    words: u32,
+    unit: u32,
+    #[comptime] first_row: usize,
+    #[comptime] units: usize,
+    #[comptime] count: usize,
+    #[comptime] subtiles: usize,
+    #[comptime] holes: bool,
+) {
+    let pieces = comptime!((subtiles * ROW_BYTES / 16) as u32);
+    let mut index = unit;
+    while index < comptime!((count * subtiles * ROW_BYTES / 16) as u32) {
+        let row_here = index / pieces;
+        let row = row_here + comptime!(first_row as u32);
+        let key = first_key + row as i32;
+        let mut seen = key >= tile.keys.first && key < tile.keys.end;
+        if comptime!(holes) {
+            let word = load_shared(words + row % 8u32 / 2u32 * 4u32);
+            seen = (word >> (row / 8u32 * 2u32 + row % 2u32)) & 1u32 == 1u32;
+        }
+        if !seen {
+            let piece = index % pieces;
+            let subtile = piece / comptime!((ROW_BYTES / 16) as u32);
+            let within = piece % comptime!((ROW_BYTES / 16) as u32);
+            clear_shared(
+                address
+                    + subtile * comptime!((count * ROW_BYTES) as u32)
+                    + row_here * comptime!(ROW_BYTES as u32)
+                    + within * 16u32,
+            );
+        }
+        index += comptime!(units as u32);
+    }
+    async_proxy_fence();
+}

@@ -1,0 +1,246 @@
+//! Every line of inline PTX, behind names: barriers, the bulk copy engine (TMA), fences and small arithmetic
+//! of NVIDIA's Hopper (sm_90a). The matrix products' texts are in `engine/wgmma.rs`.
+//!
+//! Addresses are those of the shared window (`.shared`), in bytes. In a text `%N` is the N-th register of
+//! the operands, outputs first, in order; every operand is also named once in a trailing comment, as
+//! `gpu_asm!` demands.
+
+use crate::plan::wgmma::Half;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::generic_to_shared;
+
+/// The value of a local. `gpu_asm!` takes values, and a mutable local is a place.
+#[cube]
+pub(crate) fn value_of<T: CubePrimitive>(x: T) -> T {
+    intrinsic!(|scope| { x.read_value(scope).into() })
+}
+
+/// A text without operands.
+#[cube]
+fn plain(#[comptime] text: String) {
+    gpu_asm!("{text}");
+}
+
+/// A text with one u32.
+#[cube]
+fn with_one(a: u32, #[comptime] text: String) {
+    gpu_asm!("{text} // {a}\n", a = in(_) value_of::<u32>(a));
+}
+
+/// A text with two u32.
+#[cube]
+fn with_two(a: u32, b: u32, #[comptime] text: String) {
+    gpu_asm!("{text} // {a} {b}\n", a = in(_) value_of::<u32>(a), b = in(_) value_of::<u32>(b));
+}
+
+/// Where `memory` starts in the shared window.
+#[cube]
+pub(crate) fn shared_address(memory: &Shared<[u32]>) -> u32 {
+    // SAFETY: only the address is taken.
+    generic_to_shared::<u32>(unsafe { memory.as_slice().as_ptr_unchecked() })
+}
+
+/// `2^x`, subnormals flushed, within 2 units in the last place.
+#[cube]
+pub(crate) fn exp2(x: f32) -> f32 {
+    let y: f32;
+    gpu_asm!("ex2.approx.ftz.f32 {y}, {x};", y = out(_) y, x = in(_) value_of::<f32>(x), options(pure, nomem));
+    y
+}
+
+/// Two values rounded to half precision, the first in the low bits.
+#[cube]
+pub(crate) fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
+    let name = comptime!(half.ptx());
+    let y: u32;
+    gpu_asm!(
+        "cvt.rn.{name}x2.f32 {y}, {high}, {low};",
+        y = out(_) y,
+        high = in(_) value_of::<f32>(high),
+        low = in(_) value_of::<f32>(low),
+        options(pure, nomem)
+    );
+    y
+}
+
+/// Registers of each thread of this warpgroup from here on, fewer than it was launched with.
+#[cube]
+pub(crate) fn give_registers(#[comptime] registers: usize) {
+    plain(comptime!(format!(
+        "setmaxnreg.dec.sync.aligned.u32 {registers};\n"
+    )));
+}
+
+/// Registers of each thread of this warpgroup from here on, more than it was launched with.
+#[cube]
+pub(crate) fn take_registers(#[comptime] registers: usize) {
+    plain(comptime!(format!(
+        "setmaxnreg.inc.sync.aligned.u32 {registers};\n"
+    )));
+}
+
+/// Makes a barrier at `address` that a phase of `arrivals` completes.
+#[cube]
+pub(crate) fn barrier_init(address: u32, #[comptime] arrivals: usize) {
+    with_one(
+        address,
+        comptime!(format!("mbarrier.init.shared::cta.b64 [%0], {arrivals};\n")),
+    );
+}
+
+/// Shows new barriers to the copy engine. The cube's other threads see them after a sync.
+#[cube]
+pub(crate) fn barrier_init_fence() {
+    plain(comptime!(
+        "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\n".to_string()
+    ));
+}
+
+/// Waits in a text for the phase of parity `parity` of the barrier at `address + offset`; needs a
+/// predicate `waited`, and a `label` that is unique in the text's braces.
+pub(crate) fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> String {
+    format!(
+        "W{label}:\nmbarrier.try_wait.parity.shared::cta.b64 waited, [{address}+{offset}], {parity};\n\
+         @waited bra D{label};\nbra W{label};\nD{label}:\n"
+    )
+}
+
+/// Arrives in a text `times` times at the barrier at `address`, where the predicate `elected` holds.
+pub(crate) fn arrive_text(address: &str, times: usize) -> String {
+    format!("@elected mbarrier.arrive.release.cta.shared::cta.b64 _, [{address}], {times};\n")
+}
+
+/// Waits until the phase of parity `parity` is complete.
+#[cube]
+pub(crate) fn barrier_wait(address: u32, parity: u32) {
+    with_two(
+        address,
+        parity,
+        comptime!(format!(
+            "{{\n.reg .pred waited;\n{}}}\n",
+            wait_text("", "%0", 0, "%1")
+        )),
+    );
+}
+
+/// Arrives at a barrier that `bytes` of copies will complete.
+#[cube]
+pub(crate) fn barrier_expect(address: u32, #[comptime] bytes: usize) {
+    with_one(
+        address,
+        comptime!(format!(
+            "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], {bytes};\n"
+        )),
+    );
+}
+
+/// Arrives at a barrier that `bytes` of copies will complete, a number known only now.
+#[cube]
+pub(crate) fn barrier_expect_bytes(address: u32, bytes: u32) {
+    with_two(
+        address,
+        bytes,
+        comptime!(
+            "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;\n".to_string()
+        ),
+    );
+}
+
+/// Copies a box of the tensor `[batch, heads, length, columns]` behind `map` to `target`, and tells `barrier`.
+#[cube]
+pub(crate) fn tma_load(
+    target: u32,
+    map: u64,
+    batch: u32,
+    head: u32,
+    row: i32,
+    column: u32,
+    barrier: u32,
+) {
+    gpu_asm!(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [{target}], [{map}, {{{column}, {row}, {head}, {batch}}}], [{barrier}];",
+        target = in(_) value_of::<u32>(target),
+        map = in(_) value_of::<u64>(map),
+        column = in(_) value_of::<u32>(column),
+        row = in(_) value_of::<i32>(row),
+        head = in(_) value_of::<u32>(head),
+        batch = in(_) value_of::<u32>(batch),
+        barrier = in(_) value_of::<u32>(barrier)
+    );
+}
+
+/// Brings a box of the tensor behind `map` into the L2 cache.
+#[cube]
+pub(crate) fn tma_prefetch(map: u64, batch: u32, head: u32, row: i32, column: u32) {
+    gpu_asm!(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [{map}, {{{column}, {row}, {head}, {batch}}}];",
+        map = in(_) value_of::<u64>(map),
+        column = in(_) value_of::<u32>(column),
+        row = in(_) value_of::<i32>(row),
+        head = in(_) value_of::<u32>(head),
+        batch = in(_) value_of::<u32>(batch)
+    );
+}
+
+/// Shows this thread's writes to shared memory to the matrix unit and the copy engine.
+#[cube]
+pub(crate) fn async_proxy_fence() {
+    plain(comptime!("fence.proxy.async.shared::cta;\n".to_string()));
+}
+
+/// A meeting of `units` threads; `id` from 1 to 15, 0 is `sync_cube`'s.
+#[cube]
+pub(crate) fn named_barrier(#[comptime] id: usize, #[comptime] units: usize) {
+    plain(comptime!(format!("bar.sync {id}, {units};\n")));
+}
+
+/// Sets bits of a word in shared memory.
+#[cube]
+pub(crate) fn or_shared(address: u32, bits: u32) {
+    with_two(
+        address,
+        bits,
+        comptime!("red.shared::cta.or.b32 [%0], %1;\n".to_string()),
+    );
+}
+
+#[cube]
+pub(crate) fn store_shared(address: u32, value: u32) {
+    with_two(
+        address,
+        value,
+        comptime!("st.shared::cta.b32 [%0], %1;\n".to_string()),
+    );
+}
+
+/// Writes 16 bytes of zeros.
+#[cube]
+pub(crate) fn clear_shared(address: u32) {
+    with_one(
+        address,
+        comptime!(
+            "{\n.reg .b32 zero;\nmov.b32 zero, 0;\nst.shared::cta.v4.b32 [%0], {zero, zero, zero, zero};\n}\n"
+                .to_string()
+        ),
+    );
+}
+
+#[cube]
+pub(crate) fn load_shared(address: u32) -> u32 {
+    let x: u32;
+    gpu_asm!("ld.shared::cta.b32 {x}, [{a}];", x = out(_) x, a = in(_) value_of::<u32>(address));
+    x
+}
+
+/// Stores four 8 × 8 matrices of halves, a row's 16 bytes at each lane's address.
+#[cube]
+pub(crate) fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
+    gpu_asm!(
+        "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [{x}], {{{a}, {b}, {c}, {d}}};",
+        x = in(_) value_of::<u32>(address),
+        a = in(_) value_of::<u32>(a),
+        b = in(_) value_of::<u32>(b),
+        c = in(_) value_of::<u32>(c),
+        d = in(_) value_of::<u32>(d)
+    );
+}
