@@ -2,7 +2,7 @@
 
 use crate::compare::{Named, Precision, assert_close};
 use crate::dense::{Dense, Layout};
-use crate::devices::devices;
+use crate::devices::{TestDevice, devices};
 use crate::inputs::Inputs;
 use crate::run::Operator;
 use attention_cube::CausalAlignment;
@@ -174,6 +174,20 @@ impl Case {
                 assert_close(&context, got, exact, baseline, self.precision());
             }
             self.assert_exact_zeros(&context, &got, &exact);
+        }
+    }
+
+    /// The same of output and logsumexp alone, on `devices`.
+    pub fn check_forward(&self, devices: &[TestDevice], given: &Inputs, equivalent: &Inputs) {
+        let flex = Device::flex();
+        let exact = self.run_forward(equivalent, &flex, DType::F64, Operator::Reference);
+        let baseline = self.run_forward(equivalent, &flex, self.dtype, Operator::Reference);
+        for device in devices {
+            let context = format!("{}, seed {}: {self:?}", device.name, seed());
+            let got = self.run_forward(given, &device.device, self.dtype, Operator::Fused);
+            for ((got, exact), baseline) in got.iter().zip(&exact).zip(&baseline) {
+                assert_close(&context, got, exact, baseline, self.precision());
+            }
         }
     }
 

@@ -169,17 +169,62 @@ pub(crate) fn tma_load(
     );
 }
 
-/// Brings a box of the tensor behind `map` into the L2 cache.
+/// The same of the tensor `[batch, heads, subtiles, length, 64]`, from a subtile on.
 #[cube]
-pub(crate) fn tma_prefetch(map: u64, batch: u32, head: u32, row: i32, column: u32) {
+pub(crate) fn tma_load_subtiles(
+    target: u32,
+    map: u64,
+    batch: u32,
+    head: u32,
+    row: i32,
+    subtile: u32,
+    barrier: u32,
+) {
     gpu_asm!(
-        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [{map}, {{{column}, {row}, {head}, {batch}}}];",
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [{target}], [{map}, {{{column}, {row}, {subtile}, {head}, {batch}}}], [{barrier}];",
+        target = in(_) value_of::<u32>(target),
         map = in(_) value_of::<u64>(map),
-        column = in(_) value_of::<u32>(column),
+        column = in(_) 0u32,
         row = in(_) value_of::<i32>(row),
+        subtile = in(_) value_of::<u32>(subtile),
+        head = in(_) value_of::<u32>(head),
+        batch = in(_) value_of::<u32>(batch),
+        barrier = in(_) value_of::<u32>(barrier)
+    );
+}
+
+/// Brings a box of the tensor `[batch, heads, subtiles, length, 64]` behind `map` into the L2 cache.
+#[cube]
+pub(crate) fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, subtile: u32) {
+    gpu_asm!(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [{map}, {{{column}, {row}, {subtile}, {head}, {batch}}}];",
+        map = in(_) value_of::<u64>(map),
+        column = in(_) 0u32,
+        row = in(_) value_of::<i32>(row),
+        subtile = in(_) value_of::<u32>(subtile),
         head = in(_) value_of::<u32>(head),
         batch = in(_) value_of::<u32>(batch)
     );
+}
+
+/// Copies a box from `source` to the tensor `[batch, heads, length, columns]` behind `map`, as far as it goes.
+#[cube]
+pub(crate) fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, column: u32) {
+    gpu_asm!(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [{map}, {{{column}, {row}, {head}, {batch}}}], [{source}];\ncp.async.bulk.commit_group;",
+        map = in(_) value_of::<u64>(map),
+        source = in(_) value_of::<u32>(source),
+        batch = in(_) value_of::<u32>(batch),
+        head = in(_) value_of::<u32>(head),
+        row = in(_) value_of::<i32>(row),
+        column = in(_) value_of::<u32>(column)
+    );
+}
+
+/// Waits until this thread's stores have read their sources.
+#[cube]
+pub(crate) fn tma_store_wait() {
+    plain(comptime!("cp.async.bulk.wait_group.read 0;\n".to_string()));
 }
 
 /// Shows this thread's writes to shared memory to the matrix unit and the copy engine.

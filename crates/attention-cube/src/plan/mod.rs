@@ -181,6 +181,9 @@ pub struct Selection {
     pub refusals: Vec<(Engine, Refusal)>,
 }
 
+/// How an engine answers.
+type Plan = fn(&AttentionProblem, &DeviceProfile, Layouts, Pass) -> Result<Kernel, Refusal>;
+
 /// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
@@ -194,17 +197,17 @@ pub fn select(
             refusals: vec![(Engine::Unit, Refusal::NoCubeCL)],
         };
     };
-    let engines: [(Engine, &dyn Fn() -> Result<Kernel, Refusal>); 2] = [
-        (Engine::Wgmma, &|| {
+    let engines: [(Engine, Plan); 2] = [
+        (Engine::Wgmma, |problem, device, layouts, pass| {
             wgmma::plan(problem, device, layouts, pass).map(Kernel::Wgmma)
         }),
-        (Engine::Unit, &|| {
+        (Engine::Unit, |problem, device, layouts, pass| {
             unit::plan(problem, device, layouts, pass).map(Kernel::Unit)
         }),
     ];
     let mut refusals = Vec::new();
     for (engine, plan) in engines {
-        match plan() {
+        match plan(problem, device, layouts, pass) {
             Ok(kernel) => return Selection { kernel, refusals },
             Err(refusal) => refusals.push((engine, refusal)),
         }

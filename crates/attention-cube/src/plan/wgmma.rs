@@ -44,6 +44,11 @@ pub(crate) const PRODUCT_ROWS: usize = 64;
 /// Threads of a warpgroup.
 pub(crate) const WARPGROUP: usize = 128;
 
+/// Whether rows of so many columns are whole subtiles, which the copy engine then brings by one box.
+pub(crate) const fn is_whole(columns: usize) -> bool {
+    columns.is_multiple_of(SUBTILE)
+}
+
 /// A vector of registers has a power of two of them.
 const fn registers(used: usize) -> usize {
     used.next_power_of_two()
@@ -136,6 +141,11 @@ impl RowTiles {
         ]
     }
 
+    /// Whether the output leaves through the queries' place in shared memory, where it fits.
+    pub const fn boxes_output(&self) -> bool {
+        self.value_dim.is_multiple_of(16) && self.value_subtiles() <= self.key_subtiles()
+    }
+
     /// Registers a thread of the warpgroup that fetches, and of those that multiply.
     pub const fn thread_registers(&self) -> [usize; 2] {
         match self.warpgroups {
@@ -201,6 +211,17 @@ impl ColumnTiles {
     /// Bytes of a chunk of values.
     pub const fn value_bytes(&self) -> usize {
         Self::VALUE_KEYS * ROW_BYTES * self.value_subtiles()
+    }
+
+    /// Whether the output leaves through the stages' place in shared memory: a warpgroup's part must not share
+    /// a subtile with the other's.
+    pub const fn boxes_output(&self) -> bool {
+        self.value_columns().is_multiple_of(SUBTILE)
+    }
+
+    /// Whether a chunk of values is one box.
+    pub const fn has_whole_values(&self) -> bool {
+        is_whole(self.value_dim) && is_whole(self.value_columns())
     }
 
     /// Whether a block's last chunk of values needs the stage of its first.
@@ -272,6 +293,14 @@ impl ForwardTiles {
         match self {
             Self::Rows(tiles) => tiles.keys,
             Self::Columns(_) => ColumnTiles::KEYS,
+        }
+    }
+
+    /// Whether the copy engine writes the output, where every tile has one head and no part.
+    pub const fn boxes_output(&self) -> bool {
+        match self {
+            Self::Rows(tiles) => tiles.boxes_output(),
+            Self::Columns(tiles) => tiles.boxes_output(),
         }
     }
 
@@ -348,7 +377,7 @@ const WIDEST_VALUES: usize = 512;
 
 /// Bytes of keys and values whose tiles are in flight together under a causal mask, where heads are
 /// interleaved so that what starts last is short: they share the L2 cache.
-const CACHE_BYTES: usize = 24 << 20;
+const CACHE_BYTES: usize = 34 << 20;
 
 /// Multiprocessors assumed where the runtime does not say.
 const ASSUMED_MULTIPROCESSORS: usize = 132;
@@ -460,7 +489,7 @@ fn splits(
 
 /// Heads whose tiles alternate. Where all tiles are equally long, a head's own come one after the other.
 fn together(problem: &AttentionProblem, planes: usize, heads: usize) -> usize {
-    if problem.causal.is_none() || problem.window_left.is_some() {
+    if problem.causal.is_none() {
         return 1;
     }
     let key_value_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim);

@@ -6,7 +6,7 @@ use crate::kernel::forward::by_columns::forward_by_columns;
 use crate::kernel::forward::by_rows::forward_by_rows;
 use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
-use crate::plan::wgmma::{ColumnTiles, ForwardTiles, SUBTILE, WgmmaPlan};
+use crate::plan::wgmma::{ColumnTiles, ForwardTiles, PRODUCT_ROWS, SUBTILE, WgmmaPlan, is_whole};
 use burn::tensor::Shape;
 use cubecl::prelude::TensorMapSwizzle;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
@@ -72,6 +72,7 @@ pub(super) fn forward(
         },
         heads: shared_heads,
         split,
+        boxes_output: tiles.boxes_output() && !shares && !split,
     };
     let power = match raw {
         true => problem.scale * std::f64::consts::LOG2_E,
@@ -93,22 +94,29 @@ pub(super) fn forward(
     let addresses = address_type([&output, &logsumexp].into_iter().chain(extras.tensors()));
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
+    let output_boxes = match kind.boxes_output {
+        true => map(&output, [1, PRODUCT_ROWS], None),
+        // Not used, but there must be one.
+        false => map(&inputs.query, [1, PRODUCT_ROWS], None),
+    };
     match tiles {
-        // SAFETY: the copy engine reads inside the shapes of its maps, everything else stays inside the
-        // shapes that the kernel was given.
+        // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
+        // that the kernel was given.
         ForwardTiles::Rows(tiles) => unsafe {
+            let query_subtiles = (!shares).then_some(tiles.key_subtiles());
             forward_by_rows::launch_unchecked(
                 &client,
                 count,
                 CubeDim::new_1d(tiles.units() as u32),
                 addresses,
-                map(&inputs.query, query_box),
-                map(&inputs.key, [1, tiles.keys]),
-                map(&inputs.value, [1, tiles.keys]),
+                map(&inputs.query, query_box, query_subtiles),
+                map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
+                map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
                 extras.mask().into(),
                 extras.bias().into(),
                 extras.integers().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
+                output_boxes,
                 output.clone().into_tensor_arg(),
                 logsumexp.clone().into_tensor_arg(),
                 grid,
@@ -130,18 +138,21 @@ pub(super) fn forward(
         },
         // SAFETY: as above.
         ForwardTiles::Columns(tiles) => unsafe {
+            let query_subtiles = (!shares).then_some(tiles.key_chunks());
+            let value_subtiles = tiles.has_whole_values().then_some(tiles.value_subtiles());
             forward_by_columns::launch_unchecked(
                 &client,
                 count,
                 CubeDim::new_1d(ColumnTiles::UNITS as u32),
                 addresses,
-                map(&inputs.query, query_box),
-                map(&inputs.key, [1, ColumnTiles::KEYS]),
-                map(&inputs.value, [1, ColumnTiles::VALUE_KEYS]),
+                map(&inputs.query, query_box, query_subtiles),
+                map(&inputs.key, [1, ColumnTiles::KEYS], Some(1)),
+                map(&inputs.value, [1, ColumnTiles::VALUE_KEYS], value_subtiles),
                 extras.mask().into(),
                 extras.bias().into(),
                 extras.integers().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
+                output_boxes,
                 output.clone().into_tensor_arg(),
                 logsumexp.clone().into_tensor_arg(),
                 grid,
@@ -175,21 +186,38 @@ fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
-/// How the copy engine reads boxes of `[1, heads, rows, 64]` elements. Beyond the shape it reads zeros.
-fn map(tensor: &CubeTensor, [heads, rows]: [usize; 2]) -> TensorMapArg<Tiled> {
-    let mut shape = tensor.meta.shape().clone();
-    let mut strides = tensor.meta.strides().clone();
+/// How the copy engine sees a tensor: boxes of `[1, heads, rows, 64]` elements, or of `[1, heads, subtiles, rows,
+/// 64]` where `subtiles` are asked for and rows are whole subtiles. Beyond the shape it reads zeros, and writes
+/// nothing.
+fn map(
+    tensor: &CubeTensor,
+    [heads, rows]: [usize; 2],
+    subtiles: Option<usize>,
+) -> TensorMapArg<Tiled> {
+    let mut shape = tensor.meta.shape().to_vec();
+    let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
             // A stride that nothing is read by must still be a legal one.
             shape[dim] = 1;
-            strides[dim] = shape[3].next_multiple_of(16);
+            strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
     }
-    // SAFETY: the shape and the strides are the tensor's, or smaller.
-    let view = unsafe { TensorArg::from_raw_parts(tensor.handle.clone(), strides, shape) };
+    let mut tile_size = vec![1, heads, rows, SUBTILE];
+    if let Some(subtiles) = subtiles
+        && is_whole(shape[3])
+    {
+        shape.insert(2, shape[3] / SUBTILE);
+        strides.insert(2, SUBTILE);
+        tile_size.insert(2, subtiles);
+        shape[4] = SUBTILE;
+    }
+    // SAFETY: the shape and the strides reach the same elements as the tensor's, or fewer.
+    let view = unsafe {
+        TensorArg::from_raw_parts(tensor.handle.clone(), strides.into(), Shape::from(shape))
+    };
     let args = TiledArgs {
-        tile_size: Shape::new([1, heads, rows, SUBTILE]),
+        tile_size: Shape::from(tile_size),
     };
     TensorMapArg::new(args, view, dtype_to_storage_type(tensor.dtype))
         .with_swizzle(TensorMapSwizzle::B128)

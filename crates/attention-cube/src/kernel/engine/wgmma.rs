@@ -37,7 +37,9 @@ pub(crate) fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usi
 #[cube]
 fn described(address: u32, #[comptime] leading_bytes: usize) -> u64 {
     let layout = comptime!(
-        ((leading_bytes as u64 >> 4) << 16) | ((8 * ROW_BYTES as u64 >> 4) << 32) | (1u64 << 62)
+        (((leading_bytes as u64) >> 4) << 16)
+            | (((8 * ROW_BYTES as u64) >> 4) << 32)
+            | (1u64 << 62)
     );
     u64::cast_from((address & 0x3FFFFu32) >> 4u32) | layout
 }

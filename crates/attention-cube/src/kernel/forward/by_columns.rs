@@ -13,11 +13,13 @@
 //! freeing the chunks of V on the way; wait for O.
 
 use super::fragment::{
-    Pair, finite, follow, maxima, normalise, numerators, rescale, score, totals, write_row,
+    Pair, finite, follow, maxima, normalise, numerators, rescale, score, totals, write_logsumexp,
+    write_row,
 };
 use super::tile::{
     HopperKind, Steps, Tile, clear_unseen_values, copied_rows, forget_used, has_holes,
-    has_strangers, next_block, row_pair, tell_used, tile, used_words,
+    has_strangers, load_subtiles, next_block, row_pair, store_boxes, tell_used, tile, used_words,
+    warpgroup_barrier,
 };
 use crate::kernel::engine::wgmma::{
     Ring, chunk, descriptor, free_chunk, multiply_chunked_output, multiply_chunked_scores,
@@ -26,12 +28,12 @@ use crate::kernel::engine::wgmma::{
 use crate::kernel::ptx::{
     async_proxy_fence, barrier_expect, barrier_expect_bytes, barrier_init, barrier_init_fence,
     barrier_wait, give_registers, load_shared, named_barrier, shared_address, store_matrices,
-    store_shared, take_registers, tma_load,
+    store_shared, take_registers, tma_prefetch_subtiles,
 };
 use crate::kernel::schedule::{Grid, share};
 use crate::kernel::score::ScoreArguments;
-use crate::kernel::visibility::{Extent, is_whole, sight};
-use crate::plan::wgmma::{ColumnTiles, PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP};
+use crate::kernel::visibility::{Extent, is_whole as sees_whole, sight};
+use crate::plan::wgmma::{ColumnTiles, PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -44,10 +46,9 @@ const CONSUMERS: usize = ColumnTiles::WARPGROUPS * WARPGROUP;
 /// Chunks of values of a warpgroup.
 const OWN_CHUNKS: usize = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
 
-/// Meetings of both warpgroups: the maxima are there; P is there. Of each with itself: its values are clean.
+/// Meetings of both warpgroups: the maxima are there; P is there.
 const MAXIMA: usize = 1;
 const PROBABILITIES: usize = 2;
-const CLEAN: [usize; 2] = [3, 4];
 
 /// Where things are in shared memory.
 #[derive(CubeType, Clone, Copy)]
@@ -97,6 +98,7 @@ pub(crate) fn forward_by_columns<
     bias: ComptimeOption<&Tensor<F>>,
     integers: ComptimeOption<&Tensor<i32>>,
     sinks: ComptimeOption<&Tensor<K>>,
+    output_boxes: &TensorMap<E, Tiled>,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     grid: Grid,
@@ -396,30 +398,62 @@ pub(crate) fn forward_by_columns<
             negative_infinity,
         );
         let first_column = warpgroup * comptime!(tiles.value_columns() as u32);
-        if exists_0 {
+        if warpgroup == 0u32 {
+            write_logsumexp(
+                logsumexp,
+                first_row,
+                tile.part,
+                rows.head_0,
+                rows.query_0,
+                exists_0,
+            );
+            write_logsumexp(
+                logsumexp,
+                second_row,
+                tile.part,
+                rows.head_1,
+                rows.query_1,
+                exists_1,
+            );
+        }
+        if comptime!(kind.boxes_output) {
+            // Both warpgroups are done with every stage since they exchanged the sums.
+            let bytes = comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
+            store_boxes::<NO>(
+                o,
+                pair(first_row.factor, second_row.factor),
+                places.stages + warpgroup * bytes,
+                tensor_map_address(output_boxes),
+                tile.batch,
+                tile.first_head,
+                tile.first_query,
+                first_column,
+                comptime!(tiles.value_columns()),
+                comptime!(PRODUCT_ROWS * ROW_BYTES),
+                tiles.half,
+            );
+        } else {
             write_row::<O, N, NO>(
                 o,
                 first_row,
                 output,
-                logsumexp,
                 tile.part,
                 rows.head_0,
                 rows.query_0,
+                exists_0,
                 0usize,
                 first_column,
                 comptime!(tiles.value_columns()),
                 tiles.value_dim,
             );
-        }
-        if exists_1 {
             write_row::<O, N, NO>(
                 o,
                 second_row,
                 output,
-                logsumexp,
                 tile.part,
                 rows.head_1,
                 rows.query_1,
+                exists_1,
                 1usize,
                 first_column,
                 comptime!(tiles.value_columns()),
@@ -481,18 +515,18 @@ fn fetch<E: Float>(
         copied_rows(tile, ColumnTiles::ROWS, kind)
             * comptime!((tiles.key_chunks() * ROW_BYTES) as u32),
     );
-    #[unroll]
-    for subtile in 0..comptime!(tiles.key_chunks()) {
-        tma_load(
-            places.queries + comptime!((subtile * PRODUCT_ROWS * ROW_BYTES) as u32),
-            query_map,
-            tile.batch * steps.query_batch,
-            tile.first_head,
-            tile.first_query,
-            comptime!((subtile * SUBTILE) as u32),
-            places.queries_full,
-        );
-    }
+    load_subtiles(
+        places.queries,
+        query_map,
+        tile.batch * steps.query_batch,
+        tile.first_head,
+        tile.first_query,
+        places.queries_full,
+        0usize,
+        comptime!(tiles.key_chunks()),
+        comptime!(PRODUCT_ROWS * ROW_BYTES),
+        comptime!(kind.heads == 1 && is_whole(tiles.head_dim)),
+    );
     let key_batch = tile.batch * steps.key_batch;
     let key_head = tile.kv_head * steps.key_head;
     let mut block = first;
@@ -500,18 +534,24 @@ fn fetch<E: Float>(
     let mut count = 0u32;
     let mut passed = 0u32;
     while block < tile.end_block {
+        if block + 1i32 < tile.end_block {
+            prefetch(key_map, value_map, steps, tile, block + 1i32, tiles);
+        }
         #[unroll]
         for part in 0..comptime!(tiles.key_chunks()) {
             let place = next_stage(places, passed + comptime!(part as u32), tiles);
             barrier_expect(place.full, ColumnTiles::STAGE_BYTES);
-            tma_load(
+            load_subtiles(
                 place.at,
                 key_map,
                 key_batch,
                 key_head,
                 block * comptime!(ColumnTiles::KEYS as i32),
-                comptime!((part * SUBTILE) as u32),
                 place.full,
+                comptime!(part * SUBTILE),
+                1usize,
+                ColumnTiles::STAGE_BYTES,
+                comptime!(is_whole(tiles.head_dim)),
             );
         }
         passed += comptime!(tiles.key_chunks() as u32);
@@ -531,6 +571,41 @@ fn fetch<E: Float>(
     }
     if count > 0u32 {
         fetch_values(value_map, steps, places, tile, previous, passed, tiles);
+    }
+}
+
+/// Asks for a chunk of keys and one of values of a block that is needed soon. The cubes whose tiles are
+/// neighbours read the same keys at about the same time, so each asks for another chunk.
+#[cube]
+fn prefetch(
+    key_map: u64,
+    value_map: u64,
+    steps: &Steps,
+    tile: &Tile,
+    block: i32,
+    #[comptime] tiles: ColumnTiles,
+) {
+    let row = block * comptime!(ColumnTiles::KEYS as i32);
+    let turn = tile.first_query as u32 / comptime!(ColumnTiles::ROWS as u32);
+    if comptime!(is_whole(tiles.head_dim)) {
+        tma_prefetch_subtiles(
+            key_map,
+            tile.batch * steps.key_batch,
+            tile.kv_head * steps.key_head,
+            row,
+            turn % comptime!(tiles.key_chunks() as u32),
+        );
+    }
+    if comptime!(tiles.has_whole_values()) {
+        let part = turn % comptime!(tiles.value_chunks() as u32);
+        let warpgroups = comptime!(ColumnTiles::WARPGROUPS as u32);
+        tma_prefetch_subtiles(
+            value_map,
+            tile.batch * steps.value_batch,
+            tile.kv_head * steps.value_head,
+            row + (part / warpgroups * comptime!(ColumnTiles::VALUE_KEYS as u32)) as i32,
+            part % warpgroups * comptime!(tiles.value_subtiles() as u32),
+        );
     }
 }
 
@@ -573,18 +648,18 @@ fn fetch_values(
         let first_column = comptime!(part % ColumnTiles::WARPGROUPS * tiles.value_columns());
         let first_row =
             comptime!((part / ColumnTiles::WARPGROUPS * ColumnTiles::VALUE_KEYS) as i32);
-        #[unroll]
-        for subtile in 0..comptime!(tiles.value_subtiles()) {
-            tma_load(
-                place.at + comptime!((subtile * ColumnTiles::VALUE_KEYS * ROW_BYTES) as u32),
-                map,
-                batch,
-                head,
-                block * comptime!(ColumnTiles::KEYS as i32) + first_row,
-                comptime!((first_column + subtile * SUBTILE) as u32),
-                place.full,
-            );
-        }
+        load_subtiles(
+            place.at,
+            map,
+            batch,
+            head,
+            block * comptime!(ColumnTiles::KEYS as i32) + first_row,
+            place.full,
+            first_column,
+            comptime!(tiles.value_subtiles()),
+            comptime!(ColumnTiles::VALUE_KEYS * ROW_BYTES),
+            comptime!(tiles.has_whole_values()),
+        );
     }
 }
 
@@ -592,7 +667,7 @@ fn fetch_values(
 #[cube]
 fn sees_all(tile: &Tile, block: i32, #[comptime] kind: HopperKind) -> bool {
     let size = comptime!(ColumnTiles::KEYS as i32);
-    is_whole(&tile.keys, block * size, size, kind.fragment.structure)
+    sees_whole(&tile.keys, block * size, size, kind.fragment.structure)
 }
 
 #[cube]
@@ -609,7 +684,8 @@ fn exchange(places: &Places, own: Pair, buffer: u32, #[comptime] largest: bool) 
     let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32;
     let of_warpgroup = comptime!(4 * ColumnTiles::ROWS as u32);
     let start = places.exchange + buffer * 2u32 * of_warpgroup + 4u32 * row;
-    if lane % 4u32 == 0u32 {
+    let column = lane % 4u32;
+    if column == 0u32 {
         let mine = start + warpgroup * of_warpgroup;
         store_shared(mine, u32::reinterpret(own.first));
         store_shared(mine + 32u32, u32::reinterpret(own.second));
@@ -770,11 +846,7 @@ fn clean_values(
                 comptime!(kind.leaves_holes()),
             );
         }
-        if warpgroup == 0u32 {
-            named_barrier(comptime!(CLEAN[0]), WARPGROUP);
-        } else {
-            named_barrier(comptime!(CLEAN[1]), WARPGROUP);
-        }
+        warpgroup_barrier();
     }
     dirty
 }

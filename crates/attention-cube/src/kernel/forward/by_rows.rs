@@ -12,23 +12,24 @@
 //! matrix unit is at `P V`; wait for O. A stage is free when a lane of each warp has said so.
 
 use super::fragment::{
-    Pair, finite, follow, maxima, normalise, numerators, rescale, score, totals, write_row,
+    Pair, finite, follow, maxima, normalise, numerators, rescale, score, totals, write_logsumexp,
+    write_row,
 };
 use super::tile::{
     HopperKind, Steps, Tile, clear_unseen_values, copied_rows, forget_used, has_holes,
-    has_strangers, next_block, row_pair, tell_used, tile, used_words,
+    has_strangers, load_subtiles, next_block, row_pair, store_boxes, tell_used, tile, used_words,
 };
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
 };
 use crate::kernel::ptx::{
     barrier_expect, barrier_expect_bytes, barrier_init, barrier_init_fence, barrier_wait,
-    give_registers, named_barrier, shared_address, store_shared, take_registers, tma_load,
+    give_registers, named_barrier, shared_address, store_shared, take_registers,
 };
 use crate::kernel::schedule::{Grid, share};
 use crate::kernel::score::ScoreArguments;
-use crate::kernel::visibility::{Extent, is_whole, sight};
-use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, SUBTILE, WARPGROUP};
+use crate::kernel::visibility::{Extent, is_whole as sees_whole, sight};
+use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -84,6 +85,7 @@ pub(crate) fn forward_by_rows<
     bias: ComptimeOption<&Tensor<F>>,
     integers: ComptimeOption<&Tensor<i32>>,
     sinks: ComptimeOption<&Tensor<K>>,
+    output_boxes: &TensorMap<E, Tiled>,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     grid: Grid,
@@ -330,30 +332,58 @@ pub(crate) fn forward_by_rows<
             &sinks,
             negative_infinity,
         );
-        if exists_0 {
+        write_logsumexp(
+            logsumexp,
+            first_row,
+            tile.part,
+            rows.head_0,
+            rows.query_0,
+            exists_0,
+        );
+        write_logsumexp(
+            logsumexp,
+            second_row,
+            tile.part,
+            rows.head_1,
+            rows.query_1,
+            exists_1,
+        );
+        if comptime!(kind.boxes_output) {
+            store_boxes::<NO>(
+                o,
+                pair(first_row.factor, second_row.factor),
+                places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+                tensor_map_address(output_boxes),
+                tile.batch,
+                tile.first_head,
+                tile.first_query + (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
+                0u32,
+                comptime!(tiles.value_columns()),
+                comptime!(tiles.rows() * ROW_BYTES),
+                tiles.half,
+            );
+        } else {
             write_row::<O, N, NO>(
                 o,
                 first_row,
                 output,
-                logsumexp,
                 tile.part,
                 rows.head_0,
                 rows.query_0,
+                exists_0,
                 0usize,
                 0u32,
                 comptime!(tiles.value_columns()),
                 tiles.value_dim,
             );
-        }
-        if exists_1 {
             write_row::<O, N, NO>(
                 o,
                 second_row,
                 output,
-                logsumexp,
                 tile.part,
                 rows.head_1,
                 rows.query_1,
+                exists_1,
                 1usize,
                 0u32,
                 comptime!(tiles.value_columns()),
@@ -404,18 +434,18 @@ fn fetch<E: Float>(
         copied_rows(tile, comptime!(tiles.rows()), kind)
             * comptime!((tiles.key_subtiles() * ROW_BYTES) as u32),
     );
-    #[unroll]
-    for subtile in 0..comptime!(tiles.key_subtiles()) {
-        tma_load(
-            places.queries + comptime!((subtile * tiles.rows() * ROW_BYTES) as u32),
-            query_map,
-            tile.batch * steps.query_batch,
-            tile.first_head,
-            tile.first_query,
-            comptime!((subtile * SUBTILE) as u32),
-            places.queries_full,
-        );
-    }
+    load_subtiles(
+        places.queries,
+        query_map,
+        tile.batch * steps.query_batch,
+        tile.first_head,
+        tile.first_query,
+        places.queries_full,
+        0usize,
+        comptime!(tiles.key_subtiles()),
+        comptime!(tiles.rows() * ROW_BYTES),
+        comptime!(kind.heads == 1 && is_whole(tiles.head_dim)),
+    );
     let key_batch = tile.batch * steps.key_batch;
     let key_head = tile.kv_head * steps.key_head;
     let mut block = first;
@@ -426,20 +456,18 @@ fn fetch<E: Float>(
         let full = places.key_full + 8u32 * turn.stage;
         barrier_wait(places.key_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
         barrier_expect(full, comptime!(tiles.key_bytes()));
-        #[unroll]
-        for subtile in 0..comptime!(tiles.key_subtiles()) {
-            tma_load(
-                places.keys
-                    + turn.stage * comptime!(tiles.key_bytes() as u32)
-                    + comptime!((subtile * tiles.keys * ROW_BYTES) as u32),
-                key_map,
-                key_batch,
-                key_head,
-                block * comptime!(tiles.keys as i32),
-                comptime!((subtile * SUBTILE) as u32),
-                full,
-            );
-        }
+        load_subtiles(
+            places.keys + turn.stage * comptime!(tiles.key_bytes() as u32),
+            key_map,
+            key_batch,
+            key_head,
+            block * comptime!(tiles.keys as i32),
+            full,
+            0usize,
+            comptime!(tiles.key_subtiles()),
+            comptime!(tiles.keys * ROW_BYTES),
+            comptime!(is_whole(tiles.head_dim)),
+        );
         if count > 0u32 {
             fetch_values(
                 value_map,
@@ -489,20 +517,18 @@ fn fetch_values(
     let full = places.value_full + 8u32 * turn.stage;
     barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
     barrier_expect(full, comptime!(tiles.value_bytes()));
-    #[unroll]
-    for subtile in 0..comptime!(tiles.value_subtiles()) {
-        tma_load(
-            places.values
-                + turn.stage * comptime!(tiles.value_bytes() as u32)
-                + comptime!((subtile * tiles.keys * ROW_BYTES) as u32),
-            map,
-            tile.batch * steps.value_batch,
-            tile.kv_head * steps.value_head,
-            block * comptime!(tiles.keys as i32),
-            comptime!((subtile * SUBTILE) as u32),
-            full,
-        );
-    }
+    load_subtiles(
+        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        map,
+        tile.batch * steps.value_batch,
+        tile.kv_head * steps.value_head,
+        block * comptime!(tiles.keys as i32),
+        full,
+        0usize,
+        comptime!(tiles.value_subtiles()),
+        comptime!(tiles.keys * ROW_BYTES),
+        comptime!(is_whole(tiles.value_dim)),
+    );
 }
 
 /// Whether every query of the tile sees every key of the block.
@@ -514,7 +540,7 @@ fn sees_all(
     #[comptime] kind: HopperKind,
 ) -> bool {
     let size = comptime!(tiles.keys as i32);
-    is_whole(&tile.keys, block * size, size, kind.fragment.structure)
+    sees_whole(&tile.keys, block * size, size, kind.fragment.structure)
 }
 
 #[cube]

@@ -341,51 +341,67 @@ pub(crate) fn normalise<K: Float>(
     }
 }
 
-/// Writes one of the thread's rows: registers of its parity of `columns` columns from `first_column` on, as
-/// far as the tensor's `value_dim` goes, and the logsumexp.
+/// Writes a row's logsumexp.
+#[cube]
+pub(crate) fn write_logsumexp(
+    logsumexp: &mut Tensor<f32>,
+    row: Normalised,
+    part: u32,
+    head: u32,
+    query: i32,
+    exists: bool,
+) {
+    let column = UNIT_POS % 4u32;
+    if exists && column == 0u32 {
+        let at = part as usize * logsumexp.stride(0)
+            + head as usize * logsumexp.stride(1)
+            + query as usize;
+        logsumexp[at] = row.logsumexp;
+    }
+}
+
+/// Writes the first or the second of the thread's rows: `columns` columns from `first_column` on, as far as the
+/// tensor's `value_dim` goes.
 #[cube]
 pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
     o: Vector<f32, NO>,
     row: Normalised,
     output: &mut Tensor<Vector<O, N>>,
-    logsumexp: &mut Tensor<f32>,
     part: u32,
     head: u32,
     query: i32,
-    #[comptime] second: usize,
+    exists: bool,
+    #[comptime] which: usize,
     first_column: u32,
     #[comptime] columns: usize,
     #[comptime] value_dim: usize,
 ) {
-    let lane = UNIT_POS % 4u32;
-    let base = part as usize * output.stride(0)
-        + head as usize * output.stride(1)
-        + query as usize * output.stride(2);
-    let vector = output.vector_size();
-    #[unroll]
-    for tile in 0..columns / 8 {
-        let column = first_column + comptime!(8 * tile as u32) + 2u32 * lane;
-        let low = O::cast_from(o.extract(comptime!(4 * tile + 2 * second)) * row.factor);
-        let high = O::cast_from(o.extract(comptime!(4 * tile + 2 * second + 1)) * row.factor);
-        if comptime!(vector == 2) {
-            if column < comptime!(value_dim as u32) {
-                let mut both = Vector::<O, N>::cast_from(low);
-                both.insert(1usize, high);
-                output[(base + column as usize) / 2] = both;
-            }
-        } else {
-            if column < comptime!(value_dim as u32) {
-                output[base + column as usize] = Vector::cast_from(low);
-            }
-            if column + 1u32 < comptime!(value_dim as u32) {
-                output[base + column as usize + 1] = Vector::cast_from(high);
+    if exists {
+        let base = part as usize * output.stride(0)
+            + head as usize * output.stride(1)
+            + query as usize * output.stride(2);
+        let vector = output.vector_size();
+        let end = comptime!(value_dim as u32);
+        #[unroll]
+        for tile in 0..columns / 8 {
+            let column = first_column + comptime!(8 * tile as u32) + UNIT_POS % 4u32 * 2u32;
+            let register = comptime!(4 * tile + 2 * which);
+            let low = O::cast_from(o.extract(register) * row.factor);
+            let high = O::cast_from(o.extract(comptime!(register + 1)) * row.factor);
+            if comptime!(vector == 2) {
+                if column < end {
+                    let mut both = Vector::<O, N>::cast_from(low);
+                    both.insert(1usize, high);
+                    output[(base + column as usize) / 2] = both;
+                }
+            } else {
+                if column < end {
+                    output[base + column as usize] = Vector::cast_from(low);
+                }
+                if column + 1u32 < end {
+                    output[base + column as usize + 1] = Vector::cast_from(high);
+                }
             }
         }
-    }
-    if lane == 0u32 && first_column == 0u32 {
-        let at = part as usize * logsumexp.stride(0)
-            + head as usize * logsumexp.stride(1)
-            + query as usize;
-        logsumexp[at] = row.logsumexp;
     }
 }

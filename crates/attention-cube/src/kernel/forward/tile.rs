@@ -1,10 +1,13 @@
 //! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
 
-use super::fragment::{FragmentKind, RowPair};
-use crate::kernel::ptx::{async_proxy_fence, clear_shared, load_shared, or_shared, store_shared};
+use super::fragment::{FragmentKind, Pair, RowPair};
+use crate::kernel::ptx::{
+    async_proxy_fence, clear_shared, load_shared, named_barrier, or_shared, pack, store_matrices,
+    store_shared, tma_load, tma_load_subtiles, tma_store, tma_store_wait,
+};
 use crate::kernel::schedule::{Grid, Share, block_count};
 use crate::kernel::visibility::{Extent, Run, Sight, Structure, segments_meet, visible_keys};
-use crate::plan::wgmma::ROW_BYTES;
+use crate::plan::wgmma::{Half, ROW_BYTES, SUBTILE, WARPGROUP};
 use cubecl::prelude::*;
 
 /// What the Hopper kernels are compiled for, besides their tiles.
@@ -15,6 +18,8 @@ pub(crate) struct HopperKind {
     pub heads: usize,
     /// The output is a partial one, of `splits` parts.
     pub split: bool,
+    /// The copy engine writes the output.
+    pub boxes_output: bool,
 }
 
 impl HopperKind {
@@ -119,6 +124,128 @@ pub(crate) fn tile(
         first_block,
         end_block,
         part,
+    }
+}
+
+/// Copies `subtiles` subtiles of rows from `row` and `column` on to `target`. The map is of whole subtiles
+/// if these are `whole`, else of columns.
+#[cube]
+pub(crate) fn load_subtiles(
+    target: u32,
+    map: u64,
+    batch: u32,
+    head: u32,
+    row: i32,
+    barrier: u32,
+    #[comptime] column: usize,
+    #[comptime] subtiles: usize,
+    #[comptime] subtile_bytes: usize,
+    #[comptime] whole: bool,
+) {
+    if comptime!(whole) {
+        tma_load_subtiles(
+            target,
+            map,
+            batch,
+            head,
+            row,
+            comptime!((column / SUBTILE) as u32),
+            barrier,
+        );
+    } else {
+        #[unroll]
+        for subtile in 0..subtiles {
+            tma_load(
+                target + comptime!((subtile * subtile_bytes) as u32),
+                map,
+                batch,
+                head,
+                row,
+                comptime!((column + subtile * SUBTILE) as u32),
+                barrier,
+            );
+        }
+    }
+}
+
+/// Writes a warpgroup's 64 rows of output from its fragments to `target`, subtiles `subtile_bytes` apart,
+/// and from there to the tensor. The whole warpgroup must be done with what was there.
+#[cube]
+pub(crate) fn store_boxes<NO: Size>(
+    o: Vector<f32, NO>,
+    factors: Pair,
+    target: u32,
+    map: u64,
+    batch: u32,
+    head: u32,
+    row: i32,
+    first_column: u32,
+    #[comptime] columns: usize,
+    #[comptime] subtile_bytes: usize,
+    #[comptime] half: Half,
+) {
+    let lane = UNIT_POS % 32u32;
+    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
+    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
+    let own_row =
+        target + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
+    #[unroll]
+    for step in 0..columns / 16 {
+        store_matrices(
+            own_row
+                + comptime!((step / 4 * subtile_bytes) as u32)
+                + (swizzle ^ comptime!((step % 4 * 32) as u32)),
+            pack(
+                o.extract(8 * step) * factors.first,
+                o.extract(8 * step + 1) * factors.first,
+                half,
+            ),
+            pack(
+                o.extract(8 * step + 2) * factors.second,
+                o.extract(8 * step + 3) * factors.second,
+                half,
+            ),
+            pack(
+                o.extract(8 * step + 4) * factors.first,
+                o.extract(8 * step + 5) * factors.first,
+                half,
+            ),
+            pack(
+                o.extract(8 * step + 6) * factors.second,
+                o.extract(8 * step + 7) * factors.second,
+                half,
+            ),
+        );
+    }
+    async_proxy_fence();
+    warpgroup_barrier();
+    let thread = UNIT_POS % comptime!(WARPGROUP as u32);
+    if thread == 0u32 {
+        #[unroll]
+        for subtile in 0..comptime!(columns.div_ceil(SUBTILE)) {
+            tma_store(
+                map,
+                target + comptime!((subtile * subtile_bytes) as u32),
+                batch,
+                head,
+                row,
+                first_column + comptime!((subtile * SUBTILE) as u32),
+            );
+        }
+        tma_store_wait();
+    }
+}
+
+/// A warpgroup meets by itself. Numbers from 3 on; the kernels have use for those before.
+#[cube]
+pub(crate) fn warpgroup_barrier() {
+    let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
+    if warpgroup == 0u32 {
+        named_barrier(3usize, WARPGROUP);
+    } else if warpgroup == 1u32 {
+        named_barrier(4usize, WARPGROUP);
+    } else {
+        named_barrier(5usize, WARPGROUP);
     }
 }
 
