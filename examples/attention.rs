@@ -96,6 +96,9 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         causal: cli.causal,
         window: cli.window,
         scale: Some(cli.scale),
+        softcap: None,
+        mask: false,
+        bias: false,
     };
     println!("{chosen}");
     println!(
@@ -165,7 +168,12 @@ fn attention(workload: &Workload, inputs: &Inputs) -> Result<Tensor<4>, Error> {
     let Inputs {
         query, key, value, ..
     } = inputs.clone();
-    Ok(try_fused_attention(query, key, value, workload.options())?)
+    Ok(try_fused_attention(
+        query,
+        key,
+        value,
+        workload.options(inputs),
+    )?)
 }
 
 /// Prints a pass's line; whether its errors are as small as they should be.
@@ -203,7 +211,7 @@ impl Loss {
             query.clone(),
             key.clone(),
             value.clone(),
-            workload.options(),
+            workload.options(inputs),
         )?;
         Ok(Self {
             inputs: [query, key, value],

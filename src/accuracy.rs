@@ -77,12 +77,28 @@ impl Oracle {
         let data = parts.map(Tensor::try_into_data);
         let [query, key, value, gradient] = data;
         let data = [query?, key?, value?, gradient?];
-        let options = AttentionOptions::new()
-            .scale(problem.scale)
-            .mask(sample.visibility(&problem, &device));
+        let mut visible = sample.visibility(&problem, &device);
+        if let Some(mask) = &inputs.mask {
+            let rows = sample.pairs(mask.clone().float(), 0..1).try_into_data()?;
+            let mask = Tensor::<4>::from_data(rows, &device).equal_elem(1.0);
+            visible = visible.bool_and(mask);
+        }
+        let mut options = AttentionOptions::new().scale(problem.scale).mask(visible);
+        if let Some(softcap) = problem.softcap {
+            options = options.softcap(softcap);
+        }
+        let bias = match &inputs.bias {
+            Some(bias) => Some(
+                sample
+                    .pairs(bias.clone(), sample.q_heads.clone())
+                    .try_into_data()?,
+            ),
+            None => None,
+        };
 
-        let exact = definition(&data, &options, &device, DType::F64)?;
-        let rounded = definition(&data, &options, &device, problem.dtype)?;
+        let definition = |dtype| definition(&data, bias.as_ref(), &options, &device, dtype);
+        let exact = definition(DType::F64)?;
+        let rounded = definition(problem.dtype)?;
         let mut known = exact
             .into_iter()
             .zip(rounded)
@@ -190,13 +206,16 @@ impl Sample {
     }
 
     fn queries(&self, tensor: &Tensor<4>) -> Tensor<4> {
+        let batch = tensor.clone().narrow(0, self.batch, 1);
+        self.pairs(batch, self.q_heads.clone())
+    }
+
+    /// The sampled queries' part of something like scores, with one batch.
+    fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();
         let count = rows.len();
         let rows = Tensor::<1, Int>::from_data(TensorData::new(rows, [count]), &tensor.device());
-        tensor
-            .clone()
-            .slice([self.batch..self.batch + 1, self.q_heads.clone()])
-            .select(2, rows)
+        tensor.slice([0..1, heads]).select(2, rows)
     }
 
     fn keys(&self, tensor: &Tensor<4>) -> Tensor<4> {
@@ -231,6 +250,7 @@ impl Sample {
 /// The output and the gradients of query, keys and values by the definition, computed in `dtype`.
 fn definition(
     [query, key, value, gradient]: &[TensorData; 4],
+    bias: Option<&TensorData>,
     options: &AttentionOptions,
     device: &Device,
     dtype: DType,
@@ -238,12 +258,12 @@ fn definition(
     let device = device.clone().autodiff();
     let tensor = |data: &TensorData| Tensor::<4>::from_data(data.clone(), (&device, dtype));
     let [query, key, value] = [query, key, value].map(|data| tensor(data).require_grad());
-    let (output, _) = attention_cube::reference::attention(
-        query.clone(),
-        key.clone(),
-        value.clone(),
-        options.clone(),
-    )?;
+    let options = match bias {
+        Some(bias) => options.clone().bias(tensor(bias)),
+        None => options.clone(),
+    };
+    let (output, _) =
+        attention_cube::reference::attention(query.clone(), key.clone(), value.clone(), options)?;
     let mut gradients = (output.clone() * tensor(gradient)).backward();
     let mut take = |tensor: &Tensor<4>| match tensor.grad_remove(&mut gradients) {
         Some(gradient) => values(gradient),

@@ -2,7 +2,7 @@
 
 use crate::Dtype;
 use attention_cube::{AttentionError, AttentionOptions, AttentionProblem};
-use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn::tensor::{Bool, DType, Device, Distribution, Tensor};
 
 /// The sizes and options.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -19,6 +19,11 @@ pub struct Workload {
     pub window: Option<usize>,
     /// `None` for 1/√head_dim.
     pub scale: Option<f64>,
+    pub softcap: Option<f64>,
+    /// A mask that hides a tenth of all keys at random, the same for all heads and sequences.
+    pub mask: bool,
+    /// A random bias for every head, the same for all sequences.
+    pub bias: bool,
 }
 
 /// The data, without autodiff.
@@ -27,13 +32,17 @@ pub struct Inputs {
     pub query: Tensor<4>,
     pub key: Tensor<4>,
     pub value: Tensor<4>,
+    /// `[1, 1, q_len, kv_len]`.
+    pub mask: Option<Tensor<4, Bool>>,
+    /// `[1, q_heads, q_len, kv_len]`.
+    pub bias: Option<Tensor<4>>,
     /// What reaches the output in the backward.
     pub gradient: Tensor<4>,
 }
 
 impl Workload {
     /// As the operator takes them.
-    pub fn options(&self) -> AttentionOptions {
+    pub fn options(&self, inputs: &Inputs) -> AttentionOptions {
         let mut options = AttentionOptions::new();
         if let Some(scale) = self.scale {
             options = options.scale(scale);
@@ -43,6 +52,15 @@ impl Workload {
         }
         if let Some(window) = self.window {
             options = options.window(Some(window.saturating_sub(1)), Some(0));
+        }
+        if let Some(softcap) = self.softcap {
+            options = options.softcap(softcap);
+        }
+        if let Some(mask) = &inputs.mask {
+            options = options.mask(mask.clone());
+        }
+        if let Some(bias) = &inputs.bias {
+            options = options.bias(bias.clone());
         }
         options
     }
@@ -55,6 +73,10 @@ impl Workload {
             let normal = Distribution::Normal(0.0, deviation);
             Tensor::<4>::random(shape, normal, (device, DType::F32)).cast(self.dtype.burn())
         };
+        let pairs = |heads, distribution| {
+            let shape = [1, heads, self.q_len, self.kv_len];
+            Tensor::<4>::random(shape, distribution, (device, DType::F32))
+        };
         let width = (self.head_dim as f64).sqrt();
         let deviation = self
             .scale
@@ -63,6 +85,12 @@ impl Workload {
             query: random(self.q_heads, self.q_len, deviation),
             key: random(self.kv_heads, self.kv_len, 1.0),
             value: random(self.kv_heads, self.kv_len, 1.0),
+            mask: self
+                .mask
+                .then(|| pairs(1, Distribution::Uniform(0.0, 1.0)).greater_elem(0.1)),
+            bias: self.bias.then(|| {
+                pairs(self.q_heads, Distribution::Normal(0.0, 1.0)).cast(self.dtype.burn())
+            }),
             gradient: random(self.q_heads, self.q_len, 1.0),
         }
     }
@@ -72,7 +100,12 @@ impl Workload {
     /// # Errors
     /// Where the sizes do not fit each other.
     pub fn problem(&self, inputs: &Inputs) -> Result<AttentionProblem, AttentionError> {
-        AttentionProblem::new(&inputs.query, &inputs.key, &inputs.value, &self.options())
+        AttentionProblem::new(
+            &inputs.query,
+            &inputs.key,
+            &inputs.value,
+            &self.options(inputs),
+        )
     }
 
     /// Whether it reads more than it computes: a few queries against a cache of keys.

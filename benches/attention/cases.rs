@@ -22,6 +22,9 @@ pub struct Case {
     head_dim: usize,
     causal: bool,
     window: Option<usize>,
+    softcap: Option<f64>,
+    mask: bool,
+    bias: bool,
 }
 
 /// A case with as many keys as queries.
@@ -41,6 +44,41 @@ const fn case(
         head_dim,
         causal,
         window,
+        softcap: None,
+        mask: false,
+        bias: false,
+    }
+}
+
+/// A case with queries and keys of different lengths, full.
+const fn uneven(name: &'static str, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Case {
+    Case {
+        q_len,
+        ..case(name, [batch, heads, heads, kv_len, head_dim], false, None)
+    }
+}
+
+const fn softcapped(name: &'static str, like: Case) -> Case {
+    Case {
+        name,
+        softcap: Some(50.0),
+        ..like
+    }
+}
+
+const fn masked(name: &'static str, like: Case) -> Case {
+    Case {
+        name,
+        mask: true,
+        ..like
+    }
+}
+
+const fn biased(name: &'static str, like: Case) -> Case {
+    Case {
+        name,
+        bias: true,
+        ..like
     }
 }
 
@@ -50,26 +88,30 @@ const fn decode(
     [batch, q_heads, kv_heads, kv_len, head_dim]: [usize; 5],
 ) -> Case {
     Case {
-        name,
-        batch,
-        q_heads,
-        kv_heads,
         q_len: 1,
-        kv_len,
-        head_dim,
-        causal: true,
-        window: None,
+        ..case(
+            name,
+            [batch, q_heads, kv_heads, kv_len, head_dim],
+            true,
+            None,
+        )
     }
 }
 
-pub const CASES: [Case; 13] = [
+const D128_FULL: Case = case("d128-full", [4, 32, 32, 4096, 128], false, None);
+const D256_FULL: Case = case("d256-full", [4, 16, 16, 4096, 256], false, None);
+const D512_FULL: Case = case("d512-full", [4, 8, 8, 4096, 512], false, None);
+
+pub const CASES: [Case; 39] = [
     case("d64-causal", [4, 64, 64, 4096, 64], true, None),
     case("d128-causal", [4, 32, 32, 4096, 128], true, None),
+    D128_FULL,
     case("d256-causal", [4, 16, 16, 4096, 256], true, None),
-    case("d256-full", [4, 16, 16, 4096, 256], false, None),
-    case("d320-causal", [4, 12, 12, 4096, 320], true, None),
+    D256_FULL,
+    case("d320-causal-8k", [1, 16, 16, 8192, 320], true, None),
     case("d512-causal", [4, 8, 8, 4096, 512], true, None),
-    case("d512-full", [4, 8, 8, 4096, 512], false, None),
+    D512_FULL,
+    case("d512-causal-8k", [1, 32, 32, 8192, 512], true, None),
     case("d512-full-8k", [1, 32, 32, 8192, 512], false, None),
     case("d512-gqa8-16k", [1, 8, 1, 16384, 512], true, None),
     case("d256-window512-16k", [1, 8, 1, 16384, 256], true, Some(512)),
@@ -81,6 +123,33 @@ pub const CASES: [Case; 13] = [
     ),
     decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
     decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
+    // What options cost.
+    softcapped("option-d128-softcap", D128_FULL),
+    masked("option-d128-mask", D128_FULL),
+    biased("option-d128-bias", D128_FULL),
+    softcapped("option-d256-softcap", D256_FULL),
+    masked("option-d256-mask", D256_FULL),
+    biased("option-d256-bias", D256_FULL),
+    softcapped("option-d512-softcap", D512_FULL),
+    masked("option-d512-mask", D512_FULL),
+    biased("option-d512-bias", D512_FULL),
+    // What tails cost.
+    uneven("tail-d128-even", [4, 32, 1024, 4096, 128]),
+    uneven("tail-d128-odd", [4, 32, 1023, 4097, 128]),
+    uneven("tail-d256-even", [4, 16, 1024, 4096, 256]),
+    uneven("tail-d256-odd", [4, 16, 1023, 4097, 256]),
+    uneven("tail-d512-even", [4, 8, 1024, 4096, 512]),
+    uneven("tail-d512-odd", [4, 8, 1023, 4097, 512]),
+    // By length, as many tokens as are needed to fill the chip.
+    case("length-512", [64, 8, 1, 512, 512], true, None),
+    case("length-1024", [32, 8, 1, 1024, 512], true, None),
+    case("length-2048", [16, 8, 1, 2048, 512], true, None),
+    case("length-4096", [8, 8, 1, 4096, 512], true, None),
+    case("length-8192", [4, 8, 1, 8192, 512], true, None),
+    case("length-16384", [2, 8, 1, 16384, 512], true, None),
+    case("length-32768", [1, 8, 1, 32768, 512], true, None),
+    case("length-65536", [1, 8, 1, 65536, 512], true, None),
+    case("length-131072", [1, 8, 1, 131_072, 512], true, None),
 ];
 
 impl Case {
@@ -97,6 +166,9 @@ impl Case {
             causal: self.causal,
             window: self.window,
             scale: None,
+            softcap: self.softcap,
+            mask: self.mask,
+            bias: self.bias,
         };
         match scale {
             Scale::Full => full,

@@ -62,6 +62,12 @@ impl<'a> Prepared<'a> {
             prepared.hidden = Some(hidden(problem, inputs));
             notes.push("window as a mask".into());
         }
+        if let Some(mask) = &inputs.mask {
+            prepared.hidden = Some(mask.clone().bool_not().expand(scores(problem)));
+        }
+        if let Some(bias) = &inputs.bias {
+            prepared.inputs.bias = Some(bias.clone().expand(scores(problem)));
+        }
         prepared.note = (!notes.is_empty()).then(|| notes.join(", "));
         prepared
     }
@@ -73,13 +79,14 @@ impl<'a> Prepared<'a> {
     }
 
     pub fn forward(&self, [query, key, value]: Triple) -> Result<Tensor<4>, Error> {
-        let options = || self.workload.options();
+        let options = || self.workload.options(&self.inputs);
         match self.peer {
             Peer::Ours => Ok(try_fused_attention(query, key, value, options())?),
             Peer::Composed => Ok(reference::attention(query, key, value, options())?.0),
             Peer::Burn => {
                 let options = AttentionModuleOptions {
                     is_causal: self.workload.causal,
+                    softcap: self.workload.softcap,
                     ..AttentionModuleOptions::default()
                 };
                 Ok(module::attention(
@@ -87,7 +94,7 @@ impl<'a> Prepared<'a> {
                     key,
                     value,
                     self.hidden.clone(),
-                    None,
+                    self.inputs.bias.clone(),
                     options,
                 ))
             }
@@ -141,10 +148,14 @@ fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
         hidden[row * columns..row * columns + first].fill(true);
     }
     let data = TensorData::new(hidden, [1, 1, rows, columns]);
-    Tensor::<4, Bool>::from_data(data, &inputs.query.device()).expand([
+    Tensor::<4, Bool>::from_data(data, &inputs.query.device()).expand(scores(problem))
+}
+
+fn scores(problem: &AttentionProblem) -> [usize; 4] {
+    [
         problem.batch,
         problem.q_heads,
-        rows,
-        columns,
-    ])
+        problem.q_len,
+        problem.kv_len,
+    ]
 }

@@ -5,6 +5,8 @@ mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
 mod integers;
+#[cfg(feature = "cuda")]
+mod mask_bits;
 
 use super::*;
 use crate::kernel::schedule::GridLaunch;

@@ -8,6 +8,8 @@ pub(crate) mod forward;
 pub(crate) mod integers;
 pub(crate) mod layout;
 #[cfg(feature = "cuda")]
+pub(crate) mod mask_bits;
+#[cfg(feature = "cuda")]
 pub(crate) mod ptx;
 pub(crate) mod schedule;
 pub(crate) mod score;

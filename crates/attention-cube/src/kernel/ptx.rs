@@ -48,6 +48,26 @@ pub(crate) fn exp2(x: f32) -> f32 {
     y
 }
 
+/// `1 / x` within a unit in the last place, subnormals flushed.
+#[cube]
+pub(crate) fn reciprocal(x: f32) -> f32 {
+    let y: f32;
+    gpu_asm!("rcp.approx.ftz.f32 {y}, {x};", y = out(_) y, x = in(_) value_of::<f32>(x), options(pure, nomem));
+    y
+}
+
+/// What all lanes of the plane have alike: the result is in a uniform register, and what is computed from it is too.
+#[cube]
+pub(crate) fn uniform(x: u32) -> u32 {
+    let y: u32;
+    gpu_asm!(
+        "redux.sync.or.b32 {y}, {x}, 0xFFFFFFFF;",
+        y = out(_) y,
+        x = in(_) value_of::<u32>(x)
+    );
+    y
+}
+
 /// Two values rounded to half precision, the first in the low bits.
 #[cube]
 pub(crate) fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
@@ -119,6 +139,19 @@ pub(crate) fn barrier_wait(address: u32, parity: u32) {
         comptime!(format!(
             "{{\n.reg .pred waited;\n{}}}\n",
             wait_text("", "%0", 0, "%1")
+        )),
+    );
+}
+
+/// Arrives at a barrier where `elected` is not 0.
+#[cube]
+pub(crate) fn barrier_arrive(address: u32, elected: u32) {
+    with_two(
+        address,
+        elected,
+        comptime!(format!(
+            "{{\n.reg .pred elected;\nsetp.ne.b32 elected, %1, 0;\n{}}}\n",
+            arrive_text("%0", 1)
         )),
     );
 }
@@ -288,4 +321,19 @@ pub(crate) fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
         c = in(_) value_of::<u32>(c),
         d = in(_) value_of::<u32>(d)
     );
+}
+
+/// Loads what [`store_matrices`] stores.
+#[cube]
+pub(crate) fn load_matrices(address: u32) -> Vector<u32, Const<4>> {
+    let text = comptime!(
+        "ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];\n".to_string()
+    );
+    let matrices: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{text} // {matrices} {x}\n",
+        matrices = out(_) matrices,
+        x = in(_) value_of::<u32>(address)
+    );
+    matrices
 }

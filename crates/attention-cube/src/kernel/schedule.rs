@@ -25,6 +25,19 @@ pub(crate) struct Grid {
     pub cubes: u32,
 }
 
+/// How often cubes take a share, where they stay for more than one.
+#[cfg(feature = "cuda")]
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Turns {
+    /// Items of work.
+    pub items: u32,
+    /// Each cube takes every `launched`-th.
+    pub launched: u32,
+    /// 1 where an item is a tile and its mirror image in the sequence, else a cube's share.
+    pub paired: u32,
+}
+
 /// A cube's share of the work.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -54,6 +67,56 @@ pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Sh
         head: plane % grid.heads,
         batch: plane / grid.heads,
     }
+}
+
+/// What a cube does in one of its turns.
+#[cfg(feature = "cuda")]
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Assignment {
+    pub share: Share,
+    /// Not for the mirror image of the tile in the middle.
+    pub exists: bool,
+}
+
+/// The `turn`-th turn at `item`. Under a causal mask a tile and its mirror image are together as heavy as any
+/// two, so that cubes which take the same number of pairs end together.
+#[cfg(feature = "cuda")]
+#[cube]
+pub(crate) fn assignment(grid: &Grid, turns: &Turns, item: u32, turn: u32) -> Assignment {
+    let share = share(grid, item, true);
+    let mut tile = share.tile;
+    let mut head = share.head;
+    let mut batch = share.batch;
+    let mut exists = true;
+    if turns.paired == 1u32 {
+        let pairs = block_count(grid.tiles as i32, 2i32) as u32;
+        let plane = item / pairs;
+        head = plane % grid.heads;
+        batch = plane / grid.heads;
+        tile = grid.tiles - 1u32 - item % pairs;
+        if turn % 2u32 == 1u32 {
+            exists = tile != item % pairs;
+            tile = item % pairs;
+        }
+    }
+    Assignment {
+        share: Share {
+            tile,
+            split: share.split,
+            head,
+            batch,
+        },
+        exists,
+    }
+}
+
+/// The item after the `turn`-th turn.
+#[cfg(feature = "cuda")]
+#[cube]
+pub(crate) fn next_item(turns: &Turns, item: u32, turn: u32) -> u32 {
+    // Under pairs, every second turn goes on.
+    item + (1u32 - turns.paired * (1u32 - turn % 2u32)) * turns.launched
 }
 
 /// Blocks of `size` that `length` rows fill or begin.

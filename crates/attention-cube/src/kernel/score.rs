@@ -92,10 +92,16 @@ pub(crate) fn biased<F: Float>(
                     bias.stride(3),
                 )],
             );
-            select(bias <= HIDDEN, hidden, score + bias)
+            plus_bias(score, bias, hidden)
         }
         ComptimeOption::None => score,
     }
+}
+
+/// The score with its bias; one of −∞ gives `hidden`, whatever the score is.
+#[cube]
+pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
+    select(bias <= HIDDEN, hidden, score + bias)
 }
 
 /// Whether the place exists and is visible by window, length, segments and mask. In a `whole` block all

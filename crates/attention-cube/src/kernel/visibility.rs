@@ -107,6 +107,24 @@ fn end_key(sight: &Sight, i: i32) -> i32 {
     )
 }
 
+/// One query's run of keys.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Keys {
+    pub first: i32,
+    /// Not above `first` if there are none.
+    pub end: i32,
+}
+
+/// The keys that query `i` sees by window and length; none if it does not exist.
+#[cube]
+pub(crate) fn keys_of(sight: &Sight, i: i32) -> Keys {
+    Keys {
+        first: first_key(sight, i),
+        end: select(i < sight.q_len, end_key(sight, i), 0i32),
+    }
+}
+
 /// The first query that sees key `j`.
 #[cube]
 fn first_query(sight: &Sight, j: i32) -> i32 {
@@ -163,11 +181,17 @@ pub(crate) fn is_whole(
     #[comptime] size: i32,
     #[comptime] structure: Structure,
 ) -> bool {
-    let mut whole = first >= run.common_first && first + size <= run.common_end;
+    let mut whole = is_inside(run, first, size);
     if comptime!(structure.is_irregular()) {
         whole = false;
     }
     whole
+}
+
+/// Whether the block of `size` that starts at `first` is in every row's run.
+#[cube]
+pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
+    first >= run.common_first && first + size <= run.common_end
 }
 
 /// Whether a block of a sequence's queries and one of its keys can see each other by their segments:
@@ -191,6 +215,23 @@ pub(crate) fn segments_meet(
     meet
 }
 
+/// Whether a block of a sequence's queries and one of its keys are of one and the same document.
+#[cube]
+pub(crate) fn share_segment(
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
+    query_block: u32,
+    key_block: u32,
+) -> bool {
+    let query_at = extent.query_bounds + 2u32 * (batch * extent.query_blocks + query_block);
+    let key_at = extent.key_bounds + 2u32 * (batch * extent.key_blocks + key_block);
+    let id = integer(integers, query_at);
+    id == integer(integers, query_at + 1u32)
+        && id == integer(integers, key_at)
+        && id == integer(integers, key_at + 1u32)
+}
+
 /// Whether query `i` sees key `j`, both of them existing: window, length and segments.
 #[cube]
 #[allow(
@@ -206,7 +247,8 @@ pub(crate) fn sees(
     j: i32,
     #[comptime] structure: Structure,
 ) -> bool {
-    let mut visible = j >= first_key(sight, i) && j < end_key(sight, i);
+    let keys = keys_of(sight, i);
+    let mut visible = j >= keys.first && j < keys.end;
     if comptime!(structure.segments) {
         if visible {
             let query_at = extent.query_ids + batch * extent.q_len as u32 + i as u32;

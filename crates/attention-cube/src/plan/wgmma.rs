@@ -49,6 +49,27 @@ pub(crate) const fn is_whole(columns: usize) -> bool {
     columns.is_multiple_of(SUBTILE)
 }
 
+/// Bytes of shared memory that a cube may take on Hopper.
+const SHARED_MEMORY: usize = 232_448;
+
+/// Bytes of it that suffice for barriers and the like.
+const SMALL_BYTES: usize = 512;
+
+/// A warpgroup's part of a tile's output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OutputShape {
+    /// Columns that the warpgroup has.
+    pub columns: usize,
+    /// Columns that the output has.
+    pub value_dim: usize,
+    /// From a subtile in shared memory to the next.
+    pub subtile_bytes: usize,
+    /// Nothing else is in its place there.
+    pub own_place: bool,
+    /// Its precision.
+    pub half: Half,
+}
+
 /// A vector of registers has a power of two of them.
 const fn registers(used: usize) -> usize {
     used.next_power_of_two()
@@ -112,14 +133,43 @@ impl RowTiles {
         self.keys_at() + self.stages * self.key_bytes()
     }
 
-    /// Where the barriers start: full and empty of every stage of keys, of values, and the queries'.
-    pub const fn barriers_at(&self) -> usize {
+    /// Where the values end.
+    const fn values_end(&self) -> usize {
         self.values_at() + self.stages * self.value_bytes()
+    }
+
+    const fn output_bytes(&self) -> usize {
+        self.rows() * self.value_subtiles() * ROW_BYTES
+    }
+
+    /// Whether there is room beside the operands for an output on its way to memory. Then the next tile's
+    /// queries can come while the output leaves.
+    pub const fn has_output_place(&self) -> bool {
+        self.values_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
+    }
+
+    /// Where the output goes through.
+    pub const fn output_at(&self) -> usize {
+        if self.has_output_place() {
+            self.values_end()
+        } else {
+            0
+        }
+    }
+
+    /// Where the barriers start: full and empty of every stage of keys, of values, and of the queries, and three
+    /// of used keys.
+    pub const fn barriers_at(&self) -> usize {
+        if self.has_output_place() {
+            self.values_end() + self.output_bytes()
+        } else {
+            self.values_end()
+        }
     }
 
     /// Where the words start in which a bit stands for a key that somebody sees.
     pub const fn used_at(&self) -> usize {
-        self.barriers_at() + 8 * (4 * self.stages + 1)
+        self.barriers_at() + 8 * (4 * self.stages + 5)
     }
 
     /// Bytes of shared memory.
@@ -141,9 +191,21 @@ impl RowTiles {
         ]
     }
 
-    /// Whether the output leaves through the queries' place in shared memory, where it fits.
+    /// Whether the output leaves through shared memory: its own place there or the queries'.
     pub const fn boxes_output(&self) -> bool {
-        self.value_dim.is_multiple_of(16) && self.value_subtiles() <= self.key_subtiles()
+        self.value_dim.is_multiple_of(16)
+            && (self.has_output_place() || self.value_subtiles() <= self.key_subtiles())
+    }
+
+    /// What a warpgroup has of the output.
+    pub const fn output_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.value_columns(),
+            value_dim: self.value_dim,
+            subtile_bytes: self.rows() * ROW_BYTES,
+            own_place: self.has_output_place(),
+            half: self.half,
+        }
     }
 
     /// Registers a thread of the warpgroup that fetches, and of those that multiply.
@@ -158,6 +220,12 @@ impl RowTiles {
 
 /// Words of used keys: 4 a block, for three blocks.
 pub(crate) const USED_WORDS: usize = 12;
+
+/// Registers a thread of the output, of scores and of queries together: the others need the rest.
+const QUERY_REGISTERS: usize = 192;
+
+/// Registers a thread of a chunk of queries: 64 rows and 64 columns of halves.
+const QUERY_CHUNK_REGISTERS: usize = 16;
 
 /// Each warpgroup has all rows and half of the output's columns: `kernel/forward/by_columns.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -213,10 +281,22 @@ impl ColumnTiles {
         Self::VALUE_KEYS * ROW_BYTES * self.value_subtiles()
     }
 
-    /// Whether the output leaves through the stages' place in shared memory: a warpgroup's part must not share
-    /// a subtile with the other's.
+    /// Whether the output leaves through the queries' place in shared memory: it must fit, and a warpgroup's
+    /// part must not share a subtile with the other's.
     pub const fn boxes_output(&self) -> bool {
         self.value_columns().is_multiple_of(SUBTILE)
+            && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()
+    }
+
+    /// What a warpgroup has of the output.
+    pub const fn output_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.value_columns(),
+            value_dim: self.value_dim,
+            subtile_bytes: PRODUCT_ROWS * ROW_BYTES,
+            own_place: false,
+            half: self.half,
+        }
     }
 
     /// Whether a chunk of values is one box.
@@ -244,14 +324,14 @@ impl ColumnTiles {
         self.probabilities_at() + 4 * Self::HALF_BYTES
     }
 
-    /// Where the barriers start: full and empty of every stage, and the queries'.
+    /// Where the barriers start: full and empty of every stage, and of the queries.
     pub const fn barriers_at(&self) -> usize {
         self.exchange_at() + 4 * 4 * Self::ROWS
     }
 
     /// Where the words start in which a bit stands for a key that somebody sees.
     pub const fn used_at(&self) -> usize {
-        self.barriers_at() + 8 * (2 * self.stages + 1)
+        self.barriers_at() + 8 * (2 * self.stages + 2)
     }
 
     /// Bytes of shared memory.
@@ -259,9 +339,36 @@ impl ColumnTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// Sizes of the vectors of registers of S and of O.
-    pub const fn fragments(&self) -> [usize; 2] {
-        [Self::KEYS / 4, self.output_fragment()]
+    /// Chunks of the queries that stay in registers, as far as these go: shared memory is the bound, and has
+    /// each chunk read twice a block.
+    pub const fn register_chunks(&self) -> usize {
+        let free = QUERY_REGISTERS - Self::KEYS / 4 - self.value_columns() / 2;
+        let fit = free / QUERY_CHUNK_REGISTERS;
+        if fit < self.key_chunks() {
+            fit
+        } else {
+            self.key_chunks()
+        }
+    }
+
+    /// Size of their vector of registers.
+    pub const fn query_fragment(&self) -> usize {
+        registers(QUERY_CHUNK_REGISTERS * self.register_chunks())
+    }
+
+    /// Whether blocks of keys and of values are whole rounds of the ring.
+    pub const fn has_whole_rounds(&self) -> bool {
+        self.key_chunks().is_multiple_of(self.stages)
+            && self.value_chunks().is_multiple_of(self.stages)
+    }
+
+    /// Sizes of the vectors of registers of S, of the first queries, and of O.
+    pub const fn fragments(&self) -> [usize; 3] {
+        [
+            Self::KEYS / 4,
+            self.query_fragment(),
+            self.output_fragment(),
+        ]
     }
 
     /// Size of the vector of registers of O.
@@ -332,6 +439,20 @@ pub struct WgmmaPlan {
     pub splits: usize,
     /// Heads, counted through the sequences, whose tiles are in flight together.
     pub together: usize,
+    /// How tiles come to cubes.
+    pub residence: Residence,
+}
+
+/// How tiles come to cubes. A cube that stays loads the next tile's first keys while the last one ends, but
+/// nobody evens out what its tiles take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Residence {
+    /// A cube a tile, and the device hands them out, the heavy ones first.
+    Leaves,
+    /// This many cubes, and each takes every so many-th tile.
+    Stays(usize),
+    /// This many cubes, and each takes every so many-th pair of a tile and its mirror image in the sequence.
+    StaysForPairs(usize),
 }
 
 /// The part of [`RowTiles`] that is chosen.
@@ -434,11 +555,13 @@ pub fn plan(
         ),
         heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
     };
+    let splits = splits(problem, device, &tiles, planes * tile_count);
     Ok(WgmmaPlan {
         tiles,
         heads,
-        splits: splits(problem, device, &tiles, planes * tile_count),
+        splits,
         together: together(problem, planes, heads),
+        residence: residence(problem, device, planes * tile_count * splits),
     })
 }
 
@@ -485,6 +608,23 @@ fn splits(
         .div_ceil(tiles.keys())
         .div_ceil(BLOCKS_PER_SPLIT);
     (multiprocessors / cubes.max(1)).clamp(1, blocks.max(1))
+}
+
+/// Cubes stay where tiles, or pairs of them, are equally heavy.
+fn residence(problem: &AttentionProblem, device: &DeviceProfile, cubes: usize) -> Residence {
+    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
+    if cubes <= multiprocessors || problem.kv_lengths || problem.segments {
+        return Residence::Leaves;
+    }
+    let windowed = problem
+        .window_left
+        .is_some_and(|left| left <= problem.kv_len / 2);
+    match problem.causal {
+        None => Residence::Stays(multiprocessors),
+        Some(_) if windowed => Residence::Stays(multiprocessors),
+        Some(_) if problem.q_len <= problem.kv_len => Residence::StaysForPairs(multiprocessors),
+        Some(_) => Residence::Leaves,
+    }
 }
 
 /// Heads whose tiles alternate. Where all tiles are equally long, a head's own come one after the other.

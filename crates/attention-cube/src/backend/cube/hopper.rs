@@ -6,7 +6,10 @@ use crate::kernel::forward::by_columns::forward_by_columns;
 use crate::kernel::forward::by_rows::forward_by_rows;
 use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
-use crate::plan::wgmma::{ColumnTiles, ForwardTiles, PRODUCT_ROWS, SUBTILE, WgmmaPlan, is_whole};
+use crate::kernel::schedule::TurnsLaunch;
+use crate::plan::wgmma::{
+    ColumnTiles, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, WgmmaPlan, is_whole,
+};
 use burn::tensor::Shape;
 use cubecl::prelude::TensorMapSwizzle;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
@@ -24,6 +27,7 @@ pub(super) fn forward(
         heads: shared_heads,
         splits,
         together,
+        residence,
     } = plan;
     let AttentionProblem {
         batch,
@@ -35,13 +39,15 @@ pub(super) fn forward(
     } = *problem;
     let client = inputs.query.client.clone();
     let split = splits > 1;
-    let shares = shared_heads > 1;
+    let shares_tile = shared_heads > 1;
 
     let blocks = Blocks {
-        queries: if shares { q_len } else { tiles.rows() },
+        queries: if shares_tile { q_len } else { tiles.rows() },
         keys: tiles.keys(),
     };
     let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
+    let tile_rows = (!shares_tile).then_some(tiles.rows());
+    let (mask, mask_places) = mask_bits::pack(&inputs, problem, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
     let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
         dtype_to_storage_type(sinks.dtype)
@@ -57,11 +63,17 @@ pub(super) fn forward(
     );
     let logsumexp = empty(&inputs.query, [parts, q_heads, q_len], DType::F32);
 
-    let (tile_count, heads) = match shares {
+    let (tile_count, heads) = match shares_tile {
         true => (problem.group().div_ceil(shared_heads), kv_heads),
         false => (q_len.div_ceil(tiles.rows()), q_heads),
     };
-    let (cubes, grid) = grid(tile_count, splits, heads, batch, together);
+    let (shares, grid) = grid(tile_count, splits, heads, batch, together);
+    let (items, cubes, paired) = match residence {
+        Residence::Leaves => (shares, shares, 0),
+        Residence::Stays(cubes) => (shares, cubes, 0),
+        Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
+    };
+    let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
     let score = score_kind(problem);
     let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
     let kind = HopperKind {
@@ -72,7 +84,7 @@ pub(super) fn forward(
         },
         heads: shared_heads,
         split,
-        boxes_output: tiles.boxes_output() && !shares && !split,
+        boxes_output: tiles.boxes_output() && !shares_tile && !split,
     };
     let power = match raw {
         true => problem.scale * std::f64::consts::LOG2_E,
@@ -86,14 +98,23 @@ pub(super) fn forward(
         step(&inputs.value, 0),
         step(&inputs.value, 1),
     );
-    let query_box = match shares {
+    let query_box = match shares_tile {
         true => [shared_heads, q_len],
         false => [1, tiles.rows()],
     };
     let kernel_sinks = if split { None } else { sinks.clone() };
-    let addresses = address_type([&output, &logsumexp].into_iter().chain(extras.tensors()));
+    let addresses = address_type(
+        [&output, &logsumexp]
+            .into_iter()
+            .chain(&mask)
+            .chain(extras.tensors()),
+    );
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
+    let bias_vector = match &extras.bias {
+        Some(bias) if is_in_pairs(bias) => 2,
+        _ => 1,
+    };
     let output_boxes = match kind.boxes_output {
         true => map(&output, [1, PRODUCT_ROWS], None),
         // Not used, but there must be one.
@@ -103,7 +124,7 @@ pub(super) fn forward(
         // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
         // that the kernel was given.
         ForwardTiles::Rows(tiles) => unsafe {
-            let query_subtiles = (!shares).then_some(tiles.key_subtiles());
+            let query_subtiles = (!shares_tile).then_some(tiles.key_subtiles());
             forward_by_rows::launch_unchecked(
                 &client,
                 count,
@@ -112,7 +133,7 @@ pub(super) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
                 map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
-                extras.mask().into(),
+                mask.clone().map(CubeTensor::into_tensor_arg).into(),
                 extras.bias().into(),
                 extras.integers().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
@@ -120,25 +141,27 @@ pub(super) fn forward(
                 output.clone().into_tensor_arg(),
                 logsumexp.clone().into_tensor_arg(),
                 grid,
+                turns,
                 places.extent(problem),
                 score_arguments(problem),
                 steps,
+                mask_places,
                 problem.group() as u32,
                 power as f32,
                 tiles,
                 kind,
                 dtype_to_storage_type(problem.dtype),
                 dtype_to_storage_type(output_dtype),
-                extras.mask_element,
                 extras.bias_element,
                 sink_element,
                 vector,
+                bias_vector,
                 tiles.fragments(),
             );
         },
         // SAFETY: as above.
         ForwardTiles::Columns(tiles) => unsafe {
-            let query_subtiles = (!shares).then_some(tiles.key_chunks());
+            let query_subtiles = (!shares_tile).then_some(tiles.key_chunks());
             let value_subtiles = tiles.has_whole_values().then_some(tiles.value_subtiles());
             forward_by_columns::launch_unchecked(
                 &client,
@@ -148,7 +171,7 @@ pub(super) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, ColumnTiles::KEYS], Some(1)),
                 map(&inputs.value, [1, ColumnTiles::VALUE_KEYS], value_subtiles),
-                extras.mask().into(),
+                mask.clone().map(CubeTensor::into_tensor_arg).into(),
                 extras.bias().into(),
                 extras.integers().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
@@ -156,19 +179,21 @@ pub(super) fn forward(
                 output.clone().into_tensor_arg(),
                 logsumexp.clone().into_tensor_arg(),
                 grid,
+                turns,
                 places.extent(problem),
                 score_arguments(problem),
                 steps,
+                mask_places,
                 problem.group() as u32,
                 power as f32,
                 tiles,
                 kind,
                 dtype_to_storage_type(problem.dtype),
                 dtype_to_storage_type(output_dtype),
-                extras.mask_element,
                 extras.bias_element,
                 sink_element,
                 vector,
+                bias_vector,
                 tiles.fragments(),
             );
         },
@@ -179,6 +204,15 @@ pub(super) fn forward(
     } else {
         AttentionOutput { output, logsumexp }
     }
+}
+
+/// Whether every row lies together and consists of pairs.
+fn is_in_pairs(tensor: &CubeTensor) -> bool {
+    let strides = tensor.meta.strides();
+    let shape = tensor.meta.shape();
+    strides[3] == 1
+        && shape[3].is_multiple_of(2)
+        && strides[..3].iter().all(|stride| stride.is_multiple_of(2))
 }
 
 /// Whether all of a dimension is the same: there is one, or it is broadcast.

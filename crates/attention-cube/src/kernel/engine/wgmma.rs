@@ -11,7 +11,7 @@
 //! `16 w + l / 4 + 8 (i / 2 % 2)`, column `8 (i / 4) + 2 (l % 4) + i % 2`; P, as registers of the second
 //! product's left operand, has the same layout, two columns a register.
 
-use crate::kernel::ptx::{arrive_text, value_of, wait_text};
+use crate::kernel::ptx::{arrive_text, load_matrices, value_of, wait_text};
 use crate::plan::wgmma::{ColumnTiles, Half, PRODUCT_ROWS, ROW_BYTES, RowTiles};
 use cubecl::prelude::*;
 
@@ -22,26 +22,31 @@ const STEP: usize = 16;
 const STEP_BYTES: usize = 2 * STEP;
 const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
-/// The operand at `address` whose columns are summed over: queries, keys, P.
+/// The upper half of every descriptor: eight rows take 1024 bytes, and the 128-byte swizzle.
+const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
+
+/// The lower half of the descriptor of the operand at `address` whose columns are summed over: queries,
+/// keys, P.
 #[cube]
-pub(crate) fn descriptor(address: u32) -> u64 {
+pub(crate) fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
-/// The operand at `address` whose rows are summed over, values, in subtiles of `subtile_bytes`.
+/// The same of an operand whose rows are summed over, values, in subtiles of `subtile_bytes`.
 #[cube]
-pub(crate) fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u64 {
+pub(crate) fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
     described(address, subtile_bytes)
 }
 
 #[cube]
-fn described(address: u32, #[comptime] leading_bytes: usize) -> u64 {
-    let layout = comptime!(
-        (((leading_bytes as u64) >> 4) << 16)
-            | (((8 * ROW_BYTES as u64) >> 4) << 32)
-            | (1u64 << 62)
-    );
-    u64::cast_from((address & 0x3FFFFu32) >> 4u32) | layout
+fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
+    ((address & 0x3FFFFu32) >> 4u32) | comptime!(((leading_bytes as u32) >> 4) << 16)
+}
+
+/// Makes `name` the descriptor whose lower half is `low + offset`. Sums of halves are cheaper than of whole
+/// descriptors; needs a register `low`.
+fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
+    format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
 
 /// What an address in bytes adds to a descriptor.
@@ -68,15 +73,17 @@ fn instruction(columns: usize, half: Half) -> String {
 /// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors, full barrier, its parity.
 fn scores_text(tiles: &RowTiles, fragment: usize) -> String {
     let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", fragment + i));
-    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 a, b;\n");
+    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
     text += &wait_text("", &full, 0, &parity);
     text += "setp.ne.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
     for step in 0..tiles.head_dim.div_ceil(STEP) {
         let (subtile, within) = (step / 4, step % 4 * STEP_BYTES);
         let a = units(subtile * tiles.rows() * ROW_BYTES + within);
         let b = units(subtile * tiles.keys * ROW_BYTES + within);
+        text += &descriptor_text("a", &query, a);
+        text += &descriptor_text("b", &key, b);
         text += &format!(
-            "add.s64 a, {query}, {a};\nadd.s64 b, {key}, {b};\n{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
+            "{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
             instruction(tiles.keys, tiles.half),
             registers(0, tiles.keys / 2),
         );
@@ -93,14 +100,14 @@ fn output_text(tiles: &RowTiles, [p_fragment, o_fragment]: [usize; 2]) -> String
     let p = 2 * o_fragment;
     let [value, full, parity] = [0, 1, 2].map(|i| format!("%{}", p + p_fragment + i));
     let columns = tiles.value_columns();
-    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 b;\n");
+    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 b;\n.reg .b32 low;\n");
     text += &moves(columns / 2, o_fragment);
     text += &wait_text("", &full, 0, &parity);
     text += "setp.eq.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
     for step in 0..tiles.keys / STEP {
+        text += &descriptor_text("b", &value, units(step * STEP_ROWS_BYTES));
         text += &format!(
-            "add.s64 b, {value}, {};\n{} {{{}}}, {{{}}}, b, sum, 1, 1, 1;\n",
-            units(step * STEP_ROWS_BYTES),
+            "{} {{{}}}, {{{}}}, b, sum, 1, 1, 1;\n",
             instruction(columns, tiles.half),
             registers(0, columns / 2),
             registers(p + 4 * step, 4),
@@ -123,8 +130,8 @@ fn release_text(used: usize, fragment: usize, pending: usize) -> String {
 /// Starts `S = Q Kᵀ` of a block.
 #[cube]
 pub(crate) fn multiply_scores<NS: Size>(
-    query: u64,
-    key: u64,
+    query: u32,
+    key: u32,
     full: u32,
     parity: u32,
     #[comptime] tiles: RowTiles,
@@ -134,8 +141,8 @@ pub(crate) fn multiply_scores<NS: Size>(
     gpu_asm!(
         "{text} // {s} {query} {key} {full} {parity}\n",
         s = out(_) s,
-        query = in(_) value_of::<u64>(query),
-        key = in(_) value_of::<u64>(key),
+        query = in(_) value_of::<u32>(query),
+        key = in(_) value_of::<u32>(key),
         full = in(_) value_of::<u32>(full),
         parity = in(_) value_of::<u32>(parity)
     );
@@ -168,7 +175,7 @@ pub(crate) fn take_scores<NS: Size>(
 pub(crate) fn multiply_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,
     p: Vector<u32, NP>,
-    value: u64,
+    value: u32,
     full: u32,
     parity: u32,
     #[comptime] tiles: RowTiles,
@@ -183,7 +190,7 @@ pub(crate) fn multiply_output<NO: Size, NP: Size>(
         sum = out(_) sum,
         o = in(_) value_of::<Vector<f32, NO>>(o),
         p = in(_) value_of::<Vector<u32, NP>>(p),
-        value = in(_) value_of::<u64>(value),
+        value = in(_) value_of::<u32>(value),
         full = in(_) value_of::<u32>(full),
         parity = in(_) value_of::<u32>(parity)
     );
@@ -222,66 +229,133 @@ const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
 /// Steps of 16 columns in a subtile.
 const SUBTILE_STEPS: usize = 4;
 
-/// Declares the registers by which a text walks the ring from `stage` in the phase of parity `parity`.
-fn walk_text(stage: &str, parity: &str) -> String {
-    format!(
-        ".reg .pred wrapped;\n.reg .b32 stage, parity, place;\n.reg .b64 chunk;\n\
-         mov.b32 stage, {stage};\nmov.b32 parity, {parity};\n"
-    )
+/// How a text walks the ring: where the next chunk's barriers and data are.
+///
+/// Where a block is whole rounds of the ring, every block starts at the first stage, and a chunk is a
+/// constant away from it. Elsewhere each step is computed.
+struct Walk<'a> {
+    tiles: &'a ColumnTiles,
+    /// Registers: the first barrier of the full and of the empty ones, the ring's descriptor.
+    full: String,
+    empty: String,
+    data: String,
+    /// Stages from a chunk to the next.
+    step: usize,
+    /// Stages since the registers were set.
+    offset: usize,
+    text: String,
 }
 
-/// Goes on by `steps` stages, fewer than there are.
-fn advance_text(steps: usize, tiles: &ColumnTiles) -> String {
-    let stages = tiles.stages;
-    format!(
-        "add.u32 stage, stage, {steps};\nsetp.ge.u32 wrapped, stage, {stages};\n\
-         @wrapped sub.u32 stage, stage, {stages};\n@wrapped xor.b32 parity, parity, 1;\n"
-    )
-}
+impl<'a> Walk<'a> {
+    /// From `stage` in the phase of parity `parity` on.
+    fn new(
+        tiles: &'a ColumnTiles,
+        [stage, parity, full, empty, data]: [String; 5],
+        step: usize,
+    ) -> Self {
+        let text = format!(
+            ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\
+             mov.b32 stage, {stage};\nmov.b32 parity, {parity};\n"
+        );
+        let mut walk = Self {
+            tiles,
+            full,
+            empty,
+            data,
+            step,
+            offset: 0,
+            text,
+        };
+        walk.locate();
+        walk
+    }
 
-/// `S = Q Kᵀ` of a block whose chunks come through the ring: registers of S | queries' and keys'
-/// descriptors, the first full and the first empty barrier, elected, stage and parity of the first chunk.
-/// A chunk is free when the one after the next is issued; the last is left to whoever waits for S.
-fn chunked_scores_text(tiles: &ColumnTiles) -> String {
-    let [query, key, full, empty, elected, stage, parity] =
-        [0, 1, 2, 3, 4, 5, 6].map(|i| format!("%{}", HALF_KEYS / 2 + i));
-    let chunks = tiles.key_chunks();
-    let steps = tiles.head_dim.div_ceil(STEP);
-    let mut text = format!(
-        "{{\n.reg .pred waited, sum, elected;\n.reg .b64 a, b;\n.reg .b32 before, free;\n\
-         setp.ne.b32 elected, {elected}, 0;\nsetp.ne.b32 sum, 0, 0;\nmov.b32 before, 0;\n"
-    );
-    text += &walk_text(&stage, &parity);
-    for chunk in 0..chunks {
-        text += &format!("mad.lo.u32 place, stage, 8, {full};\n");
-        text += &wait_text(&chunk.to_string(), "place", 0, "parity");
-        text += &format!(
-            "mul.wide.u32 chunk, stage, {};\nadd.s64 chunk, chunk, {key};\nwgmma.fence.sync.aligned;\n",
+    fn locate(&mut self) {
+        let Self {
+            full, empty, data, ..
+        } = &self;
+        self.text += &format!(
+            "mad.lo.u32 is_full, stage, 8, {full};\nmad.lo.u32 is_empty, stage, 8, {empty};\n\
+             mad.lo.u32 chunk, stage, {}, {data};\nredux.sync.or.b32 chunk, chunk, 0xFFFFFFFF;\n",
             units(ColumnTiles::STAGE_BYTES)
         );
-        for step in chunk * SUBTILE_STEPS..steps.min((chunk + 1) * SUBTILE_STEPS) {
-            let within = step % SUBTILE_STEPS * STEP_BYTES;
-            text += &format!(
-                "add.s64 a, {query}, {};\nadd.s64 b, chunk, {};\n{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
-                units(chunk * PRODUCT_ROWS * ROW_BYTES + within),
-                units(within),
-                instruction(HALF_KEYS, tiles.half),
-                registers(0, HALF_KEYS / 2),
+    }
+
+    /// Waits for the chunk.
+    fn wait(&mut self, label: usize) {
+        self.text += &wait_text(&label.to_string(), "is_full", 8 * self.offset, "parity");
+        self.text += "wgmma.fence.sync.aligned;\n";
+    }
+
+    /// What to add to `chunk` for its data.
+    const fn data(&self) -> usize {
+        units(self.offset * ColumnTiles::STAGE_BYTES)
+    }
+
+    /// Goes to the next chunk.
+    fn advance(&mut self) {
+        let stages = self.tiles.stages;
+        if self.tiles.has_whole_rounds() {
+            self.offset += self.step;
+            if self.offset >= stages {
+                self.offset -= stages;
+                self.text += "xor.b32 parity, parity, 1;\n";
+            }
+        } else {
+            self.text += &format!(
+                "add.u32 stage, stage, {};\nsetp.ge.u32 wrapped, stage, {stages};\n\
+                 @wrapped sub.u32 stage, stage, {stages};\n@wrapped xor.b32 parity, parity, 1;\n",
+                self.step
             );
+            self.locate();
+        }
+    }
+}
+
+/// `S = Q Kᵀ` of a block whose chunks come through the ring: registers of S | the first queries' registers,
+/// queries' and the ring's descriptors, the first full and the first empty barrier, elected, stage and
+/// parity of the first chunk. A chunk is free when the one after the next is issued; the last is left to
+/// whoever waits for S.
+fn chunked_scores_text(tiles: &ColumnTiles) -> String {
+    let first_query = HALF_KEYS / 2;
+    let after = first_query + tiles.query_fragment();
+    let [query, key, full, empty, elected, stage, parity] =
+        [0, 1, 2, 3, 4, 5, 6].map(|i| format!("%{}", after + i));
+    let chunks = tiles.key_chunks();
+    let steps = tiles.head_dim.div_ceil(STEP);
+    let scores = registers(0, HALF_KEYS / 2);
+    let instruction = instruction(HALF_KEYS, tiles.half);
+    let mut walk = Walk::new(tiles, [stage, parity, full, empty, key], 1);
+    walk.text += &format!(
+        ".reg .pred sum, elected;\n.reg .b64 a, b;\n.reg .b32 free;\n\
+         setp.ne.b32 elected, {elected}, 0;\nsetp.ne.b32 sum, 0, 0;\n"
+    );
+    for chunk in 0..chunks {
+        walk.wait(chunk);
+        for step in chunk * SUBTILE_STEPS..steps.min((chunk + 1) * SUBTILE_STEPS) {
+            let within = units(step % SUBTILE_STEPS * STEP_BYTES);
+            walk.text += &descriptor_text("b", "chunk", walk.data() + within);
+            walk.text += &if chunk < tiles.register_chunks() {
+                let a = registers(first_query + 4 * step, 4);
+                format!("{instruction} {{{scores}}}, {{{a}}}, b, sum, 1, 1, 0;\n")
+            } else {
+                let a = units(chunk * PRODUCT_ROWS * ROW_BYTES) + within;
+                descriptor_text("a", &query, a)
+                    + &format!("{instruction} {{{scores}}}, a, b, sum, 1, 1, 0, 0;\n")
+            };
             if step == 0 {
-                text += "setp.eq.b32 sum, 0, 0;\n";
+                walk.text += "setp.eq.b32 sum, 0, 0;\n";
             }
         }
-        text += "wgmma.commit_group.sync.aligned;\n";
+        walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk > 0 {
-            text += "wgmma.wait_group.sync.aligned 1;\n";
-            text += &format!("mad.lo.u32 free, before, 8, {empty};\n");
-            text += &arrive_text("free", 1);
+            walk.text += "wgmma.wait_group.sync.aligned 1;\n";
+            walk.text += &arrive_text("free", 1);
         }
-        text += "mov.b32 before, stage;\n";
-        text += &advance_text(1, tiles);
+        walk.text += &format!("add.u32 free, is_empty, {};\n", 8 * walk.offset);
+        walk.advance();
     }
-    text + "}\n"
+    format!("{{\n{}}}\n", walk.text)
 }
 
 /// `O += P V` of a block whose chunks come through the ring: registers of O | O, P's and the ring's
@@ -302,47 +376,46 @@ fn chunked_output_text(tiles: &ColumnTiles) -> String {
     ] = [0, 1, 2, 3, 4, 5, 6, 7, 8].map(|i| format!("%{}", 2 * fragment + i));
     let columns = tiles.value_columns();
     let chunks = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
-    let mut text = String::from(
-        "{\n.reg .pred waited, sum, elected;\n.reg .b64 a, b;\n.reg .b32 first;\nsetp.eq.b32 sum, 0, 0;\n",
+    let mut walk = Walk::new(
+        tiles,
+        [stage, parity, full, empty, value],
+        ColumnTiles::WARPGROUPS,
     );
-    text += &moves(columns / 2, fragment);
-    text += &walk_text(&stage, &parity);
-    text += &format!("mad.lo.u32 first, stage, 8, {empty};\n");
+    walk.text += &format!(
+        ".reg .pred sum, elected;\n.reg .b64 a, b;\n.reg .b32 first;\nsetp.eq.b32 sum, 0, 0;\nmov.b32 first, is_empty;\n{}",
+        moves(columns / 2, fragment)
+    );
     for chunk in 0..chunks {
-        text += &format!("mad.lo.u32 place, stage, 8, {full};\n");
-        text += &wait_text(&chunk.to_string(), "place", 0, "parity");
-        text += &format!(
-            "mul.wide.u32 chunk, stage, {};\nadd.s64 chunk, chunk, {value};\nwgmma.fence.sync.aligned;\n",
-            units(ColumnTiles::STAGE_BYTES)
-        );
+        walk.wait(chunk);
         for part in 0..ColumnTiles::VALUE_KEYS / STEP {
             let step = chunk * (ColumnTiles::VALUE_KEYS / STEP) + part;
             let in_p =
                 step / SUBTILE_STEPS * ColumnTiles::HALF_BYTES + step % SUBTILE_STEPS * STEP_BYTES;
-            text += &format!(
-                "add.s64 a, {p}, {};\nadd.s64 b, chunk, {};\n{} {{{}}}, a, b, sum, 1, 1, 0, 1;\n",
-                units(in_p),
-                units(part * STEP_ROWS_BYTES),
+            walk.text += &descriptor_text("a", &p, units(in_p));
+            walk.text +=
+                &descriptor_text("b", "chunk", walk.data() + units(part * STEP_ROWS_BYTES));
+            walk.text += &format!(
+                "{} {{{}}}, a, b, sum, 1, 1, 0, 1;\n",
                 instruction(columns, tiles.half),
                 registers(0, columns / 2),
             );
         }
-        text += "wgmma.commit_group.sync.aligned;\n";
+        walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
             // Everything before this product, that is S, is done.
-            text += &format!(
+            walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );
-            text += &arrive_text(&key_empty, 1);
+            walk.text += &arrive_text(&key_empty, 1);
         }
-        text += &advance_text(ColumnTiles::WARPGROUPS, tiles);
+        walk.advance();
     }
-    text += &format!("setp.ne.b32 elected, {elected}, 0;\n");
+    walk.text += &format!("setp.ne.b32 elected, {elected}, 0;\n");
     if tiles.frees_first_chunk_at_once() {
-        text += "wgmma.wait_group.sync.aligned 3;\n";
-        text += &arrive_text("first", 2);
+        walk.text += "wgmma.wait_group.sync.aligned 3;\n";
+        walk.text += &arrive_text("first", 2);
     }
-    text + "}\n"
+    format!("{{\n{}}}\n", walk.text)
 }
 
 /// Waits until at most `pending` products are in flight: `used` registers of a fragment | the same.
@@ -382,9 +455,10 @@ pub(crate) fn chunk(index: u32, #[comptime] stages: usize) -> Chunk {
 
 /// Starts `S = Q Kᵀ` of a block whose first chunk is `at`.
 #[cube]
-pub(crate) fn multiply_chunked_scores<NS: Size>(
-    query: u64,
-    key: u64,
+pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
+    first_queries: Vector<u32, NQ>,
+    query: u32,
+    key: u32,
     ring: Ring,
     at: Chunk,
     #[comptime] tiles: ColumnTiles,
@@ -392,10 +466,11 @@ pub(crate) fn multiply_chunked_scores<NS: Size>(
     let text = comptime!(chunked_scores_text(&tiles));
     let s: Vector<f32, NS>;
     gpu_asm!(
-        "{text} // {s} {query} {key} {full} {empty} {elected} {stage} {parity}\n",
+        "{text} // {s} {first_queries} {query} {key} {full} {empty} {elected} {stage} {parity}\n",
         s = out(_) s,
-        query = in(_) value_of::<u64>(query),
-        key = in(_) value_of::<u64>(key),
+        first_queries = in(_) value_of::<Vector<u32, NQ>>(first_queries),
+        query = in(_) value_of::<u32>(query),
+        key = in(_) value_of::<u32>(key),
         full = in(_) value_of::<u32>(ring.full),
         empty = in(_) value_of::<u32>(ring.empty),
         elected = in(_) value_of::<u32>(ring.elected),
@@ -405,12 +480,38 @@ pub(crate) fn multiply_chunked_scores<NS: Size>(
     s
 }
 
+/// The warp's rows of the first queries, as registers of the product's left operand.
+#[cube]
+pub(crate) fn load_first_queries<NQ: Size>(
+    queries: u32,
+    #[comptime] tiles: ColumnTiles,
+) -> Vector<u32, NQ> {
+    let lane = UNIT_POS % 32u32;
+    let row =
+        queries + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
+    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
+    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
+    let mut registers = Vector::<u32, NQ>::zeroed();
+    #[unroll]
+    for step in 0..comptime!(SUBTILE_STEPS * tiles.register_chunks()) {
+        let loaded = load_matrices(
+            row + comptime!((step / SUBTILE_STEPS * PRODUCT_ROWS * ROW_BYTES) as u32)
+                + (swizzle ^ comptime!((step % SUBTILE_STEPS * STEP_BYTES) as u32)),
+        );
+        #[unroll]
+        for i in 0..4usize {
+            registers.insert(comptime!(4 * step + i), loaded.extract(i));
+        }
+    }
+    registers
+}
+
 /// Starts `O += P V` of a block whose chunks are every second from `at` on.
 #[cube]
 pub(crate) fn multiply_chunked_output<NO: Size>(
     o: Vector<f32, NO>,
-    p: u64,
-    value: u64,
+    p: u32,
+    value: u32,
     ring: Ring,
     at: Chunk,
     key_empty: u32,
@@ -423,8 +524,8 @@ pub(crate) fn multiply_chunked_output<NO: Size>(
         "{text} // {sum} {o} {p} {value} {full} {empty} {elected} {stage} {parity} {key_empty} {key_elected}\n",
         sum = out(_) sum,
         o = in(_) value_of::<Vector<f32, NO>>(o),
-        p = in(_) value_of::<u64>(p),
-        value = in(_) value_of::<u64>(value),
+        p = in(_) value_of::<u32>(p),
+        value = in(_) value_of::<u32>(value),
         full = in(_) value_of::<u32>(ring.full),
         empty = in(_) value_of::<u32>(ring.empty),
         elected = in(_) value_of::<u32>(ring.elected),

@@ -11,69 +11,38 @@
 //! issue `S' = Q K'ᵀ` of the next block; rescale O; issue `O += P V`; wait for S'; make P' of it while the
 //! matrix unit is at `P V`; wait for O. A stage is free when a lane of each warp has said so.
 
-use super::fragment::{
-    Pair, finite, follow, maxima, normalise, numerators, rescale, score, totals, write_logsumexp,
-    write_row,
-};
+mod producer;
+
+use self::producer::{Places, Turn, fetch, places, stage_turn};
+use super::fragment::{Pair, RowPair, finite, follow, maxima, numerators, rescale, score, totals};
+use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    HopperKind, Steps, Tile, clear_unseen_values, copied_rows, forget_used, has_holes,
-    has_strangers, load_subtiles, next_block, row_pair, store_boxes, tell_used, tile, used_words,
+    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen_values, forget_used, has_holes,
+    has_strangers, next_block, row_pair, tell_used, used_words, view,
 };
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
 };
+use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    barrier_expect, barrier_expect_bytes, barrier_init, barrier_init_fence, barrier_wait,
-    give_registers, named_barrier, shared_address, store_shared, take_registers,
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
+    shared_address, store_shared, take_registers, uniform,
 };
-use crate::kernel::schedule::{Grid, share};
+use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
-use crate::kernel::visibility::{Extent, is_whole as sees_whole, sight};
-use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP, is_whole};
+use crate::kernel::visibility::Extent;
+use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
-
-/// Where things are in shared memory.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Places {
-    queries: u32,
-    keys: u32,
-    values: u32,
-    /// Full and empty barriers of the stages of keys, of values, and the queries'.
-    key_full: u32,
-    key_empty: u32,
-    value_full: u32,
-    value_empty: u32,
-    queries_full: u32,
-    used: u32,
-}
-
-#[cube]
-fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
-    let barriers = start + comptime!(tiles.barriers_at() as u32);
-    let each = comptime!(8 * tiles.stages as u32);
-    Places {
-        queries: start,
-        keys: start + comptime!(tiles.keys_at() as u32),
-        values: start + comptime!(tiles.values_at() as u32),
-        key_full: barriers,
-        key_empty: barriers + each,
-        value_full: barriers + 2u32 * each,
-        value_empty: barriers + 3u32 * each,
-        queries_full: barriers + 4u32 * each,
-        used: start + comptime!(tiles.used_at() as u32),
-    }
-}
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn forward_by_rows<
     E: Float,
     O: Float,
-    M: Numeric,
     F: Float,
     K: Float,
     N: Size,
+    NB: Size,
     NS: Size,
     NP: Size,
     NO: Size,
@@ -81,33 +50,31 @@ pub(crate) fn forward_by_rows<
     query: &TensorMap<E, Tiled>,
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
-    mask: ComptimeOption<&Tensor<M>>,
-    bias: ComptimeOption<&Tensor<F>>,
+    mask: ComptimeOption<&Tensor<u32>>,
+    bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: ComptimeOption<&Tensor<i32>>,
     sinks: ComptimeOption<&Tensor<K>>,
     output_boxes: &TensorMap<E, Tiled>,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     grid: Grid,
+    turns: Turns,
     extent: Extent,
     arguments: ScoreArguments,
     steps: Steps,
+    mask_places: MaskPlaces,
     group: u32,
     power: f32,
     #[comptime] tiles: RowTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
-    #[define(M)] _mask_element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(K)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
+    #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, NO)] _fragments: [usize; 3],
 ) {
-    let index = CUBE_POS as u32;
-    if index >= grid.cubes {
-        terminate!();
-    }
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let places = places(shared_address(&memory), tiles);
@@ -122,6 +89,14 @@ pub(crate) fn forward_by_rows<
             barrier_init(places.value_empty + at, comptime!(4 * tiles.warpgroups));
         }
         barrier_init(places.queries_full, 1usize);
+        barrier_init(places.queries_empty, comptime!(4 * tiles.warpgroups));
+        #[unroll]
+        for turn in 0..3u32 {
+            barrier_init(
+                places.used_told + 8u32 * turn,
+                comptime!(4 * tiles.warpgroups),
+            );
+        }
         barrier_init_fence();
         if comptime!(kind.leaves_holes()) {
             #[unroll]
@@ -132,68 +107,309 @@ pub(crate) fn forward_by_rows<
     }
     sync_cube();
 
-    let structure = comptime!(kind.fragment.structure);
-    let share = share(&grid, index, true);
-    let sight = sight(&extent, &integers, share.batch, structure);
-    let tile = tile(
-        share,
-        &grid,
-        &extent,
-        &sight,
-        group,
-        comptime!(tiles.rows()),
-        tiles.keys,
-        kind,
-    );
-    let first = next_block(&tile, tile.first_block, &extent, &integers, structure);
-
     if UNIT_POS >= comptime!(consumers as u32) {
         give_registers(comptime!(tiles.thread_registers()[0]));
         if UNIT_POS == comptime!(consumers as u32) {
             fetch(
-                query, key, value, &integers, &extent, &steps, &places, &tile, first, tiles, kind,
+                query,
+                key,
+                value,
+                &mask,
+                &mask_places,
+                &integers,
+                &grid,
+                &turns,
+                &extent,
+                &steps,
+                group,
+                &places,
+                tiles,
+                kind,
             );
         }
     } else {
         take_registers(comptime!(tiles.thread_registers()[1]));
-        let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
+        let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
         let lane = UNIT_POS % 32u32;
         let elected = u32::cast_from(lane == 0u32);
         // The row of the thread's first register, in the tile.
         let row = (UNIT_POS / 32u32 * 16u32 + lane / 4u32) as i32;
-        let rows = row_pair(&tile, &extent, row, kind);
-        let negative_infinity = arguments.negative_infinity;
+        let subtile_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+        let target = Target {
+            staging: places.output + subtile_rows,
+            row,
+            first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
+            first_column: 0u32,
+            writes_logsumexp: true,
+        };
+        let output_map = tensor_map_address(output_boxes);
 
-        let query_operand =
-            descriptor(places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32));
-        let key_operand = descriptor(places.keys);
-        let value_operand = transposed_descriptor(places.values, comptime!(tiles.keys * ROW_BYTES));
-        let key_stage = comptime!((tiles.key_bytes() >> 4) as u32);
-        let value_stage = comptime!((tiles.value_bytes() >> 4) as u32);
-
-        let mut o = Vector::<f32, NO>::zeroed();
-        let mut reference_0 = negative_infinity;
-        let mut reference_1 = negative_infinity;
-        let mut sum_0 = 0.0f32;
-        let mut sum_1 = 0.0f32;
-        if first < tile.end_block {
-            barrier_wait(places.queries_full, 0u32);
-            let mut block = first;
-            let mut count = 0u32;
-            let started =
-                multiply_scores::<NS>(query_operand, key_operand, places.key_full, 0u32, tiles);
-            let s = take_scores::<NS>(started, places.key_empty, elected, 0usize, tiles);
-            let s = score::<M, F, NS>(
-                s,
-                block * comptime!(tiles.keys as i32),
-                sees_all(&tile, block, tiles, kind),
-                &rows,
-                &mask,
-                &bias,
-                &integers,
-                &sight,
+        let mut item = CUBE_POS as u32;
+        let mut turn = 0u32;
+        let mut tiles_done = 0u32;
+        let mut visited = 0u32;
+        let mut holes = 0u32;
+        while item < turns.items {
+            let assigned = assigned(
+                &grid,
+                &turns,
+                item,
+                turn,
                 &extent,
-                &arguments,
+                &mask,
+                &mask_places,
+                &integers,
+                group,
+                comptime!(tiles.rows()),
+                tiles.keys,
+                kind,
+            );
+            if assigned.exists {
+                let tile = assigned.tile;
+                let rows = row_pair(&tile, &extent, row, kind);
+                let has_keys = assigned.first < tile.end_block;
+                let attended = attend::<F, NB, NS, NP, NO>(
+                    &assigned,
+                    &rows,
+                    &mask,
+                    &mask_places,
+                    &bias,
+                    &integers,
+                    &extent,
+                    &arguments,
+                    &places,
+                    subtile_rows,
+                    elected,
+                    tiles_done % 2u32,
+                    visited,
+                    holes,
+                    power,
+                    tiles,
+                    kind,
+                );
+                visited = attended.visited;
+                holes = attended.holes;
+                // Queries are not read any more; a place that is shared with the output, not yet.
+                if comptime!(tiles.has_output_place() || !kind.boxes_output) {
+                    free_queries(places.queries_empty, elected, has_keys);
+                }
+                write_tile::<O, K, N, NO>(
+                    attended.finished,
+                    target,
+                    &tile,
+                    &rows,
+                    &sinks,
+                    output_map,
+                    output,
+                    logsumexp,
+                    power,
+                    arguments.negative_infinity,
+                    comptime!(tiles.output_shape()),
+                    kind,
+                );
+                if comptime!(!tiles.has_output_place() && kind.boxes_output) {
+                    free_queries(places.queries_empty, elected, has_keys);
+                }
+                tiles_done += u32::cast_from(has_keys);
+            }
+            item = next_item(&turns, item, turn);
+            turn += 1u32;
+        }
+        if comptime!(kind.boxes_output) {
+            await_stores();
+        }
+    }
+}
+
+/// A tile's part of a warpgroup, and the blocks that the cube has visited, and how many of them may have had
+/// holes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Attended<NO: Size> {
+    finished: Finished<NO>,
+    visited: u32,
+    holes: u32,
+}
+
+/// Visits a tile's blocks, after `visited` blocks of other tiles, of which `holes_before` may have had holes.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
+    assigned: &Assigned,
+    rows: &RowPair,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    subtile_rows: u32,
+    elected: u32,
+    queries_parity: u32,
+    visited: u32,
+    holes_before: u32,
+    power: f32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> Attended<NO> {
+    let sight = &assigned.sight;
+    let tile = &assigned.tile;
+    let negative_infinity = arguments.negative_infinity;
+    let query_operand = uniform(descriptor(places.queries + subtile_rows));
+    let key_operand = descriptor(places.keys);
+    let value_operand = transposed_descriptor(places.values, comptime!(tiles.keys * ROW_BYTES));
+    let key_stage = comptime!((tiles.key_bytes() >> 4) as u32);
+    let value_stage = comptime!((tiles.value_bytes() >> 4) as u32);
+
+    let mut o = Vector::<f32, NO>::zeroed();
+    let mut reference_0 = negative_infinity;
+    let mut reference_1 = negative_infinity;
+    let mut sum_0 = 0.0f32;
+    let mut sum_1 = 0.0f32;
+    let mut count = uniform(visited);
+    let mut holes = holes_before;
+    if assigned.first < tile.end_block {
+        barrier_wait(places.queries_full, queries_parity);
+        let mut block = assigned.first;
+        let turn = stage_turn(count, tiles);
+        let started = multiply_scores::<NS>(
+            query_operand,
+            uniform(key_operand + turn.stage * key_stage),
+            places.key_full + 8u32 * turn.stage,
+            turn.parity,
+            tiles,
+        );
+        let s = take_scores::<NS>(
+            started,
+            places.key_empty + 8u32 * turn.stage,
+            elected,
+            0usize,
+            tiles,
+        );
+        let seen = view(
+            tile,
+            block,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            tiles.keys,
+            kind,
+        );
+        let mut may_have_holes = seen.may_have_holes;
+        let s = score::<F, NB, NS>(
+            s,
+            block * comptime!(tiles.keys as i32),
+            seen.whole,
+            rows,
+            mask,
+            mask_places,
+            bias,
+            integers,
+            sight,
+            extent,
+            arguments,
+            tiles.keys,
+            kind.fragment,
+        );
+        let made = softmax::<NS, NP>(
+            s,
+            pair(reference_0, reference_1),
+            pair(sum_0, sum_1),
+            power,
+            negative_infinity,
+            tiles,
+        );
+        reference_0 = made.reference.first;
+        reference_1 = made.reference.second;
+        sum_0 = made.sums.first;
+        sum_1 = made.sums.second;
+        let mut factor_0 = f32::new(1.0);
+        let mut factor_1 = f32::new(1.0);
+        let mut p = made.p;
+        let mut hole_count = holes_before;
+        if comptime!(kind.leaves_holes()) {
+            if may_have_holes {
+                tell_used_by(places, p, hole_count, elected, tiles);
+            }
+        }
+
+        let mut next = next_block(
+            tile,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        while next < tile.end_block {
+            let turn = stage_turn(count, tiles);
+            let next_turn = stage_turn(count + 1u32, tiles);
+            let started = multiply_scores::<NS>(
+                query_operand,
+                uniform(key_operand + next_turn.stage * key_stage),
+                places.key_full + 8u32 * next_turn.stage,
+                next_turn.parity,
+                tiles,
+            );
+            o = rescale::<NO>(
+                o,
+                pair(factor_0, factor_1),
+                comptime!(tiles.value_columns()),
+            );
+            clean_values(
+                places,
+                tile,
+                extent,
+                block,
+                turn,
+                may_have_holes,
+                hole_count,
+                tiles,
+                kind,
+            );
+            o = multiply_output::<NO, NP>(
+                o,
+                p,
+                uniform(value_operand + turn.stage * value_stage),
+                places.value_full + 8u32 * turn.stage,
+                turn.parity,
+                tiles,
+            );
+            let s = take_scores::<NS>(
+                started,
+                places.key_empty + 8u32 * next_turn.stage,
+                elected,
+                1usize,
+                tiles,
+            );
+            let seen = view(
+                tile,
+                next,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                tiles.keys,
+                kind,
+            );
+            let s = score::<F, NB, NS>(
+                s,
+                next * comptime!(tiles.keys as i32),
+                seen.whole,
+                rows,
+                mask,
+                mask_places,
+                bias,
+                integers,
+                sight,
+                extent,
+                arguments,
                 tiles.keys,
                 kind.fragment,
             );
@@ -204,343 +420,79 @@ pub(crate) fn forward_by_rows<
                 power,
                 negative_infinity,
                 tiles,
-                kind,
             );
+            if comptime!(kind.leaves_holes()) {
+                hole_count += u32::cast_from(may_have_holes);
+                may_have_holes = seen.may_have_holes;
+                if may_have_holes {
+                    tell_used_by(places, made.p, hole_count, elected, tiles);
+                }
+            }
+            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
             reference_0 = made.reference.first;
             reference_1 = made.reference.second;
+            factor_0 = made.factor.first;
+            factor_1 = made.factor.second;
             sum_0 = made.sums.first;
             sum_1 = made.sums.second;
-            let mut factor_0 = f32::new(1.0);
-            let mut factor_1 = f32::new(1.0);
-            let mut p = made.p;
-            if comptime!(kind.leaves_holes()) {
-                tell_used(places.used, made.used, 0u32, count);
-            }
-
-            let mut next = next_block(&tile, block + 1i32, &extent, &integers, structure);
-            while next < tile.end_block {
-                let turn = stage_turn(count, tiles);
-                let next_turn = stage_turn(count + 1u32, tiles);
-                let started = multiply_scores::<NS>(
-                    query_operand,
-                    key_operand + u64::cast_from(next_turn.stage * key_stage),
-                    places.key_full + 8u32 * next_turn.stage,
-                    next_turn.parity,
-                    tiles,
-                );
-                o = rescale::<NO>(
-                    o,
-                    pair(factor_0, factor_1),
-                    comptime!(tiles.value_columns()),
-                );
-                clean_values(&places, &tile, &extent, block, count, turn, tiles, kind);
-                o = multiply_output::<NO, NP>(
-                    o,
-                    p,
-                    value_operand + u64::cast_from(turn.stage * value_stage),
-                    places.value_full + 8u32 * turn.stage,
-                    turn.parity,
-                    tiles,
-                );
-                let s = take_scores::<NS>(
-                    started,
-                    places.key_empty + 8u32 * next_turn.stage,
-                    elected,
-                    1usize,
-                    tiles,
-                );
-                let s = score::<M, F, NS>(
-                    s,
-                    next * comptime!(tiles.keys as i32),
-                    sees_all(&tile, next, tiles, kind),
-                    &rows,
-                    &mask,
-                    &bias,
-                    &integers,
-                    &sight,
-                    &extent,
-                    &arguments,
-                    tiles.keys,
-                    kind.fragment,
-                );
-                let made = softmax::<NS, NP>(
-                    s,
-                    pair(reference_0, reference_1),
-                    pair(sum_0, sum_1),
-                    power,
-                    negative_infinity,
-                    tiles,
-                    kind,
-                );
-                if comptime!(kind.leaves_holes()) {
-                    tell_used(places.used, made.used, 0u32, count + 1u32);
-                }
-                o = take_output::<NO, NP>(
-                    o,
-                    p,
-                    places.value_empty + 8u32 * turn.stage,
-                    elected,
-                    tiles,
-                );
-                reference_0 = made.reference.first;
-                reference_1 = made.reference.second;
-                factor_0 = made.factor.first;
-                factor_1 = made.factor.second;
-                sum_0 = made.sums.first;
-                sum_1 = made.sums.second;
-                p = made.p;
-                block = next;
-                count += 1u32;
-                next = next_block(&tile, block + 1i32, &extent, &integers, structure);
-            }
-            let turn = stage_turn(count, tiles);
-            o = rescale::<NO>(
-                o,
-                pair(factor_0, factor_1),
-                comptime!(tiles.value_columns()),
-            );
-            clean_values(&places, &tile, &extent, block, count, turn, tiles, kind);
-            o = multiply_output::<NO, NP>(
-                o,
-                p,
-                value_operand + u64::cast_from(turn.stage * value_stage),
-                places.value_full + 8u32 * turn.stage,
-                turn.parity,
-                tiles,
-            );
-            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
-        }
-
-        let sums = totals(pair(sum_0, sum_1));
-        let exists_0 = row < tile.rows;
-        let exists_1 = row + 8i32 < tile.rows;
-        let first_row = normalise::<K>(
-            reference_0,
-            sums.first,
-            power,
-            rows.head_0,
-            exists_0,
-            &sinks,
-            negative_infinity,
-        );
-        let second_row = normalise::<K>(
-            reference_1,
-            sums.second,
-            power,
-            rows.head_1,
-            exists_1,
-            &sinks,
-            negative_infinity,
-        );
-        write_logsumexp(
-            logsumexp,
-            first_row,
-            tile.part,
-            rows.head_0,
-            rows.query_0,
-            exists_0,
-        );
-        write_logsumexp(
-            logsumexp,
-            second_row,
-            tile.part,
-            rows.head_1,
-            rows.query_1,
-            exists_1,
-        );
-        if comptime!(kind.boxes_output) {
-            store_boxes::<NO>(
-                o,
-                pair(first_row.factor, second_row.factor),
-                places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
-                tensor_map_address(output_boxes),
-                tile.batch,
-                tile.first_head,
-                tile.first_query + (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
-                0u32,
-                comptime!(tiles.value_columns()),
-                comptime!(tiles.rows() * ROW_BYTES),
-                tiles.half,
-            );
-        } else {
-            write_row::<O, N, NO>(
-                o,
-                first_row,
-                output,
-                tile.part,
-                rows.head_0,
-                rows.query_0,
-                exists_0,
-                0usize,
-                0u32,
-                comptime!(tiles.value_columns()),
-                tiles.value_dim,
-            );
-            write_row::<O, N, NO>(
-                o,
-                second_row,
-                output,
-                tile.part,
-                rows.head_1,
-                rows.query_1,
-                exists_1,
-                1usize,
-                0u32,
-                comptime!(tiles.value_columns()),
-                tiles.value_dim,
-            );
-        }
-    }
-}
-
-/// A stage of the ring, and the parity of its phase.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Turn {
-    stage: u32,
-    parity: u32,
-}
-
-/// Where the `count`-th visited block is.
-#[cube]
-fn stage_turn(count: u32, #[comptime] tiles: RowTiles) -> Turn {
-    let stages = comptime!(tiles.stages as u32);
-    Turn {
-        stage: count % stages,
-        parity: count / stages % 2u32,
-    }
-}
-
-/// Copies the queries, and then keys and values of every visited block in the order of their use.
-#[cube]
-fn fetch<E: Float>(
-    query: &TensorMap<E, Tiled>,
-    key: &TensorMap<E, Tiled>,
-    value: &TensorMap<E, Tiled>,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    steps: &Steps,
-    places: &Places,
-    tile: &Tile,
-    first: i32,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) {
-    let query_map = tensor_map_address(query);
-    let key_map = tensor_map_address(key);
-    let value_map = tensor_map_address(value);
-    barrier_expect_bytes(
-        places.queries_full,
-        copied_rows(tile, comptime!(tiles.rows()), kind)
-            * comptime!((tiles.key_subtiles() * ROW_BYTES) as u32),
-    );
-    load_subtiles(
-        places.queries,
-        query_map,
-        tile.batch * steps.query_batch,
-        tile.first_head,
-        tile.first_query,
-        places.queries_full,
-        0usize,
-        comptime!(tiles.key_subtiles()),
-        comptime!(tiles.rows() * ROW_BYTES),
-        comptime!(kind.heads == 1 && is_whole(tiles.head_dim)),
-    );
-    let key_batch = tile.batch * steps.key_batch;
-    let key_head = tile.kv_head * steps.key_head;
-    let mut block = first;
-    let mut previous = first;
-    let mut count = 0u32;
-    while block < tile.end_block {
-        let turn = stage_turn(count, tiles);
-        let full = places.key_full + 8u32 * turn.stage;
-        barrier_wait(places.key_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
-        barrier_expect(full, comptime!(tiles.key_bytes()));
-        load_subtiles(
-            places.keys + turn.stage * comptime!(tiles.key_bytes() as u32),
-            key_map,
-            key_batch,
-            key_head,
-            block * comptime!(tiles.keys as i32),
-            full,
-            0usize,
-            comptime!(tiles.key_subtiles()),
-            comptime!(tiles.keys * ROW_BYTES),
-            comptime!(is_whole(tiles.head_dim)),
-        );
-        if count > 0u32 {
-            fetch_values(
-                value_map,
-                steps,
-                places,
+            p = made.p;
+            block = next;
+            count += 1u32;
+            next = next_block(
                 tile,
-                previous,
-                count - 1u32,
-                tiles,
+                block + 1i32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                kind,
             );
         }
-        previous = block;
-        block = next_block(
-            tile,
-            block + 1i32,
-            extent,
-            integers,
-            kind.fragment.structure,
+        let turn = stage_turn(count, tiles);
+        o = rescale::<NO>(
+            o,
+            pair(factor_0, factor_1),
+            comptime!(tiles.value_columns()),
         );
-        count += 1u32;
-    }
-    if count > 0u32 {
-        fetch_values(
-            value_map,
-            steps,
+        clean_values(
             places,
             tile,
-            previous,
-            count - 1u32,
+            extent,
+            block,
+            turn,
+            may_have_holes,
+            hole_count,
+            tiles,
+            kind,
+        );
+        o = multiply_output::<NO, NP>(
+            o,
+            p,
+            uniform(value_operand + turn.stage * value_stage),
+            places.value_full + 8u32 * turn.stage,
+            turn.parity,
             tiles,
         );
+        o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+        count += 1u32;
+        holes = hole_count + u32::cast_from(may_have_holes);
+    }
+
+    Attended::<NO> {
+        finished: Finished::<NO> {
+            o,
+            reference: pair(reference_0, reference_1),
+            sums: totals(pair(sum_0, sum_1)),
+        },
+        visited: count,
+        holes,
     }
 }
 
-/// Copies the values of the `count`-th visited block.
+/// The warp has read its queries, if the tile had any.
 #[cube]
-fn fetch_values(
-    map: u64,
-    steps: &Steps,
-    places: &Places,
-    tile: &Tile,
-    block: i32,
-    count: u32,
-    #[comptime] tiles: RowTiles,
-) {
-    let turn = stage_turn(count, tiles);
-    let full = places.value_full + 8u32 * turn.stage;
-    barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
-    barrier_expect(full, comptime!(tiles.value_bytes()));
-    load_subtiles(
-        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
-        map,
-        tile.batch * steps.value_batch,
-        tile.kv_head * steps.value_head,
-        block * comptime!(tiles.keys as i32),
-        full,
-        0usize,
-        comptime!(tiles.value_subtiles()),
-        comptime!(tiles.keys * ROW_BYTES),
-        comptime!(is_whole(tiles.value_dim)),
-    );
-}
-
-/// Whether every query of the tile sees every key of the block.
-#[cube]
-fn sees_all(
-    tile: &Tile,
-    block: i32,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) -> bool {
-    let size = comptime!(tiles.keys as i32);
-    sees_whole(&tile.keys, block * size, size, kind.fragment.structure)
+fn free_queries(empty: u32, elected: u32, has_keys: bool) {
+    barrier_arrive(empty, select(has_keys, elected, 0u32));
 }
 
 #[cube]
@@ -557,7 +509,6 @@ struct Step<NP: Size> {
     sums: Pair,
     /// On older results; the sums have it already.
     factor: Pair,
-    used: u32,
 }
 
 #[cube]
@@ -568,7 +519,6 @@ fn softmax<NS: Size, NP: Size>(
     power: f32,
     negative_infinity: f32,
     #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
 ) -> Step<NP> {
     let largest = maxima::<NS>(s, reference, tiles.keys);
     let moved = follow(reference, largest, power, negative_infinity);
@@ -578,25 +528,16 @@ fn softmax<NS: Size, NP: Size>(
     };
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);
-    let mut used = 0u32;
     let mut p = Vector::<u32, NP>::zeroed();
     #[unroll]
     for step in 0..comptime!(tiles.keys / 16) {
-        let made = numerators::<NS>(
-            s,
-            shift,
-            power,
-            step,
-            tiles.half,
-            comptime!(kind.leaves_holes()),
-        );
+        let made = numerators::<NS>(s, shift, power, step, tiles.half, false);
         p.insert(comptime!(4 * step), made.p_0);
         p.insert(comptime!(4 * step + 1), made.p_1);
         p.insert(comptime!(4 * step + 2), made.p_2);
         p.insert(comptime!(4 * step + 3), made.p_3);
         sum_0 += made.sums.first;
         sum_1 += made.sums.second;
-        used |= made.used;
     }
     Step::<NP> {
         p,
@@ -606,46 +547,92 @@ fn softmax<NS: Size, NP: Size>(
             second: sums.second * moved.factor.second + sum_1,
         },
         factor: moved.factor,
-        used,
     }
 }
 
-/// Before the `count`-th visited block's values are multiplied: zeros in place of those that nobody in the
-/// tile sees.
+/// Tells which keys the warp's rows use of the `count`-th block that may have holes.
+#[cube]
+fn tell_used_by<NP: Size>(
+    places: &Places,
+    p: Vector<u32, NP>,
+    count: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+) {
+    let mut used = 0u32;
+    #[unroll]
+    for pair in 0..comptime!(tiles.keys / 8) {
+        let both = p.extract(comptime!(2 * pair)) | p.extract(comptime!(2 * pair + 1));
+        used |= select(
+            both & 0xFFFFu32 != 0u32,
+            comptime!(1u32 << (2 * pair)),
+            0u32,
+        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * pair)), 0u32);
+    }
+    tell_used(places.used, used, 0u32, count);
+    sync_plane();
+    barrier_arrive(places.used_told + 8u32 * (count % 3u32), elected);
+}
+
+/// Before a block's values are multiplied: zeros in place of those that nobody in the tile sees. If the block
+/// may have holes, it is the `count`-th of that kind.
 #[cube]
 fn clean_values(
     places: &Places,
     tile: &Tile,
     extent: &Extent,
     block: i32,
-    count: u32,
     turn: Turn,
+    may_have_holes: bool,
+    count: u32,
     #[comptime] tiles: RowTiles,
     #[comptime] kind: HopperKind,
 ) {
-    let units = comptime!(tiles.warpgroups * WARPGROUP);
     let first_key = block * comptime!(tiles.keys as i32);
-    let words = used_words(places.used, count);
-    let mut dirty = has_strangers(tile, extent, first_key, tiles.keys);
     if comptime!(kind.leaves_holes()) {
-        named_barrier(1usize, units);
-        dirty = has_holes(words, tiles.keys);
-        forget_used(places.used, count);
+        if may_have_holes {
+            let words = used_words(places.used, count);
+            barrier_wait(
+                places.used_told + 8u32 * (count % 3u32),
+                count / 3u32 % 2u32,
+            );
+            let dirty = has_holes(words, tiles.keys);
+            forget_used(places.used, count);
+            if dirty {
+                clear(places, tile, first_key, turn, words, true, tiles);
+            }
+        } else if has_strangers(tile, extent, first_key, tiles.keys) {
+            clear(places, tile, first_key, turn, 0u32, false, tiles);
+        }
+    } else if has_strangers(tile, extent, first_key, tiles.keys) {
+        clear(places, tile, first_key, turn, 0u32, false, tiles);
     }
-    if dirty {
-        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-        clear_unseen_values(
-            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
-            tile,
-            first_key,
-            words,
-            UNIT_POS,
-            0usize,
-            units,
-            tiles.keys,
-            comptime!(tiles.value_subtiles()),
-            comptime!(kind.leaves_holes()),
-        );
-        named_barrier(2usize, units);
-    }
+}
+
+/// Writes zeros over values that nobody sees, by the tile's run or by the `words` of used keys.
+#[cube]
+fn clear(
+    places: &Places,
+    tile: &Tile,
+    first_key: i32,
+    turn: Turn,
+    words: u32,
+    #[comptime] holes: bool,
+    #[comptime] tiles: RowTiles,
+) {
+    let units = comptime!(tiles.warpgroups * WARPGROUP);
+    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+    clear_unseen_values(
+        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        tile,
+        first_key,
+        words,
+        UNIT_POS,
+        0usize,
+        units,
+        tiles.keys,
+        comptime!(tiles.value_subtiles()),
+        holes,
+    );
+    named_barrier(2usize, units);
 }

@@ -6,9 +6,10 @@
 //! by 2^8, so that the output is seldom rescaled (FlashAttention-4 does likewise). P stays below 2^8 and the
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
-use crate::kernel::ptx::{exp2, pack};
-use crate::kernel::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
-use crate::kernel::visibility::{Extent, Sight, Structure};
+use crate::kernel::mask_bits::{MaskPlaces, bits_of, bits_of_run};
+use crate::kernel::ptx::{exp2, pack, reciprocal};
+use crate::kernel::score::{ScoreArguments, ScoreKind, plus_bias};
+use crate::kernel::visibility::{Extent, Sight, Structure, keys_of, sees};
 use crate::plan::wgmma::Half;
 use cubecl::prelude::*;
 
@@ -46,15 +47,17 @@ const fn is_second(index: usize) -> bool {
     index / 2 % 2 == 1
 }
 
-/// The scores of `columns` keys from `first_key` on, −∞ where hidden. In a `whole` block nothing is.
+/// The scores of `columns` keys from `first_key` on, −∞ where hidden. In a `whole` block nothing is, but by a
+/// bias.
 #[cube]
-pub(crate) fn score<M: Numeric, F: Float, NS: Size>(
+pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
     first_key: i32,
     whole: bool,
     rows: &RowPair,
-    mask: &ComptimeOption<&Tensor<M>>,
-    bias: &ComptimeOption<&Tensor<F>>,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
     extent: &Extent,
@@ -64,65 +67,191 @@ pub(crate) fn score<M: Numeric, F: Float, NS: Size>(
 ) -> Vector<f32, NS> {
     let mut s = s;
     let own_key = first_key + ((UNIT_POS % 4u32) * 2u32) as i32;
+    // Of a row that does not exist, another's are read, and hidden.
+    let last_query = extent.q_len - 1i32;
+    let query_0 = min(rows.query_0, last_query) as u32;
+    let query_1 = min(rows.query_1, last_query) as u32;
     if whole {
         if comptime!(!kind.raw) {
+            let bias_0 = bias_row(bias, rows.batch, rows.head_0, query_0);
+            let bias_1 = bias_row(bias, rows.batch, rows.head_1, query_1);
             #[unroll]
-            for i in 0..columns / 2 {
-                let place = place(rows, own_key, i);
-                let value = biased(
-                    capped(s.extract(i), arguments, kind.score),
-                    bias,
-                    &place,
-                    arguments.negative_infinity,
-                );
-                s.insert(i, value);
+            for pair in 0..columns / 4 {
+                let key = own_key as u32 + comptime!(column(2 * pair) as u32);
+                let row = if comptime!(is_second(2 * pair)) {
+                    bias_1
+                } else {
+                    bias_0
+                };
+                let values = scored::<F, NB, NS>(s, bias, row, key, arguments, pair, kind);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
             }
         }
     } else {
+        let keys_0 = keys_of(sight, rows.query_0);
+        let keys_1 = keys_of(sight, rows.query_1);
+        let bias_0 = bias_row(bias, rows.batch, rows.head_0, query_0);
+        let bias_1 = bias_row(bias, rows.batch, rows.head_1, query_1);
+        // Pairs of keys, of which the last may be half.
+        let last_key = ((extent.kv_len - 1i32) / 2i32 * 2i32) as u32;
+        let mut bits_0 = u32::new(0);
+        let mut bits_1 = u32::new(0);
         #[unroll]
-        for i in 0..columns / 2 {
-            let place = place(rows, own_key, i);
-            let visible = is_visible(false, mask, sight, extent, integers, &place, kind.structure);
-            if comptime!(kind.raw) {
-                s.insert(
-                    i,
-                    select(visible, s.extract(i), arguments.negative_infinity),
-                );
+        for pair in 0..columns / 4 {
+            if comptime!(kind.structure.mask && pair % PAIRS_PER_WORD == 0) {
+                let first = first_key as u32 + comptime!(column(2 * pair) as u32);
+                let shift = UNIT_POS % 4u32 * 2u32;
+                let own_0 = bits_of(mask, mask_places, rows.batch, rows.head_0, query_0, first);
+                let own_1 = bits_of(mask, mask_places, rows.batch, rows.head_1, query_1, first);
+                bits_0 = (own_0 & bits_of_run(keys_0, first as i32)) >> shift;
+                bits_1 = (own_1 & bits_of_run(keys_1, first as i32)) >> shift;
+            }
+            let second_row = comptime!(is_second(2 * pair));
+            let keys = if comptime!(second_row) {
+                keys_1
             } else {
-                let mut value = arguments.negative_infinity;
-                if visible {
-                    value = biased(
-                        capped(s.extract(i), arguments, kind.score),
-                        bias,
-                        &place,
-                        arguments.negative_infinity,
-                    );
+                keys_0
+            };
+            let bits = if comptime!(second_row) {
+                bits_1
+            } else {
+                bits_0
+            };
+            let row = if comptime!(second_row) {
+                bias_1
+            } else {
+                bias_0
+            };
+            let query = if comptime!(second_row) {
+                rows.query_1
+            } else {
+                rows.query_0
+            };
+            let key = own_key + comptime!(column(2 * pair) as i32);
+            let values = if comptime!(kind.raw) {
+                pair_of(s, pair)
+            } else {
+                let existing = min(key as u32, last_key);
+                scored::<F, NB, NS>(s, bias, row, existing, arguments, pair, kind)
+            };
+            #[unroll]
+            for i in 0..2usize {
+                let key = key + comptime!(i as i32);
+                // The mask's bits have been restricted to the run.
+                let mut visible = if comptime!(kind.structure.mask) {
+                    bits & comptime!(1u32 << (column(2 * pair) % 32 + i)) != 0u32
+                } else {
+                    key >= keys.first && key < keys.end
+                };
+                if comptime!(kind.structure.segments) {
+                    visible = visible
+                        && sees(
+                            sight,
+                            extent,
+                            integers,
+                            rows.batch,
+                            query,
+                            key,
+                            kind.structure,
+                        );
                 }
-                s.insert(i, value);
+                let value = if comptime!(i == 0) {
+                    values.first
+                } else {
+                    values.second
+                };
+                s.insert(
+                    comptime!(2 * pair + i),
+                    select(visible, value, arguments.negative_infinity),
+                );
             }
         }
     }
     s
 }
 
-/// Where register `index` stands.
+/// Pairs of registers that the keys of a word of the mask take: two rows, and a quarter of the columns.
+const PAIRS_PER_WORD: usize = 8;
+
+/// Where a row's biases start, in elements.
 #[cube]
-fn place(rows: &RowPair, own_key: i32, #[comptime] index: usize) -> Place {
-    let key = own_key + comptime!(column(index) as i32);
-    if comptime!(is_second(index)) {
-        Place {
-            batch: rows.batch,
-            head: rows.head_1,
-            query: rows.query_1,
-            key,
+fn bias_row<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    batch: u32,
+    head: u32,
+    query: u32,
+) -> usize {
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            batch as usize * bias.stride(0)
+                + head as usize * bias.stride(1)
+                + query as usize * bias.stride(2)
         }
+        ComptimeOption::None => 0usize.runtime(),
+    }
+}
+
+/// Two registers of S.
+#[cube]
+fn pair_of<NS: Size>(s: Vector<f32, NS>, #[comptime] pair: usize) -> Pair {
+    Pair {
+        first: s.extract(comptime!(2 * pair)),
+        second: s.extract(comptime!(2 * pair + 1)),
+    }
+}
+
+/// The scores of the `pair`-th two registers, of the keys from `key` on. Biases of two keys are read at once
+/// where they lie together.
+#[cube]
+fn scored<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    row: usize,
+    key: u32,
+    arguments: &ScoreArguments,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let dots = pair_of(s, pair);
+    let first = cap(dots.first, arguments, kind.score);
+    let second = cap(dots.second, arguments, kind.score);
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            let hidden = arguments.negative_infinity;
+            let vector = bias.vector_size();
+            if comptime!(vector == 2) {
+                let both = bias[(row + key as usize) / 2];
+                Pair {
+                    first: plus_bias(first, f32::cast_from(both.extract(0usize)), hidden),
+                    second: plus_bias(second, f32::cast_from(both.extract(1usize)), hidden),
+                }
+            } else {
+                let at = row + key as usize * bias.stride(3);
+                // The last key may have no neighbour.
+                let next = select(key + 1u32 < bias.shape(3) as u32, at + bias.stride(3), at);
+                Pair {
+                    first: plus_bias(first, f32::cast_from(bias[at].extract(0usize)), hidden),
+                    second: plus_bias(second, f32::cast_from(bias[next].extract(0usize)), hidden),
+                }
+            }
+        }
+        ComptimeOption::None => Pair { first, second },
+    }
+}
+
+/// The score without bias. The hyperbolic tangent by an exponential and a reciprocal: its absolute error is a
+/// few units in the last place of 1, which the exponential of a score does not tell from the exact one.
+#[cube]
+fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
+    if comptime!(kind.softcap) {
+        let power = comptime!(2.0 * std::f32::consts::LOG2_E) * arguments.scale / arguments.softcap;
+        let below = reciprocal(exp2(dot * power) + 1.0f32);
+        fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
     } else {
-        Place {
-            batch: rows.batch,
-            head: rows.head_0,
-            query: rows.query_0,
-            key,
-        }
+        dot * arguments.scale
     }
 }
 
@@ -292,116 +421,4 @@ pub(crate) fn rescale<NO: Size>(
         }
     }
     o
-}
-
-/// A row's result.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Normalised {
-    /// On the row's output.
-    pub factor: f32,
-    pub logsumexp: f32,
-}
-
-/// Normalises a row of query head `head`; the sink joins the sum here, where it is no part of a split.
-#[cube]
-pub(crate) fn normalise<K: Float>(
-    reference: f32,
-    sum: f32,
-    power: f32,
-    head: u32,
-    exists: bool,
-    sinks: &ComptimeOption<&Tensor<K>>,
-    negative_infinity: f32,
-) -> Normalised {
-    let ln_2 = comptime!(std::f32::consts::LN_2);
-    // In powers of two, like everything else here.
-    let mut shift = finite(reference, negative_infinity) * power;
-    let mut sum = sum;
-    let mut rescale = f32::new(1.0);
-    #[comptime]
-    match sinks {
-        ComptimeOption::Some(sinks) => {
-            if exists {
-                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)])
-                    * comptime!(std::f32::consts::LOG2_E);
-                let largest = select(sum == 0.0f32, sink, max(shift, sink));
-                rescale = select(sum == 0.0f32, 0.0f32, exp2(shift - largest));
-                let own = exp2(sink - largest);
-                sum = select(sum == 0.0f32, own, sum * rescale + own);
-                shift = largest;
-            }
-        }
-        ComptimeOption::None => {}
-    }
-    let empty = sum == 0.0f32;
-    Normalised {
-        factor: select(empty, 0.0f32, rescale / sum),
-        logsumexp: select(empty, negative_infinity, shift * ln_2 + sum.ln()),
-    }
-}
-
-/// Writes a row's logsumexp.
-#[cube]
-pub(crate) fn write_logsumexp(
-    logsumexp: &mut Tensor<f32>,
-    row: Normalised,
-    part: u32,
-    head: u32,
-    query: i32,
-    exists: bool,
-) {
-    let column = UNIT_POS % 4u32;
-    if exists && column == 0u32 {
-        let at = part as usize * logsumexp.stride(0)
-            + head as usize * logsumexp.stride(1)
-            + query as usize;
-        logsumexp[at] = row.logsumexp;
-    }
-}
-
-/// Writes the first or the second of the thread's rows: `columns` columns from `first_column` on, as far as the
-/// tensor's `value_dim` goes.
-#[cube]
-pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
-    o: Vector<f32, NO>,
-    row: Normalised,
-    output: &mut Tensor<Vector<O, N>>,
-    part: u32,
-    head: u32,
-    query: i32,
-    exists: bool,
-    #[comptime] which: usize,
-    first_column: u32,
-    #[comptime] columns: usize,
-    #[comptime] value_dim: usize,
-) {
-    if exists {
-        let base = part as usize * output.stride(0)
-            + head as usize * output.stride(1)
-            + query as usize * output.stride(2);
-        let vector = output.vector_size();
-        let end = comptime!(value_dim as u32);
-        #[unroll]
-        for tile in 0..columns / 8 {
-            let column = first_column + comptime!(8 * tile as u32) + UNIT_POS % 4u32 * 2u32;
-            let register = comptime!(4 * tile + 2 * which);
-            let low = O::cast_from(o.extract(register) * row.factor);
-            let high = O::cast_from(o.extract(comptime!(register + 1)) * row.factor);
-            if comptime!(vector == 2) {
-                if column < end {
-                    let mut both = Vector::<O, N>::cast_from(low);
-                    both.insert(1usize, high);
-                    output[(base + column as usize) / 2] = both;
-                }
-            } else {
-                if column < end {
-                    output[base + column as usize] = Vector::cast_from(low);
-                }
-                if column + 1u32 < end {
-                    output[base + column as usize + 1] = Vector::cast_from(high);
-                }
-            }
-        }
-    }
 }

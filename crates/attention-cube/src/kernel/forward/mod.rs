@@ -7,5 +7,7 @@ pub(crate) mod by_rows;
 #[cfg(feature = "cuda")]
 pub(crate) mod fragment;
 #[cfg(feature = "cuda")]
+pub(crate) mod output;
+#[cfg(feature = "cuda")]
 pub(crate) mod tile;
 pub(crate) mod unit;

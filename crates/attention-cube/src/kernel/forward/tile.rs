@@ -1,13 +1,16 @@
 //! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
 
-use super::fragment::{FragmentKind, Pair, RowPair};
+use super::fragment::{FragmentKind, RowPair};
+use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
 use crate::kernel::ptx::{
-    async_proxy_fence, clear_shared, load_shared, named_barrier, or_shared, pack, store_matrices,
-    store_shared, tma_load, tma_load_subtiles, tma_store, tma_store_wait,
+    async_proxy_fence, clear_shared, load_shared, named_barrier, or_shared, store_shared, tma_load,
+    tma_load_subtiles,
 };
-use crate::kernel::schedule::{Grid, Share, block_count};
-use crate::kernel::visibility::{Extent, Run, Sight, Structure, segments_meet, visible_keys};
-use crate::plan::wgmma::{Half, ROW_BYTES, SUBTILE, WARPGROUP};
+use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
+use crate::kernel::visibility::{
+    Extent, Run, Sight, is_inside, segments_meet, share_segment, sight, visible_keys,
+};
+use crate::plan::wgmma::{ROW_BYTES, SUBTILE, WARPGROUP};
 use cubecl::prelude::*;
 
 /// What the Hopper kernels are compiled for, besides their tiles.
@@ -26,6 +29,11 @@ impl HopperKind {
     /// Whether keys in the middle of a block may be hidden from a whole tile.
     pub(crate) const fn leaves_holes(&self) -> bool {
         self.fragment.score.leaves_holes(&self.fragment.structure)
+    }
+
+    /// Whether it is known beforehand what tiles see of blocks by the mask.
+    pub(crate) const fn sums_up_mask(&self) -> bool {
+        self.fragment.structure.mask && self.heads == 1
     }
 }
 
@@ -63,9 +71,65 @@ pub(crate) struct Tile {
     pub part: u32,
 }
 
-/// The tile of a cube with this share: `rows` queries, keys in blocks of `block`.
+/// What a cube works on in one turn.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Assigned {
+    pub exists: bool,
+    pub sight: Sight,
+    pub tile: Tile,
+    /// The first block that it visits, or the end of its blocks.
+    pub first: i32,
+}
+
+/// A cube's `turn`-th tile, at `item`: `rows` queries, keys in blocks of `block`.
 #[cube]
-pub(crate) fn tile(
+pub(crate) fn assigned(
+    grid: &Grid,
+    turns: &Turns,
+    item: u32,
+    turn: u32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    group: u32,
+    #[comptime] rows: usize,
+    #[comptime] block: usize,
+    #[comptime] kind: HopperKind,
+) -> Assigned {
+    let assignment = assignment(grid, turns, item, turn);
+    let structure = comptime!(kind.fragment.structure);
+    let sight = sight(extent, integers, assignment.share.batch, structure);
+    let tile = tile(
+        assignment.share,
+        grid,
+        extent,
+        &sight,
+        group,
+        rows,
+        block,
+        kind,
+    );
+    Assigned {
+        exists: assignment.exists,
+        sight,
+        tile,
+        first: next_block(
+            &tile,
+            tile.first_block,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        ),
+    }
+}
+
+/// The tile of a cube with this share.
+#[cube]
+fn tile(
     share: Share,
     grid: &Grid,
     extent: &Extent,
@@ -168,74 +232,6 @@ pub(crate) fn load_subtiles(
     }
 }
 
-/// Writes a warpgroup's 64 rows of output from its fragments to `target`, subtiles `subtile_bytes` apart,
-/// and from there to the tensor. The whole warpgroup must be done with what was there.
-#[cube]
-pub(crate) fn store_boxes<NO: Size>(
-    o: Vector<f32, NO>,
-    factors: Pair,
-    target: u32,
-    map: u64,
-    batch: u32,
-    head: u32,
-    row: i32,
-    first_column: u32,
-    #[comptime] columns: usize,
-    #[comptime] subtile_bytes: usize,
-    #[comptime] half: Half,
-) {
-    let lane = UNIT_POS % 32u32;
-    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
-    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
-    let own_row =
-        target + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
-    #[unroll]
-    for step in 0..columns / 16 {
-        store_matrices(
-            own_row
-                + comptime!((step / 4 * subtile_bytes) as u32)
-                + (swizzle ^ comptime!((step % 4 * 32) as u32)),
-            pack(
-                o.extract(8 * step) * factors.first,
-                o.extract(8 * step + 1) * factors.first,
-                half,
-            ),
-            pack(
-                o.extract(8 * step + 2) * factors.second,
-                o.extract(8 * step + 3) * factors.second,
-                half,
-            ),
-            pack(
-                o.extract(8 * step + 4) * factors.first,
-                o.extract(8 * step + 5) * factors.first,
-                half,
-            ),
-            pack(
-                o.extract(8 * step + 6) * factors.second,
-                o.extract(8 * step + 7) * factors.second,
-                half,
-            ),
-        );
-    }
-    async_proxy_fence();
-    warpgroup_barrier();
-    let thread = UNIT_POS % comptime!(WARPGROUP as u32);
-    if thread == 0u32 {
-        #[unroll]
-        for subtile in 0..comptime!(columns.div_ceil(SUBTILE)) {
-            tma_store(
-                map,
-                target + comptime!((subtile * subtile_bytes) as u32),
-                batch,
-                head,
-                row,
-                first_column + comptime!((subtile * SUBTILE) as u32),
-            );
-        }
-        tma_store_wait();
-    }
-}
-
 /// A warpgroup meets by itself. Numbers from 3 on; the kernels have use for those before.
 #[cube]
 pub(crate) fn warpgroup_barrier() {
@@ -297,21 +293,28 @@ pub(crate) fn next_block(
     tile: &Tile,
     block: i32,
     extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
     integers: &ComptimeOption<&Tensor<i32>>,
-    #[comptime] structure: Structure,
+    #[comptime] kind: HopperKind,
 ) -> i32 {
+    let structure = comptime!(kind.fragment.structure);
     let mut block = block;
-    if comptime!(structure.segments) {
+    if comptime!(structure.segments || kind.sums_up_mask()) {
         let mut searching = block < tile.end_block;
         while searching {
-            if segments_meet(
+            let mut visits = segments_meet(
                 extent,
                 integers,
                 tile.batch,
                 tile.query_block,
                 block as u32,
                 structure,
-            ) {
+            );
+            if comptime!(kind.sums_up_mask()) {
+                visits = visits && mask_sight(tile, block, mask, mask_places) != NOTHING;
+            }
+            if visits {
                 searching = false;
             } else {
                 block += 1i32;
@@ -320,6 +323,74 @@ pub(crate) fn next_block(
         }
     }
     block
+}
+
+/// What the mask lets the tile see of a block.
+#[cube]
+fn mask_sight(
+    tile: &Tile,
+    block: i32,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+) -> u32 {
+    sight_of_block(
+        mask,
+        mask_places,
+        tile.batch,
+        tile.first_head,
+        tile.query_block,
+        block as u32,
+    )
+}
+
+/// How a tile sees a block.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct View {
+    /// Every query sees every key, but for what a bias hides.
+    pub whole: bool,
+    /// There may be keys that nobody sees, other than those before and after the tile's run.
+    pub may_have_holes: bool,
+}
+
+/// How the tile sees the block, of `size` keys.
+#[cube]
+pub(crate) fn view(
+    tile: &Tile,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] size: usize,
+    #[comptime] kind: HopperKind,
+) -> View {
+    let structure = comptime!(kind.fragment.structure);
+    let size = comptime!(size as i32);
+    let inside = is_inside(&tile.keys, block * size, size);
+    let mut whole = inside;
+    // A mask and a run hide different keys from different queries, and together one from all.
+    let mut may_have_holes = false;
+    if comptime!(structure.segments) {
+        let shared = share_segment(extent, integers, tile.batch, tile.query_block, block as u32);
+        whole = whole && shared;
+        may_have_holes = !shared;
+    }
+    if comptime!(kind.sums_up_mask()) {
+        let sight = mask_sight(tile, block, mask, mask_places);
+        whole = whole && sight == EVERYTHING;
+        may_have_holes = may_have_holes || !inside || sight < EVERY_KEY;
+    }
+    if comptime!(structure.mask && !kind.sums_up_mask()) {
+        whole = false;
+    }
+    if comptime!(kind.fragment.score.bias || (structure.mask && !kind.sums_up_mask())) {
+        may_have_holes = true;
+    }
+    View {
+        whole,
+        may_have_holes,
+    }
 }
 
 /// Whether values lie in the block from `first_key` on that nobody in the tile may see, by its run of keys

@@ -1,0 +1,96 @@
+//! Packs the mask for the Hopper kernels: see `kernel/mask_bits.rs`.
+
+use super::*;
+use crate::kernel::mask_bits::{MaskPlacesLaunch, WORDS_PER_PLANE, pack_mask, sum_up_mask};
+use cubecl::prelude::CubeDim;
+
+const UNITS: usize = 256;
+const PLANE: usize = 32;
+
+/// Keys past the last that a block may reach, and a word that the last bits are shifted from.
+const SLACK: usize = 128 + 32;
+
+/// The packed mask, if there is one, for tiles of `tile_rows` queries and blocks of `block_keys` keys; without
+/// `tile_rows` tiles are not told what they see of blocks.
+pub(super) fn pack(
+    inputs: &AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+    tile_rows: Option<usize>,
+    block_keys: usize,
+) -> (Option<CubeTensor>, MaskPlacesLaunch) {
+    let Some(mask) = inputs.mask.as_option() else {
+        return (None, MaskPlacesLaunch::new(0, 0, 0, 0, 0, 0, 0));
+    };
+    let shape = mask.meta.shape();
+    let [batch, heads, rows] = [shape[0], shape[1], shape[2]];
+    let mask = CubeBackend::bool_expand(
+        mask.clone(),
+        Shape::new([batch, heads, rows, problem.kv_len]),
+    );
+    let pieces = (problem.kv_len + SLACK).div_ceil(32 * WORDS_PER_PLANE);
+    let words = pieces * WORDS_PER_PLANE;
+    let bits_end = batch * heads * rows * words;
+    let blocks = problem.kv_len.div_ceil(block_keys);
+    let tiles = tile_rows.map_or(0, |tile_rows| rows.div_ceil(tile_rows));
+    let block_count = batch * heads * tiles * blocks;
+    let bits = empty(&inputs.query, [bits_end + block_count], DType::U32);
+    let client = bits.client.clone();
+    let launch = |planes: usize| {
+        (
+            cube_count(&client, (planes * PLANE).div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+        )
+    };
+
+    let count = batch * heads * rows * pieces;
+    let (cubes, units) = launch(count);
+    let element = dtype_to_storage_type(mask.dtype);
+    // SAFETY: a plane a piece of a row, the rest does nothing; keys stay below `kv_len`.
+    unsafe {
+        pack_mask::launch_unchecked(
+            &client,
+            cubes,
+            units,
+            mask.into_tensor_arg(),
+            bits.clone().into_tensor_arg(),
+            heads as u32,
+            rows as u32,
+            problem.kv_len as u32,
+            pieces as u32,
+            count as u32,
+            element,
+        );
+    }
+    if let Some(tile_rows) = tile_rows {
+        let (cubes, units) = launch(block_count);
+        // SAFETY: a plane a pair, inside the words that the first launch wrote.
+        unsafe {
+            sum_up_mask::launch_unchecked(
+                &client,
+                cubes,
+                units,
+                bits.clone().into_tensor_arg(),
+                bits_end as u32,
+                rows as u32,
+                problem.kv_len as u32,
+                words as u32,
+                tiles as u32,
+                blocks as u32,
+                block_count as u32,
+                tile_rows as u32,
+                block_keys as u32,
+            );
+        }
+    }
+    let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
+    let places = MaskPlacesLaunch::new(
+        step(batch, heads * rows * words),
+        step(heads, rows * words),
+        step(rows, words),
+        bits_end as u32,
+        step(batch, heads * tiles * blocks),
+        step(heads, tiles * blocks),
+        step(rows, blocks),
+    );
+    (Some(bits), places)
+}

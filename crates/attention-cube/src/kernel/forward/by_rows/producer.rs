@@ -1,0 +1,237 @@
+//! The warpgroup that fetches: one thread of it keeps the ring full.
+
+use super::super::tile::{
+    HopperKind, Steps, Tile, assigned, copied_rows, load_subtiles, next_block,
+};
+use crate::kernel::mask_bits::MaskPlaces;
+use crate::kernel::ptx::{barrier_expect, barrier_expect_bytes, barrier_wait};
+use crate::kernel::schedule::{Grid, Turns, next_item};
+use crate::kernel::visibility::Extent;
+use crate::plan::wgmma::{ROW_BYTES, RowTiles, is_whole};
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Where things are in shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Places {
+    pub queries: u32,
+    pub keys: u32,
+    pub values: u32,
+    /// Where the output goes through.
+    pub output: u32,
+    /// Full and empty barriers of the stages of keys, of values, and the queries'.
+    pub key_full: u32,
+    pub key_empty: u32,
+    pub value_full: u32,
+    pub value_empty: u32,
+    pub queries_full: u32,
+    pub queries_empty: u32,
+    /// Barriers at which all warps have told which keys they use.
+    pub used_told: u32,
+    pub used: u32,
+}
+
+#[cube]
+pub(super) fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
+    let barriers = start + comptime!(tiles.barriers_at() as u32);
+    let each = comptime!(8 * tiles.stages as u32);
+    Places {
+        queries: start,
+        keys: start + comptime!(tiles.keys_at() as u32),
+        values: start + comptime!(tiles.values_at() as u32),
+        output: start + comptime!(tiles.output_at() as u32),
+        key_full: barriers,
+        key_empty: barriers + each,
+        value_full: barriers + 2u32 * each,
+        value_empty: barriers + 3u32 * each,
+        queries_full: barriers + 4u32 * each,
+        queries_empty: barriers + 4u32 * each + 8u32,
+        used_told: barriers + 4u32 * each + 16u32,
+        used: start + comptime!(tiles.used_at() as u32),
+    }
+}
+
+/// A stage of the ring, and the parity of its phase.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Turn {
+    pub stage: u32,
+    pub parity: u32,
+}
+
+/// Where the `count`-th visited block is.
+#[cube]
+pub(super) fn stage_turn(count: u32, #[comptime] tiles: RowTiles) -> Turn {
+    let stages = comptime!(tiles.stages as u32);
+    Turn {
+        stage: count % stages,
+        parity: count / stages % 2u32,
+    }
+}
+
+/// Copies, turn by turn, the queries, and keys and values of every visited block in the order of their use.
+#[cube]
+pub(super) fn fetch<E: Float>(
+    query: &TensorMap<E, Tiled>,
+    key: &TensorMap<E, Tiled>,
+    value: &TensorMap<E, Tiled>,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    grid: &Grid,
+    turns: &Turns,
+    extent: &Extent,
+    steps: &Steps,
+    group: u32,
+    places: &Places,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    let query_map = tensor_map_address(query);
+    let key_map = tensor_map_address(key);
+    let value_map = tensor_map_address(value);
+    let mut item = CUBE_POS as u32;
+    let mut turn = 0u32;
+    let mut tiles_done = 0u32;
+    let mut count = 0u32;
+    while item < turns.items {
+        let assigned = assigned(
+            grid,
+            turns,
+            item,
+            turn,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            group,
+            comptime!(tiles.rows()),
+            tiles.keys,
+            kind,
+        );
+        let tile = assigned.tile;
+        if assigned.exists && assigned.first < tile.end_block {
+            let key_batch = tile.batch * steps.key_batch;
+            let key_head = tile.kv_head * steps.key_head;
+            let mut block = assigned.first;
+            let mut previous = block;
+            let first_count = count;
+            while block < tile.end_block {
+                let stage = stage_turn(count, tiles);
+                let full = places.key_full + 8u32 * stage.stage;
+                barrier_wait(places.key_empty + 8u32 * stage.stage, stage.parity ^ 1u32);
+                barrier_expect(full, comptime!(tiles.key_bytes()));
+                load_subtiles(
+                    places.keys + stage.stage * comptime!(tiles.key_bytes() as u32),
+                    key_map,
+                    key_batch,
+                    key_head,
+                    block * comptime!(tiles.keys as i32),
+                    full,
+                    0usize,
+                    comptime!(tiles.key_subtiles()),
+                    comptime!(tiles.keys * ROW_BYTES),
+                    comptime!(is_whole(tiles.head_dim)),
+                );
+                if count > first_count {
+                    fetch_values(
+                        value_map,
+                        steps,
+                        places,
+                        &tile,
+                        previous,
+                        count - 1u32,
+                        tiles,
+                    );
+                } else {
+                    // After the first keys: the last tile's queries may still be in use.
+                    fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                }
+                previous = block;
+                block = next_block(
+                    &tile,
+                    block + 1i32,
+                    extent,
+                    mask,
+                    mask_places,
+                    integers,
+                    kind,
+                );
+                count += 1u32;
+            }
+            fetch_values(
+                value_map,
+                steps,
+                places,
+                &tile,
+                previous,
+                count - 1u32,
+                tiles,
+            );
+            tiles_done += 1u32;
+        }
+        item = next_item(turns, item, turn);
+        turn += 1u32;
+    }
+}
+
+/// Copies the queries of the `count`-th tile that has any keys.
+#[cube]
+fn fetch_queries(
+    map: u64,
+    steps: &Steps,
+    places: &Places,
+    tile: &Tile,
+    count: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    barrier_wait(places.queries_empty, (count % 2u32) ^ 1u32);
+    barrier_expect_bytes(
+        places.queries_full,
+        copied_rows(tile, comptime!(tiles.rows()), kind)
+            * comptime!((tiles.key_subtiles() * ROW_BYTES) as u32),
+    );
+    load_subtiles(
+        places.queries,
+        map,
+        tile.batch * steps.query_batch,
+        tile.first_head,
+        tile.first_query,
+        places.queries_full,
+        0usize,
+        comptime!(tiles.key_subtiles()),
+        comptime!(tiles.rows() * ROW_BYTES),
+        comptime!(kind.heads == 1 && is_whole(tiles.head_dim)),
+    );
+}
+
+/// Copies the values of the `count`-th visited block.
+#[cube]
+fn fetch_values(
+    map: u64,
+    steps: &Steps,
+    places: &Places,
+    tile: &Tile,
+    block: i32,
+    count: u32,
+    #[comptime] tiles: RowTiles,
+) {
+    let turn = stage_turn(count, tiles);
+    let full = places.value_full + 8u32 * turn.stage;
+    barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+    barrier_expect(full, comptime!(tiles.value_bytes()));
+    load_subtiles(
+        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        map,
+        tile.batch * steps.value_batch,
+        tile.kv_head * steps.value_head,
+        block * comptime!(tiles.keys as i32),
+        full,
+        0usize,
+        comptime!(tiles.value_subtiles()),
+        comptime!(tiles.keys * ROW_BYTES),
+        comptime!(is_whole(tiles.value_dim)),
+    );
+}

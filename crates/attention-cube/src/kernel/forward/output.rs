@@ -1,0 +1,334 @@
+//! What becomes of a tile's fragments: normalised, with their sinks, they go to the output and the logsumexp,
+//! through shared memory and the copy engine where they can.
+
+use super::fragment::{Pair, RowPair, finite};
+use super::tile::{HopperKind, Tile, warpgroup_barrier};
+use crate::kernel::ptx::{
+    async_proxy_fence, exp2, pack, store_matrices, tma_store, tma_store_wait,
+};
+use crate::plan::wgmma::{Half, OutputShape, ROW_BYTES, SUBTILE, WARPGROUP};
+use cubecl::prelude::*;
+
+/// A thread's part of what its warpgroup has of a tile.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Finished<NO: Size> {
+    pub o: Vector<f32, NO>,
+    pub reference: Pair,
+    /// Over all columns of the rows.
+    pub sums: Pair,
+}
+
+/// Where a warpgroup's part of a tile goes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Target {
+    /// Shared memory that it goes through.
+    pub staging: u32,
+    /// Row of the thread's first register in the tile, and of the warpgroup's first.
+    pub row: i32,
+    pub first_row: i32,
+    pub first_column: u32,
+    pub writes_logsumexp: bool,
+}
+
+/// Writes a warpgroup's part of a tile.
+#[cube]
+pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
+    finished: Finished<NO>,
+    target: Target,
+    tile: &Tile,
+    rows: &RowPair,
+    sinks: &ComptimeOption<&Tensor<K>>,
+    output_map: u64,
+    output: &mut Tensor<Vector<O, N>>,
+    logsumexp: &mut Tensor<f32>,
+    power: f32,
+    negative_infinity: f32,
+    #[comptime] shape: OutputShape,
+    #[comptime] kind: HopperKind,
+) {
+    let exists_0 = target.row < tile.rows;
+    let exists_1 = target.row + 8i32 < tile.rows;
+    let first = normalise::<K>(
+        finished.reference.first,
+        finished.sums.first,
+        power,
+        rows.head_0,
+        exists_0,
+        sinks,
+        negative_infinity,
+    );
+    let second = normalise::<K>(
+        finished.reference.second,
+        finished.sums.second,
+        power,
+        rows.head_1,
+        exists_1,
+        sinks,
+        negative_infinity,
+    );
+    if target.writes_logsumexp {
+        write_logsumexp(
+            logsumexp,
+            first,
+            tile.part,
+            rows.head_0,
+            rows.query_0,
+            exists_0,
+        );
+        write_logsumexp(
+            logsumexp,
+            second,
+            tile.part,
+            rows.head_1,
+            rows.query_1,
+            exists_1,
+        );
+    }
+    if comptime!(kind.boxes_output) {
+        store_boxes::<NO>(
+            finished.o,
+            Pair {
+                first: first.factor,
+                second: second.factor,
+            },
+            target.staging,
+            output_map,
+            tile.batch,
+            tile.first_head,
+            tile.first_query + target.first_row,
+            target.first_column,
+            shape.columns,
+            shape.subtile_bytes,
+            shape.own_place,
+            shape.half,
+        );
+    } else {
+        write_row::<O, N, NO>(
+            finished.o,
+            first,
+            output,
+            tile.part,
+            rows.head_0,
+            rows.query_0,
+            exists_0,
+            0usize,
+            target.first_column,
+            shape.columns,
+            shape.value_dim,
+        );
+        write_row::<O, N, NO>(
+            finished.o,
+            second,
+            output,
+            tile.part,
+            rows.head_1,
+            rows.query_1,
+            exists_1,
+            1usize,
+            target.first_column,
+            shape.columns,
+            shape.value_dim,
+        );
+    }
+}
+
+/// Before the cube ends: waits until its stores have read their sources.
+#[cube]
+pub(crate) fn await_stores() {
+    let thread = UNIT_POS % comptime!(WARPGROUP as u32);
+    if thread == 0u32 {
+        tma_store_wait();
+    }
+}
+
+/// A row's result.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Normalised {
+    /// On the row's output.
+    factor: f32,
+    logsumexp: f32,
+}
+
+/// Normalises a row of query head `head`; the sink joins the sum here, where it is no part of a split.
+#[cube]
+fn normalise<K: Float>(
+    reference: f32,
+    sum: f32,
+    power: f32,
+    head: u32,
+    exists: bool,
+    sinks: &ComptimeOption<&Tensor<K>>,
+    negative_infinity: f32,
+) -> Normalised {
+    let ln_2 = comptime!(std::f32::consts::LN_2);
+    // In powers of two, like everything else here.
+    let mut shift = finite(reference, negative_infinity) * power;
+    let mut sum = sum;
+    let mut rescale = f32::new(1.0);
+    #[comptime]
+    match sinks {
+        ComptimeOption::Some(sinks) => {
+            if exists {
+                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)])
+                    * comptime!(std::f32::consts::LOG2_E);
+                let largest = select(sum == 0.0f32, sink, max(shift, sink));
+                rescale = select(sum == 0.0f32, 0.0f32, exp2(shift - largest));
+                let own = exp2(sink - largest);
+                sum = select(sum == 0.0f32, own, sum * rescale + own);
+                shift = largest;
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    let empty = sum == 0.0f32;
+    Normalised {
+        factor: select(empty, 0.0f32, rescale / sum),
+        logsumexp: select(empty, negative_infinity, shift * ln_2 + sum.ln()),
+    }
+}
+
+/// Writes a row's logsumexp.
+#[cube]
+fn write_logsumexp(
+    logsumexp: &mut Tensor<f32>,
+    row: Normalised,
+    part: u32,
+    head: u32,
+    query: i32,
+    exists: bool,
+) {
+    let column = UNIT_POS % 4u32;
+    if exists && column == 0u32 {
+        let at = part as usize * logsumexp.stride(0)
+            + head as usize * logsumexp.stride(1)
+            + query as usize;
+        logsumexp[at] = row.logsumexp;
+    }
+}
+
+/// Writes the first or the second of the thread's rows: `columns` columns from `first_column` on, as far as the
+/// tensor's `value_dim` goes.
+#[cube]
+fn write_row<O: Float, N: Size, NO: Size>(
+    o: Vector<f32, NO>,
+    row: Normalised,
+    output: &mut Tensor<Vector<O, N>>,
+    part: u32,
+    head: u32,
+    query: i32,
+    exists: bool,
+    #[comptime] which: usize,
+    first_column: u32,
+    #[comptime] columns: usize,
+    #[comptime] value_dim: usize,
+) {
+    if exists {
+        let base = part as usize * output.stride(0)
+            + head as usize * output.stride(1)
+            + query as usize * output.stride(2);
+        let vector = output.vector_size();
+        let end = comptime!(value_dim as u32);
+        #[unroll]
+        for tile in 0..columns / 8 {
+            let column = first_column + comptime!(8 * tile as u32) + UNIT_POS % 4u32 * 2u32;
+            let register = comptime!(4 * tile + 2 * which);
+            let low = O::cast_from(o.extract(register) * row.factor);
+            let high = O::cast_from(o.extract(comptime!(register + 1)) * row.factor);
+            if comptime!(vector == 2) {
+                if column < end {
+                    let mut both = Vector::<O, N>::cast_from(low);
+                    both.insert(1usize, high);
+                    output[(base + column as usize) / 2] = both;
+                }
+            } else {
+                if column < end {
+                    output[base + column as usize] = Vector::cast_from(low);
+                }
+                if column + 1u32 < end {
+                    output[base + column as usize + 1] = Vector::cast_from(high);
+                }
+            }
+        }
+    }
+}
+
+/// Writes a warpgroup's 64 rows of output from its fragments to `target`, subtiles `subtile_bytes` apart,
+/// and from there to the tensor. The whole warpgroup must be done with what was there, but for what it last
+/// stored from its own place.
+#[cube]
+fn store_boxes<NO: Size>(
+    o: Vector<f32, NO>,
+    factors: Pair,
+    target: u32,
+    map: u64,
+    batch: u32,
+    head: u32,
+    row: i32,
+    first_column: u32,
+    #[comptime] columns: usize,
+    #[comptime] subtile_bytes: usize,
+    #[comptime] own_place: bool,
+    #[comptime] half: Half,
+) {
+    let thread = UNIT_POS % comptime!(WARPGROUP as u32);
+    if comptime!(own_place) {
+        if thread == 0u32 {
+            tma_store_wait();
+        }
+        warpgroup_barrier();
+    }
+    let lane = UNIT_POS % 32u32;
+    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
+    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
+    let own_row =
+        target + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
+    #[unroll]
+    for step in 0..columns / 16 {
+        store_matrices(
+            own_row
+                + comptime!((step / 4 * subtile_bytes) as u32)
+                + (swizzle ^ comptime!((step % 4 * 32) as u32)),
+            pack(
+                o.extract(8 * step) * factors.first,
+                o.extract(8 * step + 1) * factors.first,
+                half,
+            ),
+            pack(
+                o.extract(8 * step + 2) * factors.second,
+                o.extract(8 * step + 3) * factors.second,
+                half,
+            ),
+            pack(
+                o.extract(8 * step + 4) * factors.first,
+                o.extract(8 * step + 5) * factors.first,
+                half,
+            ),
+            pack(
+                o.extract(8 * step + 6) * factors.second,
+                o.extract(8 * step + 7) * factors.second,
+                half,
+            ),
+        );
+    }
+    async_proxy_fence();
+    warpgroup_barrier();
+    if thread == 0u32 {
+        #[unroll]
+        for subtile in 0..comptime!(columns.div_ceil(SUBTILE)) {
+            tma_store(
+                map,
+                target + comptime!((subtile * subtile_bytes) as u32),
+                batch,
+                head,
+                row,
+                first_column + comptime!((subtile * SUBTILE) as u32),
+            );
+        }
+        if comptime!(!own_place) {
+            tma_store_wait();
+        }
+    }
+}
