@@ -14,6 +14,7 @@ mod fixture;
 mod cache;
 mod computation;
 mod generation;
+mod gradients;
 mod half;
 mod loading;
 mod programs;
