@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 const TOLERANCE: f64 = 1e-3;
 
 /// The devices with autodiff, both ways.
-fn tracked(device: &TestDevice) -> [(String, Device); 2] {
+pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
     let plain = device.device.clone().autodiff();
     let checkpointed = plain.clone().gradient_checkpointing();
     [("plain", plain), ("checkpointed", checkpointed)]
@@ -32,7 +32,7 @@ fn next_token_loss(model: &Gemma4Model, tokens: Tensor<2, Int>) -> Tensor<1> {
     -log_softmax(predicting, 2).gather(2, next).mean()
 }
 
-/// The gradients of a model's parameters by their paths; `None` for those without one.
+/// Collects the gradients of a model's parameters.
 struct Collected<'a> {
     gradients: &'a Gradients,
     path: Vec<String>,
@@ -54,7 +54,11 @@ impl ModuleVisitor for Collected<'_> {
     }
 }
 
-fn gradients_of(model: &Gemma4Model, gradients: &Gradients) -> BTreeMap<String, Option<Vec<f32>>> {
+/// The gradient of every parameter by its path; `None` for those without one.
+pub fn gradients_of(
+    model: &Gemma4Model,
+    gradients: &Gradients,
+) -> BTreeMap<String, Option<Vec<f32>>> {
     let mut collected = Collected {
         gradients,
         path: Vec::new(),
@@ -70,7 +74,7 @@ fn norm(values: impl Iterator<Item = f32>) -> f64 {
 }
 
 /// The distance of `found` from `expected`, relative to the norm of `expected`.
-fn relative(found: &[f32], expected: &[f32]) -> f64 {
+pub fn relative(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let distance = norm(found.iter().zip(expected).map(|(a, b)| a - b));
     distance / norm(expected.iter().copied())

@@ -17,5 +17,6 @@ mod generation;
 mod gradients;
 mod half;
 mod loading;
+mod packing;
 mod programs;
 mod text;
