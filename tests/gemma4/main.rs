@@ -6,9 +6,8 @@
 #[cfg(not(feature = "flex"))]
 compile_error!("models are compared on Burn's flex backend: enable the feature `flex`");
 
-#[allow(dead_code, reason = "the operator's tests need more of it")]
-#[path = "../operator/devices.rs"]
-mod devices;
+use attention_workspace::testing::devices;
+
 mod fixture;
 
 mod cache;
