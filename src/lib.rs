@@ -1,10 +1,12 @@
-//! What the examples and benchmarks share: the choice of a device, a model and its arguments, terminals,
-//! problems with random data, timing, and errors against a reference in f64.
+//! What the examples, benchmarks and tests share: the choice of a device, a model and its arguments, terminals,
+//! problems with random data, timing, errors against a reference in f64, and what tests are made of.
 
 pub mod accuracy;
 pub mod device;
 pub mod model;
 pub mod terminal;
+#[cfg(feature = "flex")]
+pub mod testing;
 pub mod timing;
 pub mod workload;
 
@@ -43,7 +45,7 @@ impl Dtype {
 
 impl std::fmt::Display for Dtype {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::Bf16 => "bf16",

@@ -51,20 +51,11 @@ impl Fixture {
         let folder = folder(name);
         let text = fs::read_to_string(folder.join("reference.json")).expect("a fixture");
         let Description { prompt, generated } = serde_json::from_str(&text).expect("a description");
-        let bytes = fs::read(folder.join("reference.safetensors")).expect("a fixture");
-        let tensors = SafeTensors::deserialize(&bytes)
-            .expect("safetensors")
-            .iter()
-            .map(|(name, view)| {
-                let values = floats(view.dtype(), view.data());
-                (name.to_owned(), Reference { values })
-            })
-            .collect();
         Self {
             name,
             prompt,
             generated,
-            tensors,
+            tensors: read(folder.join("reference.safetensors")),
         }
     }
 
@@ -79,6 +70,12 @@ impl Fixture {
     pub fn load(&self, device: &Device, dtype: DType) -> Gemma4 {
         Gemma4::load(self.folder(), device, LoadOptions::new().dtype(dtype))
             .unwrap_or_else(|error| panic!("{}: {error}", self.name))
+    }
+
+    /// The loss and the gradients that transformers computed, if it did.
+    pub fn gradients(&self) -> Option<HashMap<String, Reference>> {
+        let path = self.folder().join("grads.safetensors");
+        path.exists().then(|| read(path))
     }
 
     pub fn get(&self, name: &str) -> Option<&Reference> {
@@ -136,6 +133,19 @@ pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
         ignore_stop_tokens: true,
         ..gemma.options()
     }
+}
+
+/// Every tensor of a file.
+fn read(path: PathBuf) -> HashMap<String, Reference> {
+    let bytes = fs::read(path).expect("a fixture");
+    SafeTensors::deserialize(&bytes)
+        .expect("safetensors")
+        .iter()
+        .map(|(name, view)| {
+            let values = floats(view.dtype(), view.data());
+            (name.to_owned(), Reference { values })
+        })
+        .collect()
 }
 
 /// Calls `test` with every fixture in f32 on every device.

@@ -6,15 +6,16 @@
 #[cfg(not(feature = "flex"))]
 compile_error!("models are compared on Burn's flex backend: enable the feature `flex`");
 
-#[allow(dead_code, reason = "the operator's tests need more of it")]
-#[path = "../operator/devices.rs"]
-mod devices;
+use attention_workspace::testing::devices;
+
 mod fixture;
 
 mod cache;
 mod computation;
 mod generation;
+mod gradients;
 mod half;
 mod loading;
+mod packing;
 mod programs;
 mod text;

@@ -6,65 +6,16 @@
 mod folder;
 mod refused;
 
+use attention_workspace::testing::program::{Ended, program, run, succeed};
+
 use crate::devices::devices;
 use crate::fixture;
 use crate::text::{reference, tokens};
 use folder::Folder;
 use serde_json::{Value, json};
-use std::env::{self, consts::EXE_SUFFIX};
 use std::io::{Read, Write};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
-
-/// How a program ended.
-#[derive(Debug)]
-struct Ended {
-    code: Option<i32>,
-    stdout: String,
-    stderr: String,
-}
-
-impl From<Output> for Ended {
-    fn from(output: Output) -> Self {
-        // What a test has read a part of may begin within a character.
-        let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-        Self {
-            code: output.status.code(),
-            stdout: text(output.stdout),
-            stderr: text(output.stderr),
-        }
-    }
-}
-
-/// The example called `name`, without input, its output captured.
-fn program(name: &str) -> Command {
-    let test = env::current_exe().expect("the path of this test");
-    let profile = test.ancestors().nth(2).expect("a target folder");
-    let path = profile.join("examples").join(format!("{name}{EXE_SUFFIX}"));
-    assert!(
-        path.exists(),
-        "{} is not there: `cargo build --examples` builds it, in the profile of this test",
-        path.display()
-    );
-    let mut command = Command::new(path);
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    command
-}
-
-fn run(command: &mut Command) -> Ended {
-    command.output().expect("a process").into()
-}
-
-/// Runs a program that has to succeed.
-#[track_caller]
-fn succeed(command: &mut Command) -> Ended {
-    let ended = run(command);
-    assert_eq!(ended.code, Some(0), "{command:?}: {ended:?}");
-    ended
-}
 
 /// Generates with a checkpoint, greedily.
 fn greedy(model: &str, device: &str) -> Command {

@@ -8,13 +8,9 @@
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");
 
-mod case;
-mod compare;
-mod dense;
-mod devices;
-mod inputs;
+use attention_workspace::testing::{case, compare, dense, devices, inputs, run};
+
 mod refused;
-mod run;
 
 mod decode;
 mod determinism;
@@ -22,6 +18,7 @@ mod empty_rows;
 mod errors;
 mod explanation;
 mod fusion;
+mod gradcheck;
 mod gradients;
 mod groups;
 mod head_sizes;

@@ -143,6 +143,7 @@ impl Cache {
                 window: Some(self.window),
                 lengths: None,
                 mask: self.mask(past - self.kept()..end, device),
+                segments: None,
             },
         };
         let full = match past == 0 {

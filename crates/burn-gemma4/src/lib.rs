@@ -15,6 +15,7 @@ mod error;
 mod gemma;
 mod generate;
 mod model;
+mod packing;
 mod sampling;
 mod tokenizer;
 
@@ -27,5 +28,6 @@ pub use error::{Gemma4Error, TensorProblem};
 pub use gemma::{Gemma4, Prompt, Session};
 pub use generate::{FinishReason, GenerateOptions, Generation, Timings, Token};
 pub use model::{Gemma4Model, Logits};
+pub use packing::Packing;
 pub use sampling::{Sampler, Sampling};
 pub use tokenizer::{TextStream, Tokenizer};

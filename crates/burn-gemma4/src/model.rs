@@ -1,7 +1,7 @@
 //! The model: tokens to logits.
 
 use crate::{
-    Cache, Gemma4Config, Gemma4Error, LayerType,
+    Cache, Gemma4Config, Gemma4Error, LayerType, Packing,
     layer::{
         DecoderLayer, Embedding, Linear, RmsNorm,
         attention::{KeyValues, Visible},
@@ -22,7 +22,8 @@ use std::sync::Arc;
 /// Its fields have the names of the checkpoint's tensors, so that a parameter's path is its name in the file.
 ///
 /// # Training
-/// [`forward`](Self::forward) is differentiable through Burn's autodiff:
+/// [`forward`](Self::forward) is differentiable through Burn's autodiff, and so is
+/// [`forward_packed`](Self::forward_packed), which reads several documents in a row:
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -167,8 +168,29 @@ impl Gemma4Model {
         tokens: Tensor<2, Int>,
         observer: &mut impl Observer,
     ) -> Tensor<3> {
-        let hidden = self.run(tokens, None, Logits::All, observer);
+        let hidden = self.run(tokens, Context::Whole, Logits::All, observer);
         self.logits(hidden)
+    }
+
+    /// The logits of every position of packed documents, `[batch, positions]` to `[batch, positions, vocabulary]`: each
+    /// document's are those that [`forward`](Self::forward) gives it alone. What it gives padding means nothing.
+    ///
+    /// # Errors
+    /// Where the tokens' shape is not the packing's.
+    pub fn forward_packed(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: &Packing,
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        let (found, expected) = (tokens.dims(), [packing.batch(), packing.positions()]);
+        if found != expected {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("has the shape {found:?}, but the packing has {expected:?}"),
+            });
+        }
+        let hidden = self.run(tokens, Context::Packed(packing), Logits::All, &mut ());
+        Ok(self.logits(hidden))
     }
 
     /// An empty cache for a batch of sequences, `padding[i]` leading columns of which are padding: what fills a
@@ -203,7 +225,7 @@ impl Gemma4Model {
                 reason: "has no positions".into(),
             });
         }
-        let hidden = self.run(tokens, Some(cache), logits, &mut ());
+        let hidden = self.run(tokens, Context::After(cache), logits, &mut ());
         Ok((logits.of(positions) > 0).then(|| self.logits(hidden)))
     }
 
@@ -211,7 +233,7 @@ impl Gemma4Model {
     fn run<O: Observer>(
         &self,
         tokens: Tensor<2, Int>,
-        mut cache: Option<&mut Cache>,
+        mut context: Context<'_>,
         logits: Logits,
         observer: &mut O,
     ) -> Tensor<3> {
@@ -226,9 +248,10 @@ impl Gemma4Model {
             observer.observe(Site::PerLayerInputs, || inputs.clone());
         }
 
-        let positions = match &cache {
-            Some(cache) => cache.positions(count),
-            None => Positions::Range { first: 0, count },
+        let positions = match &context {
+            Context::Whole => Positions::Range { first: 0, count },
+            Context::Packed(packing) => packing.rotary_positions(),
+            Context::After(cache) => cache.positions(count),
         };
         let rotation = |kind| {
             self.rope
@@ -236,7 +259,11 @@ impl Gemma4Model {
         };
         let mut sliding = rotation(LayerType::Sliding);
         let mut full = rotation(LayerType::Full);
-        let step = cache.as_ref().map(|cache| cache.step(count, &device));
+        let (segments, step) = match &context {
+            Context::Whole => (None, None),
+            Context::Packed(packing) => (Some(packing.segments(&device)), None),
+            Context::After(cache) => (None, Some(cache.step(count, &device))),
+        };
         let mut sources = Sources::default();
 
         for (index, layer) in self.layers.iter().enumerate() {
@@ -263,12 +290,15 @@ impl Gemma4Model {
             if let Some((key, value)) = layer.self_attn.key_value(&normed, rotation) {
                 observed.see(LayerSite::Key, || key.clone());
                 observed.see(LayerSite::Value, || value.clone());
-                let key_values = match (&mut cache, &step) {
-                    (Some(cache), Some(step)) => cache.extend(index, key, value, step),
+                let key_values = match (&mut context, &step) {
+                    (Context::After(cache), Some(step)) => cache.extend(index, key, value, step),
                     _ => KeyValues {
                         key,
                         value,
-                        visible: Visible::in_order(kind, self.config.sliding_window),
+                        visible: Visible {
+                            segments: segments.clone(),
+                            ..Visible::in_order(kind, self.config.sliding_window)
+                        },
                     },
                 };
                 sources.set(kind, key_values);
@@ -279,7 +309,7 @@ impl Gemma4Model {
                 .map(|inputs| inputs.clone().narrow(2, index, 1).squeeze_dim(2));
             stream = layer.feed_forward(stream, own_inputs, &mut observed);
         }
-        if let (Some(cache), Some(step)) = (cache, &step) {
+        if let (Context::After(cache), Some(step)) = (context, &step) {
             cache.advance(step);
         }
         if asked == 0 {
@@ -324,6 +354,16 @@ impl Gemma4Model {
             None => logits,
         }
     }
+}
+
+/// What the tokens of a call see beside each other.
+enum Context<'a> {
+    /// Nothing: each row is a whole text.
+    Whole,
+    /// Nothing, and of each other only their document.
+    Packed(&'a Packing),
+    /// What the cache holds.
+    After(&'a mut Cache),
 }
 
 /// The keys and values that layers read: of each type those of the last layer that made its own.

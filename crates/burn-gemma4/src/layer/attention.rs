@@ -58,6 +58,9 @@ pub struct Visible {
     pub lengths: Option<Tensor<1, Int>>,
     /// `[batch, 1, 1, kv_len]`: `false` where a key is padding.
     pub mask: Option<Tensor<4, Bool>>,
+    /// `[batch, kv_len]`: the document that each key, and the query at the same place, belongs to. Only those of one
+    /// document see each other.
+    pub segments: Option<Tensor<2, Int>>,
 }
 
 impl Visible {
@@ -84,6 +87,9 @@ impl Visible {
         }
         if let Some(mask) = &self.mask {
             options = options.mask(mask.clone());
+        }
+        if let Some(segments) = &self.segments {
+            options = options.segments(segments.clone(), segments.clone());
         }
         options
     }

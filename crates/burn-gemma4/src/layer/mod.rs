@@ -9,6 +9,9 @@ pub mod mlp;
 pub mod norm;
 pub mod rope;
 
+#[cfg(any(feature = "cuda", all(test, feature = "flex")))]
+mod product;
+
 pub use attention::Attention;
 pub use decoder::DecoderLayer;
 pub use embedding::Embedding;

@@ -1,20 +1,28 @@
 //! One run of a case on a device: forward, and the gradients of everything differentiable.
 
-use crate::case::Case;
-use crate::compare::Named;
-use crate::dense::{Dense, Layout, read, rms};
-use crate::inputs::{Extras, Inputs};
-use attention_cube::{AttentionError, AttentionOptions, attention_with_lse, reference};
+use super::case::Case;
+use super::compare::Named;
+use super::dense::{Dense, Layout, read, rms};
+use super::inputs::{Extras, Inputs};
+use attention_cube::{
+    AttentionError, AttentionOptions, AttentionProblem, attention_with_lse, reference,
+};
 use burn::tensor::{DType, Device, Gradients, Tensor};
 
 /// The operator under test, or its definition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operator {
+    /// [`attention_with_lse`].
     Fused,
+    /// [`reference::attention`].
     Reference,
 }
 
 impl Operator {
+    /// Output and logsumexp.
+    ///
+    /// # Errors
+    /// The operator's.
     pub fn call(
         self,
         query: Tensor<4>,
@@ -30,6 +38,7 @@ impl Operator {
 }
 
 impl Case {
+    /// The operator's options, with the tensors in `extras`.
     pub fn options(&self, extras: Extras) -> AttentionOptions {
         let mut options = AttentionOptions::new()
             .window(self.window.0, self.window.1)
@@ -65,7 +74,29 @@ impl Case {
         options
     }
 
+    /// What [`explain`](attention_cube::explain) takes.
+    ///
+    /// # Errors
+    /// Where the case's sizes do not fit each other.
+    pub fn problem(
+        &self,
+        inputs: &Inputs,
+        device: &Device,
+    ) -> Result<AttentionProblem, AttentionError> {
+        let device = &device.clone().autodiff();
+        let tensor = |dense: &Dense| dense.tensor(device, self.dtype);
+        AttentionProblem::new(
+            &tensor(&inputs.query),
+            &tensor(&inputs.key),
+            &tensor(&inputs.value),
+            &self.options(inputs.extras(device, self.extras_dtype())),
+        )
+    }
+
     /// Output and logsumexp.
+    ///
+    /// # Panics
+    /// Where the operator refuses the case.
     pub fn run_forward(
         &self,
         inputs: &Inputs,
@@ -111,6 +142,9 @@ impl Case {
 
     /// Output, logsumexp and the gradients of everything differentiable, for the loss
     /// `Σ output ∘ output_gradient + Σ logsumexp ∘ lse_gradient`.
+    ///
+    /// # Panics
+    /// Where the operator refuses the case, or leaves a gradient out.
     pub fn run(
         &self,
         inputs: &Inputs,

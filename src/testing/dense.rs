@@ -6,11 +6,14 @@ use rand::{Rng, rngs::StdRng};
 /// A row-major array in f64.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dense {
+    /// Its sizes.
     pub shape: [usize; 4],
+    /// Its elements.
     pub values: Vec<f64>,
 }
 
 impl Dense {
+    /// The array that has `value` of each place.
     pub fn from_fn(shape: [usize; 4], mut value: impl FnMut([usize; 4]) -> f64) -> Self {
         let [a, b, c, d] = shape;
         let mut values = Vec::with_capacity(a * b * c * d);
@@ -42,6 +45,7 @@ impl Dense {
         }
     }
 
+    /// Every element times `factor`.
     pub fn scaled(&self, factor: f64) -> Self {
         let values = self.values.iter().map(|value| value * factor).collect();
         Self {
@@ -80,10 +84,12 @@ impl Dense {
         })
     }
 
+    /// Its elements in `dtype`.
     pub fn data(&self, dtype: DType) -> TensorData {
         TensorData::new(self.values.clone(), self.shape).convert_dtype(dtype)
     }
 
+    /// A tensor of its elements in `dtype`.
     pub fn tensor(&self, device: &Device, dtype: DType) -> Tensor<4> {
         Tensor::from_data(self.data(dtype), (device, dtype))
     }
@@ -96,12 +102,19 @@ pub fn rms(values: &[f64]) -> f64 {
 }
 
 /// The elements in f64.
+///
+/// # Panics
+/// Where they are no numbers.
 pub fn host(data: TensorData) -> Vec<f64> {
     data.convert::<f64>()
         .try_to_vec::<f64>()
         .expect("data that were converted to f64")
 }
 
+/// A tensor's elements in f64.
+///
+/// # Panics
+/// Where the device cannot give them.
 pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     host(tensor.into_data())
 }
@@ -109,6 +122,7 @@ pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
 /// How `[batch, heads, length, columns]` lies in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
+    /// As they come.
     #[default]
     Contiguous,
     /// Stored as `[batch, length, heads, columns]`, as projections leave it.
@@ -116,9 +130,19 @@ pub enum Layout {
     /// Stored as `[batch, heads, columns, length]`: the last dimension is not contiguous.
     Transposed,
     /// One row before, two after, and so many columns before and after each row; all of them NaN.
-    Sliced { before: usize, after: usize },
+    Sliced {
+        /// Columns before.
+        before: usize,
+        /// Columns after.
+        after: usize,
+    },
     /// The two above at once: a slice of the columns of a joint projection.
-    Projection { before: usize, after: usize },
+    Projection {
+        /// Columns before.
+        before: usize,
+        /// Columns after.
+        after: usize,
+    },
     /// One sequence for the whole batch, with stride 0.
     SharedBatch,
     /// One head for all heads, with stride 0.
@@ -126,6 +150,7 @@ pub enum Layout {
 }
 
 impl Layout {
+    /// Every layout, some slices twice.
     pub const ALL: [Self; 10] = [
         Self::Contiguous,
         Self::HeadsLast,
@@ -202,6 +227,9 @@ impl Layout {
     }
 
     /// `Σ output ∘ weights`, such that the output's gradient reaches the operator in this layout.
+    ///
+    /// # Panics
+    /// For slices, which no gradient is.
     pub fn weigh(self, output: Tensor<4>, weights: &Dense, device: &Device) -> Tensor<1> {
         let dtype = output.dtype();
         let stored = self.store(weights).tensor(device, dtype);

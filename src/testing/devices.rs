@@ -7,7 +7,9 @@ use std::env;
 /// A device under test and the name of the feature it comes with.
 #[derive(Clone)]
 pub struct TestDevice {
+    /// The feature.
     pub name: &'static str,
+    /// The device.
     pub device: Device,
 }
 
@@ -19,13 +21,18 @@ impl TestDevice {
 
     /// Whether attention is served there in `dtype`.
     pub fn supports(&self, dtype: DType) -> bool {
-        let tensor = Tensor::<4>::zeros([1; 4], (&self.device, DType::F32));
-        let problem = AttentionProblem::new(&tensor, &tensor, &tensor, &AttentionOptions::new())
-            .expect("a problem of size 1");
-        match explain(&problem, &self.device).device {
-            Some(profile) => profile.dtypes.contains(&dtype),
-            None => true,
-        }
+        serves(&self.device, dtype)
+    }
+}
+
+/// Whether `device` serves attention in `dtype`.
+pub fn serves(device: &Device, dtype: DType) -> bool {
+    let tensor = Tensor::<4>::zeros([1; 4], (device, DType::F32));
+    let problem = AttentionProblem::new(&tensor, &tensor, &tensor, &AttentionOptions::new())
+        .expect("a problem of size 1");
+    match explain(&problem, device).device {
+        Some(profile) => profile.dtypes.contains(&dtype),
+        None => true,
     }
 }
 
@@ -53,6 +60,9 @@ const COMPILED: &[(&str, Constructor)] = &[
 ];
 
 /// The devices of this build that `ATTENTION_TEST_DEVICES` names, or all of them.
+///
+/// # Panics
+/// Where it names one that this build does not have.
 pub fn devices() -> Vec<TestDevice> {
     let wanted = env::var("ATTENTION_TEST_DEVICES").ok();
     let wanted: Option<Vec<&str>> = wanted

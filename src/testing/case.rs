@@ -1,10 +1,10 @@
 //! One attention to test: sizes and options, its random inputs, and the comparison with the oracle.
 
-use crate::compare::{Named, Precision, assert_close};
-use crate::dense::{Dense, Layout};
-use crate::devices::{TestDevice, devices};
-use crate::inputs::Inputs;
-use crate::run::Operator;
+use super::compare::{Named, Precision, assert_close};
+use super::dense::{Dense, Layout};
+use super::devices::{TestDevice, devices};
+use super::inputs::Inputs;
+use super::run::Operator;
 use attention_cube::CausalAlignment;
 use burn::tensor::{DType, Device};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -12,28 +12,45 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Which dimensions of `[batch, q_heads, q_len, kv_len]` a mask or a bias has; the others are 1.
 pub type Extent = [bool; 4];
+/// All dimensions.
 pub const FULL: Extent = [true; 4];
 
 /// Sizes and options of one attention.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
+    /// Sequences.
     pub batch: usize,
+    /// Query heads.
     pub q_heads: usize,
+    /// Key and value heads.
     pub kv_heads: usize,
+    /// Queries a sequence.
     pub q_len: usize,
+    /// Keys a sequence.
     pub kv_len: usize,
+    /// Columns of queries and keys.
     pub head_dim: usize,
+    /// Columns of values.
     pub value_dim: usize,
+    /// Of query, keys, values and output.
     pub dtype: DType,
+    /// Factor on `q·k`; `None` for the default.
     pub scale: Option<f64>,
+    /// Bound of the scores.
     pub softcap: Option<f64>,
+    /// Whether no query sees a later key.
     pub causal: Option<CausalAlignment>,
+    /// How far a query sees to the left and to the right.
     pub window: (Option<usize>, Option<usize>),
+    /// The dimensions of a random mask, seven of ten elements of which are visible.
     pub mask: Option<Extent>,
+    /// The dimensions of a random bias.
     pub bias: Option<Extent>,
+    /// How many keys of each sequence exist.
     pub kv_lengths: Option<Vec<i64>>,
     /// Ids of the queries and of the keys, sequence after sequence.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
+    /// Whether each query head has a random sink.
     pub sinks: bool,
     /// Bias and sinks in f32, whatever the query is.
     pub f32_extras: bool,
@@ -44,6 +61,7 @@ pub struct Case {
     /// Everything optional is expanded, with stride 0, before the call: mask and bias from the
     /// dimensions that they have, sinks from one, lengths and segments from one sequence.
     pub expanded: bool,
+    /// Whether gradients have to be equal bit by bit.
     pub deterministic: bool,
     /// Factor on the queries and keys.
     pub amplitude: f64,
@@ -81,6 +99,7 @@ impl Case {
         }
     }
 
+    /// The shape of the scores.
     pub fn scores(&self) -> [usize; 4] {
         [self.batch, self.q_heads, self.q_len, self.kv_len]
     }
@@ -90,6 +109,7 @@ impl Case {
         [0, 1, 2, 3].map(|dim| if extent[dim] { scores[dim] } else { 1 })
     }
 
+    /// Of bias and sinks.
     pub fn extras_dtype(&self) -> DType {
         if self.f32_extras {
             DType::F32
@@ -100,9 +120,14 @@ impl Case {
 
     /// Random inputs: a function of the case and of `ATTENTION_TEST_SEED`.
     pub fn inputs(&self) -> Inputs {
+        self.seeded(seed())
+    }
+
+    /// Random inputs: a function of the case and of `seed`.
+    pub fn seeded(&self, seed: u64) -> Inputs {
         let mut hasher = DefaultHasher::new();
         format!("{self:?}").hash(&mut hasher);
-        let mut rng = StdRng::seed_from_u64(hasher.finish() ^ seed());
+        let mut rng = StdRng::seed_from_u64(hasher.finish() ^ seed);
         let Self {
             batch,
             q_heads,
@@ -143,7 +168,8 @@ impl Case {
         }
     }
 
-    fn precision(&self) -> Precision {
+    /// How many roundings its results go through.
+    pub fn precision(&self) -> Precision {
         let queries = self.q_len * self.q_heads / self.kv_heads.max(1);
         let terms = [self.head_dim, self.value_dim, self.kv_len, queries];
         Precision {
@@ -153,6 +179,9 @@ impl Case {
     }
 
     /// Checks output, logsumexp and every gradient on every device that has the dtype.
+    ///
+    /// # Panics
+    /// Where one is further from the oracle than the dtype explains.
     pub fn check(&self) {
         let inputs = self.inputs();
         self.check_inputs(&inputs, &inputs);
@@ -160,6 +189,9 @@ impl Case {
 
     /// The same with `given` on the devices and `equivalent` in the oracle: what differs between the
     /// two must not matter.
+    ///
+    /// # Panics
+    /// As [`check`](Self::check).
     pub fn check_inputs(&self, given: &Inputs, equivalent: &Inputs) {
         let flex = Device::flex();
         let exact = self.run(equivalent, &flex, DType::F64, Operator::Reference);
@@ -178,6 +210,9 @@ impl Case {
     }
 
     /// The same of output and logsumexp alone, on `devices`.
+    ///
+    /// # Panics
+    /// As [`check`](Self::check).
     pub fn check_forward(&self, devices: &[TestDevice], given: &Inputs, equivalent: &Inputs) {
         let flex = Device::flex();
         let exact = self.run_forward(equivalent, &flex, DType::F64, Operator::Reference);
@@ -242,6 +277,9 @@ fn dtype() -> DType {
 }
 
 /// What the environment adds to every seed.
+///
+/// # Panics
+/// Where `ATTENTION_TEST_SEED` is no number.
 pub fn seed() -> u64 {
     match std::env::var("ATTENTION_TEST_SEED") {
         Ok(seed) => seed

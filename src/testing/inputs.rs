@@ -1,32 +1,44 @@
 //! The data of a case, on the host and on a device.
 
-use crate::dense::Dense;
+use super::dense::Dense;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
 /// The data of a case on the host, in f64 but of values that its dtype holds.
 #[derive(Clone, Debug)]
 pub struct Inputs {
+    /// `[batch, q_heads, q_len, head_dim]`.
     pub query: Dense,
+    /// `[batch, kv_heads, kv_len, head_dim]`.
     pub key: Dense,
+    /// `[batch, kv_heads, kv_len, value_dim]`.
     pub value: Dense,
+    /// What the loss multiplies the output with.
     pub output_gradient: Dense,
-    /// `[batch, q_heads, q_len, 1]`.
+    /// What the loss multiplies the logsumexp with, `[batch, q_heads, q_len, 1]`.
     pub lse_gradient: Option<Dense>,
+    /// Broadcastable to the scores.
     pub bias: Option<Dense>,
     /// `[1, q_heads, 1, 1]`, or of one head if expanded.
     pub sinks: Option<Dense>,
     /// 1 is visible.
     pub mask: Option<Dense>,
+    /// How many keys of each sequence exist.
     pub kv_lengths: Option<Vec<i64>>,
+    /// Ids of the queries and of the keys, sequence after sequence.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
 }
 
 /// The optional tensors of a call on a device.
 pub struct Extras {
+    /// See [`AttentionOptions::mask`](attention_cube::AttentionOptions::mask).
     pub mask: Option<Tensor<4, Bool>>,
+    /// A leaf.
     pub bias: Option<Tensor<4>>,
+    /// `[batch]`.
     pub kv_lengths: Option<Tensor<1, Int>>,
+    /// Of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
+    /// `[q_heads]`, or of one head if expanded; a leaf.
     pub sinks: Option<Tensor<1>>,
 }
 

@@ -1,0 +1,123 @@
+//! Training: the loss and the gradient of every parameter are transformers', with and without checkpointing.
+
+use crate::{
+    devices::{TestDevice, devices},
+    fixture::{Fixture, tokens, values},
+};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    tensor::{DType, Device, Gradients, Int, Tensor, activation::log_softmax},
+};
+use burn_gemma4::Gemma4Model;
+use std::collections::BTreeMap;
+
+/// How far a gradient may be from transformers', relative to its norm.
+const TOLERANCE: f64 = 1e-3;
+
+/// The devices with autodiff, both ways.
+pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
+    let plain = device.device.clone().autodiff();
+    let checkpointed = plain.clone().gradient_checkpointing();
+    [("plain", plain), ("checkpointed", checkpointed)]
+        .map(|(strategy, tracked)| (format!("{} {strategy}", device.name), tracked))
+}
+
+/// The mean cross entropy of the next tokens.
+fn next_token_loss(model: &Gemma4Model, tokens: Tensor<2, Int>) -> Tensor<1> {
+    let [batch, positions] = tokens.dims();
+    let logits = model.forward(tokens.clone());
+    let predicting = logits.narrow(1, 0, positions - 1);
+    let next = tokens.narrow(1, 1, positions - 1);
+    let next = next.reshape([batch, positions - 1, 1]);
+    -log_softmax(predicting, 2).gather(2, next).mean()
+}
+
+/// Collects the gradients of a model's parameters.
+struct Collected<'a> {
+    gradients: &'a Gradients,
+    path: Vec<String>,
+    found: BTreeMap<String, Option<Vec<f32>>>,
+}
+
+impl ModuleVisitor for Collected<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let gradient = param.val().grad(self.gradients);
+        self.found.insert(self.path.join("."), gradient.map(values));
+    }
+}
+
+/// The gradient of every parameter by its path; `None` for those without one.
+pub fn gradients_of(
+    model: &Gemma4Model,
+    gradients: &Gradients,
+) -> BTreeMap<String, Option<Vec<f32>>> {
+    let mut collected = Collected {
+        gradients,
+        path: Vec::new(),
+        found: BTreeMap::new(),
+    };
+    model.visit(&mut collected);
+    collected.found
+}
+
+fn norm(values: impl Iterator<Item = f32>) -> f64 {
+    let squares: f64 = values.map(|value| f64::from(value).powi(2)).sum();
+    squares.sqrt()
+}
+
+/// The distance of `found` from `expected`, relative to the norm of `expected`.
+pub fn relative(found: &[f32], expected: &[f32]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let distance = norm(found.iter().zip(expected).map(|(a, b)| a - b));
+    distance / norm(expected.iter().copied())
+}
+
+#[test]
+fn are_those_of_transformers() {
+    for device in devices() {
+        for fixture in Fixture::all() {
+            let Some(expected) = fixture.gradients() else {
+                continue;
+            };
+            for (name, tracked) in tracked(&device) {
+                let what = format!("{} {name}", fixture.name);
+                let gemma = fixture.load(&tracked, DType::F32);
+                let loss = next_token_loss(gemma.model(), tokens(&[&fixture.prompt], &tracked));
+                let gradients = loss.backward();
+                let error = relative(&values(loss), &expected["loss"].values);
+                assert!(error <= TOLERANCE, "{what}: the loss is off by {error:e}");
+
+                let mut worst = (0.0, String::new());
+                let mut compared = 1;
+                for (path, found) in gradients_of(gemma.model(), &gradients) {
+                    match (found, expected.get(&format!("grad.model.{path}"))) {
+                        (Some(found), Some(expected)) => {
+                            let error = relative(&found, &expected.values);
+                            assert!(error <= TOLERANCE, "{what}: {path} is off by {error:e}");
+                            compared += 1;
+                            if error > worst.0 {
+                                worst = (error, path);
+                            }
+                        }
+                        // It is not trained.
+                        (None, None) => assert!(path.ends_with("layer_scalar"), "{what}: {path}"),
+                        (found, _) => panic!("{what}: {path} has one: {}", found.is_some()),
+                    }
+                }
+                assert_eq!(compared, expected.len(), "{what}");
+                println!(
+                    "{what}: loss off by {error:.1e}, gradients by {:.1e} in {}",
+                    worst.0, worst.1
+                );
+            }
+        }
+    }
+}

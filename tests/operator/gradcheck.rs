@@ -1,0 +1,92 @@
+//! `examples/gradcheck` as a person runs it.
+
+use attention_workspace::testing::program::{Ended, program, run, succeed};
+
+fn gradcheck(arguments: &[&str]) -> Ended {
+    run(program("gradcheck")
+        .args(["--device", "flex"])
+        .args(arguments))
+}
+
+/// The words of each row of the table.
+fn rows(ended: &Ended) -> Vec<Vec<&str>> {
+    let table = ended.stdout.lines().filter(|line| line.contains(" / "));
+    table
+        .map(|line| line.split_whitespace().collect())
+        .collect()
+}
+
+#[test]
+fn a_table_of_what_is_asked_for() {
+    let ended = succeed(program("gradcheck").args([
+        "--device",
+        "flex",
+        "--head-sizes",
+        "5,64",
+        "--options",
+        "causal,bias,sinks,all",
+        "--dtypes",
+        "f32,bf16",
+        "--seed",
+        "3",
+    ]));
+    let rows = rows(&ended);
+    assert_eq!(rows.len(), 2 * 4 * 2, "{ended:?}");
+    assert_eq!(rows[0][..4], ["5", "causal", "f32", "reference"]);
+    assert_eq!(rows[15][..4], ["64", "all", "bf16", "reference"]);
+    assert!(ended.stdout.contains("16 rows, all right"), "{ended:?}");
+    // Output, logsumexp, dq, dk, dv; then a bias and sinks where there are some.
+    for (option, numbers) in [("causal", 5), ("bias", 6), ("sinks", 6), ("all", 7)] {
+        let of_option = rows.iter().filter(|row| row[1] == option);
+        for row in of_option {
+            assert_eq!(row.iter().filter(|word| **word == "/").count(), numbers);
+        }
+    }
+}
+
+#[test]
+fn every_option() {
+    let ended = gradcheck(&["--head-sizes", "16", "--dtypes", "f32"]);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let rows = rows(&ended);
+    let options: Vec<&str> = rows.iter().map(|row| row[1]).collect();
+    let expected = [
+        "full",
+        "causal",
+        "window",
+        "softcap",
+        "mask",
+        "bias",
+        "kv-lengths",
+        "segments",
+        "sinks",
+        "gqa",
+        "value-dim",
+        "scale",
+        "lse",
+        "all",
+    ];
+    assert_eq!(options, expected);
+}
+
+#[test]
+fn a_seed_draws_the_same_data() {
+    let draw =
+        |seed| gradcheck(&["--options", "full", "--head-sizes", "32", "--seed", seed]).stdout;
+    assert_eq!(draw("1"), draw("1"));
+    assert_ne!(draw("1"), draw("2"));
+}
+
+#[test]
+fn wrong_arguments() {
+    for (arguments, word) in [
+        (["--head-sizes", "0"], "1024"),
+        (["--head-sizes", "64,1025"], "1024"),
+        (["--options", "causal,windows"], "window"),
+        (["--dtypes", "f64"], "bf16"),
+    ] {
+        let ended = gradcheck(&arguments);
+        assert_eq!(ended.code, Some(2), "{ended:?}");
+        assert!(ended.stderr.contains(word), "{ended:?}");
+    }
+}
