@@ -238,3 +238,69 @@ fn sixteen_kilobytes_serve_every_head_size() {
         }
     }
 }
+
+/// Why `problem` does not go to the engine for Hopper.
+fn hopper_refusal(
+    problem: &AttentionProblem,
+    profile: &DeviceProfile,
+    layouts: Layouts,
+    pass: Pass,
+) -> Option<Refusal> {
+    let selection = select(problem, Some(profile), layouts, pass);
+    let served = selection.kernel.engine() == Engine::Wgmma;
+    let refusal = selection
+        .refusals
+        .into_iter()
+        .find(|(engine, _)| *engine == Engine::Wgmma)
+        .map(|(_, refusal)| refusal);
+    assert_eq!(served, refusal.is_none(), "{problem:?}");
+    refusal
+}
+
+#[test]
+fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
+    let hopper = DeviceProfile {
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        shared_memory: 232_448,
+        multiprocessors: Some(132),
+        hopper: true,
+        ..profile()
+    };
+    let half = |head_dim| AttentionProblem {
+        dtype: DType::BF16,
+        ..problem(head_dim)
+    };
+    let refusal = |problem: &AttentionProblem, profile: &DeviceProfile, layouts, pass| {
+        hopper_refusal(problem, profile, layouts, pass).map(|refusal| refusal.to_string())
+    };
+    let forward = |problem: &AttentionProblem, profile: &DeviceProfile| {
+        refusal(problem, profile, READABLE, Pass::Forward)
+    };
+    for head_dim in [1, 64, 80, 128, 256, 512] {
+        assert_eq!(forward(&half(head_dim), &hopper), None);
+    }
+    let says = |text: Option<String>, part: &str| {
+        let text = text.unwrap_or_default();
+        assert!(text.contains(part), "{part:?} is not in {text:?}");
+    };
+    says(forward(&half(64), &profile()), "Hopper GPU (sm_90)");
+    says(forward(&problem(64), &hopper), "not F32");
+    says(forward(&half(600), &hopper), "not for 600 and 600");
+    says(
+        refusal(&half(64), &hopper, READABLE, Pass::Backward),
+        "no backward",
+    );
+    let strided = Layouts {
+        boxes: false,
+        ..READABLE
+    };
+    says(
+        refusal(&half(64), &hopper, strided, Pass::Forward),
+        "multiples of 16 bytes",
+    );
+    let little = DeviceProfile {
+        shared_memory: 48 << 10,
+        ..hopper.clone()
+    };
+    says(forward(&half(64), &little), "49152 bytes of shared memory");
+}

@@ -4,11 +4,12 @@
 //! gradients are another engine's.
 
 use crate::case::{Case, FULL};
+use crate::dense::Dense;
 use crate::devices::{TestDevice, cube_devices};
 use crate::inputs::Inputs;
 use attention_cube::plan::Engine;
-use attention_cube::{AttentionProblem, CausalAlignment, explain};
-use burn::tensor::{DType, Tensor};
+use attention_cube::{AttentionProblem, CausalAlignment, attention_with_lse, explain};
+use burn::tensor::{DType, Int, Tensor};
 
 /// Key and value widths: every row of the tile tables, and widths that fill no subtile.
 const WIDTHS: [(usize, usize); 8] = [
@@ -55,11 +56,17 @@ fn check(case: Case) {
 
 /// The same with what `poison` does to the inputs on the devices.
 fn check_poisoned(case: &Case, poison: impl Fn(&mut Inputs)) {
+    check_with(case, |_| {}, poison);
+}
+
+/// The same with what `change` does to the inputs everywhere.
+fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut Inputs)) {
     let devices = hopper_devices();
     if devices.is_empty() {
         return;
     }
-    let clean = case.inputs();
+    let mut clean = case.inputs();
+    change(&mut clean);
     for device in &devices {
         let tracked = device.device.clone().autodiff();
         let tensor = |length, columns, heads| {
@@ -205,6 +212,134 @@ fn nothing_hidden_is_read() {
             inputs.key.fill_rows(f64::NAN, unseen);
             inputs.value.fill_rows(f64::NAN, unseen);
         });
+    }
+}
+
+/// A mask that hides whole blocks, leaves others alone, hides a key here and there from everybody, and others
+/// from some: what nobody sees is NaN.
+#[test]
+fn masks_by_blocks() {
+    let nobody_sees = |key: usize| key % 16 == 5 || (200..290).contains(&key);
+    for (head_dim, value_dim) in WIDTHS {
+        for causal in [None, Some(CausalAlignment::BottomRight)] {
+            let case = Case {
+                dtype: DType::BF16,
+                mask: Some(FULL),
+                causal,
+                ..Case::new([1, 2, 1, 330, 500, head_dim, value_dim])
+            };
+            check_with(
+                &case,
+                |inputs| {
+                    let shape = inputs.mask.as_ref().expect("the case has a mask").shape;
+                    inputs.mask = Some(Dense::from_fn(shape, |[_, _, query, key]| {
+                        let block = (query / 64 + key / 128) % 4;
+                        let visible = match block {
+                            0 => false,
+                            1 => true,
+                            _ => !nobody_sees(key) && (query + key) % 7 != 0,
+                        };
+                        // Where it is all visible, so are those that nobody else sees: but not these.
+                        f64::from(visible && !(200..290).contains(&key))
+                    }));
+                },
+                |inputs| {
+                    let unseen = |[_, _, key]: [usize; 3]| (200..290).contains(&key);
+                    inputs.key.fill_rows(f64::NAN, unseen);
+                    inputs.value.fill_rows(f64::NAN, unseen);
+                },
+            );
+            check_with(
+                &case,
+                |inputs| {
+                    let mask = inputs.mask.as_mut().expect("the case has a mask");
+                    *mask = Dense::from_fn(mask.shape, |[_, _, query, key]| {
+                        f64::from(!nobody_sees(key) && (query * key) % 11 != 3)
+                    });
+                },
+                |inputs| {
+                    let unseen = |[_, _, key]: [usize; 3]| nobody_sees(key);
+                    inputs.key.fill_rows(f64::NAN, unseen);
+                    inputs.value.fill_rows(f64::NAN, unseen);
+                },
+            );
+        }
+    }
+}
+
+/// More tiles than multiprocessors: cubes stay for several, in pairs under a causal mask, of an odd number too.
+#[test]
+fn cubes_stay() {
+    for (length, width) in [(200, 64), (300, 128), (300, 192), (200, 256), (140, 512)] {
+        let case = Case::new([3, 24, 8, length, length, width, width]);
+        let causal = Some(CausalAlignment::BottomRight);
+        check(case.clone());
+        check(Case {
+            causal,
+            sinks: true,
+            ..case.clone()
+        });
+        check(Case {
+            causal,
+            window: (Some(50), None),
+            mask: Some([false, false, true, true]),
+            ..case
+        });
+    }
+}
+
+/// A thousand runs of each give the same bits.
+#[test]
+fn repeats_are_identical() {
+    const REPEATS: usize = 1000;
+    let causal = Some(CausalAlignment::BottomRight);
+    let cases = [
+        Case {
+            causal,
+            ..Case::new([3, 24, 8, 200, 200, 64, 64])
+        },
+        Case::new([3, 24, 8, 300, 300, 128, 128]),
+        Case {
+            mask: Some([false, false, true, true]),
+            bias: Some([false, true, true, true]),
+            ..Case::new([1, 4, 2, 300, 500, 256, 256])
+        },
+        Case {
+            causal,
+            kv_lengths: Some(vec![150, 97, 140]),
+            ..Case::new([3, 24, 8, 140, 150, 512, 512])
+        },
+        Case {
+            causal,
+            ..Case::new([2, 8, 1, 1, 3000, 512, 512])
+        },
+    ];
+    for device in hopper_devices() {
+        for case in &cases {
+            let case = Case {
+                dtype: DType::BF16,
+                ..case.clone()
+            };
+            let inputs = case.inputs();
+            let tensor = |dense: &Dense| dense.tensor(&device.device, case.dtype);
+            let operands = [&inputs.query, &inputs.key, &inputs.value].map(tensor);
+            let run = || {
+                let [query, key, value] = operands.clone();
+                let extras = inputs.extras(&device.device, case.extras_dtype());
+                attention_with_lse(query, key, value, case.options(extras))
+                    .unwrap_or_else(|error| panic!("{case:?}: {error}"))
+            };
+            let (output, logsumexp) = run();
+            let mut different = Tensor::<1, Int>::zeros([1], &device.device);
+            for _ in 0..REPEATS {
+                let (again, lse_again) = run();
+                different = different
+                    + again.not_equal(output.clone()).int().sum()
+                    + lse_again.not_equal(logsumexp.clone()).int().sum();
+            }
+            let different: i64 = different.into_scalar();
+            assert_eq!(different, 0, "{case:?}");
+        }
     }
 }
 
