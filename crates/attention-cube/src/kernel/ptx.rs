@@ -272,6 +272,12 @@ pub(crate) fn named_barrier(#[comptime] id: usize, #[comptime] units: usize) {
     plain(comptime!(format!("bar.sync {id}, {units};\n")));
 }
 
+/// Arrives at a meeting without waiting for it.
+#[cube]
+pub(crate) fn named_barrier_arrive(#[comptime] id: usize, #[comptime] units: usize) {
+    plain(comptime!(format!("bar.arrive {id}, {units};\n")));
+}
+
 /// Sets bits of a word in shared memory.
 #[cube]
 pub(crate) fn or_shared(address: u32, bits: u32) {

@@ -197,6 +197,12 @@ impl RowTiles {
             && (self.has_output_place() || self.value_subtiles() <= self.key_subtiles())
     }
 
+    /// Whether warpgroups issue their products in turns, so that one makes its softmax while the matrix unit is
+    /// at another's products (FlashAttention-3's ping-pong).
+    pub const fn takes_turns(&self) -> bool {
+        self.warpgroups > 1
+    }
+
     /// What a warpgroup has of the output.
     pub const fn output_shape(&self) -> OutputShape {
         OutputShape {
@@ -483,7 +489,7 @@ const fn row_shape(
 
 /// By rows, the first that is wide enough.
 const BY_ROWS: &[RowShape] = &[
-    row_shape(64, 64, 3, 96, 2),
+    row_shape(64, 64, 3, 128, 2),
     row_shape(128, 128, 2, 128, 2),
     row_shape(192, 128, 2, 128, 2),
     row_shape(192, 192, 2, 112, 2),
@@ -621,7 +627,7 @@ fn residence(problem: &AttentionProblem, device: &DeviceProfile, cubes: usize) -
         .is_some_and(|left| left <= problem.kv_len / 2);
     match problem.causal {
         None => Residence::Stays(multiprocessors),
-        Some(_) if windowed => Residence::Stays(multiprocessors),
+        Some(_) if windowed => Residence::Leaves,
         Some(_) if problem.q_len <= problem.kv_len => Residence::StaysForPairs(multiprocessors),
         Some(_) => Residence::Leaves,
     }

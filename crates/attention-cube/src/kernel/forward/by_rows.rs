@@ -26,7 +26,7 @@ use crate::kernel::engine::wgmma::{
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    shared_address, store_shared, take_registers, uniform,
+    named_barrier_arrive, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -34,6 +34,9 @@ use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
+const FIRST_TURN: usize = 6;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn forward_by_rows<
@@ -134,15 +137,20 @@ pub(crate) fn forward_by_rows<
         let elected = u32::cast_from(lane == 0u32);
         // The row of the thread's first register, in the tile.
         let row = (UNIT_POS / 32u32 * 16u32 + lane / 4u32) as i32;
-        let subtile_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
         let target = Target {
-            staging: places.output + subtile_rows,
+            staging: places.output + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
             row,
             first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
             first_column: 0u32,
             writes_logsumexp: true,
         };
         let output_map = tensor_map_address(output_boxes);
+        if comptime!(tiles.takes_turns()) {
+            // The first turn is the first warpgroup's.
+            if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
+        }
 
         let mut item = CUBE_POS as u32;
         let mut turn = 0u32;
@@ -178,7 +186,7 @@ pub(crate) fn forward_by_rows<
                     &extent,
                     &arguments,
                     &places,
-                    subtile_rows,
+                    warpgroup,
                     elected,
                     tiles_done % 2u32,
                     visited,
@@ -247,7 +255,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     extent: &Extent,
     arguments: &ScoreArguments,
     places: &Places,
-    subtile_rows: u32,
+    warpgroup: u32,
     elected: u32,
     queries_parity: u32,
     visited: u32,
@@ -259,7 +267,9 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     let sight = &assigned.sight;
     let tile = &assigned.tile;
     let negative_infinity = arguments.negative_infinity;
-    let query_operand = uniform(descriptor(places.queries + subtile_rows));
+    let query_operand = uniform(descriptor(
+        places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+    ));
     let key_operand = descriptor(places.keys);
     let value_operand = transposed_descriptor(places.values, comptime!(tiles.keys * ROW_BYTES));
     let key_stage = comptime!((tiles.key_bytes() >> 4) as u32);
@@ -350,6 +360,20 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         while next < tile.end_block {
             let turn = stage_turn(count, tiles);
             let next_turn = stage_turn(count + 1u32, tiles);
+            clean_values(
+                places,
+                tile,
+                extent,
+                block,
+                turn,
+                may_have_holes,
+                hole_count,
+                tiles,
+                kind,
+            );
+            if comptime!(tiles.takes_turns()) {
+                await_turn(warpgroup, tiles.warpgroups);
+            }
             let started = multiply_scores::<NS>(
                 query_operand,
                 uniform(key_operand + next_turn.stage * key_stage),
@@ -362,17 +386,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 pair(factor_0, factor_1),
                 comptime!(tiles.value_columns()),
             );
-            clean_values(
-                places,
-                tile,
-                extent,
-                block,
-                turn,
-                may_have_holes,
-                hole_count,
-                tiles,
-                kind,
-            );
             o = multiply_output::<NO, NP>(
                 o,
                 p,
@@ -381,6 +394,9 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 turn.parity,
                 tiles,
             );
+            if comptime!(tiles.takes_turns()) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
             let s = take_scores::<NS>(
                 started,
                 places.key_empty + 8u32 * next_turn.stage,
@@ -486,6 +502,29 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         },
         visited: count,
         holes,
+    }
+}
+
+/// Waits until the warpgroup before this one has issued its products.
+#[cube]
+fn await_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+    #[unroll]
+    for own in 0..warpgroups {
+        if warpgroup == comptime!(own as u32) {
+            named_barrier(comptime!(FIRST_TURN + own), comptime!(2 * WARPGROUP));
+        }
+    }
+}
+
+/// Lets the next warpgroup issue its products.
+#[cube]
+fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+    #[unroll]
+    for own in 0..warpgroups {
+        if warpgroup == comptime!(own as u32) {
+            let next = comptime!((own + 1) % warpgroups);
+            named_barrier_arrive(comptime!(FIRST_TURN + next), comptime!(2 * WARPGROUP));
+        }
     }
 }
 
