@@ -143,7 +143,12 @@ const DOUBLE: &[Shape] = &[
 ];
 
 /// All gradients together, on software drivers: a square tile, and none of the output in registers.
-const TOGETHER: &[Shape] = &[direct(32, 64, 32, 8, 1), direct(1024, 64, 64, 8, 2)];
+/// Wide heads pay for 16 × 16 of S a unit, which the driver compiles for seconds.
+const TOGETHER: &[Shape] = &[
+    direct(32, 64, 32, 8, 1),
+    direct(128, 64, 64, 8, 2),
+    direct(1024, 16, 64, 4, 4),
+];
 
 /// Few rows: decoding, where reading the keys bounds everything.
 const DECODE: &[Shape] = &[
@@ -408,8 +413,9 @@ mod tests {
                         "{context}"
                     );
                     assert!(tiles.direct || tiles.column_vectors == 1, "{context}");
-                    assert!(tiles.rows <= tiles.units, "{context}");
-                    assert!(tiles.columns() <= tiles.units, "{context}");
+                    // The softmax takes a row a unit; all gradients together need none.
+                    let row_a_unit = tiles.rows <= tiles.units && tiles.columns() <= tiles.units;
+                    assert!(row_a_unit || only_software, "{context}");
                     assert!(
                         tiles.output_vectors.is_multiple_of(tiles.staged_vectors),
                         "{context}"

@@ -10,7 +10,7 @@
 //! what such a driver's compiler takes grows with the square of the loads and stores in a kernel, and it does
 //! not skip what a branch leaves out.
 //!
-//! Budget (unit engine): shared memory for one tile; registers a unit: S and dP, then up to 80 vectors of a
+//! Budget (unit engine): shared memory for one tile; registers a unit: S and dP, then up to 128 vectors of a
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
 //! `engine/direct.rs`.
 

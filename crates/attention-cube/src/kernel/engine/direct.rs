@@ -7,9 +7,9 @@
 //!
 //! | product | a unit holds | loads of 4 a multiply-add |
 //! |---|---|---|
-//! | [`multiply_transposed`] | 8 × 8 of S | 0.063 |
+//! | [`multiply_transposed`] | 8 × 8 of S; 16 × 16 in the backward of wide heads | 0.063; 0.031 |
 //! | [`accumulate`] | up to 16 × 32 of O, in registers | 0.023 |
-//! | [`add_transposed`] | up to 16 × 20, and adds it to what lies in memory | 0.039 |
+//! | [`add_transposed`] | up to 16 × 32, and adds it to what lies in memory | 0.031 |
 
 use super::unit::{Vec4, load_vec4, tile_column, tile_row};
 use crate::kernel::layout::{Rows, row_offset};
@@ -182,7 +182,7 @@ pub(crate) struct Division {
     turns: usize,
 }
 
-/// The division of `rows` × `width`: up to 16 × 20 a unit.
+/// The division of `rows` × `width`: up to 16 × 32 a unit.
 pub(crate) fn division(units: usize, rows: usize, width: usize) -> Division {
     let row_vectors = match width {
         0..=32 => 1,
@@ -191,7 +191,7 @@ pub(crate) fn division(units: usize, rows: usize, width: usize) -> Division {
     };
     let across = units * 4 * row_vectors / rows;
     let of_unit = width.div_ceil(4 * across);
-    let turns = of_unit.div_ceil(5);
+    let turns = of_unit.div_ceil(8);
     Division {
         row_vectors,
         column_vectors: of_unit.div_ceil(turns),
@@ -291,19 +291,22 @@ pub(crate) fn add_transposed<E: Float, N: Size>(
 /// Marks the rows of the tile that hold anything but zeros. Ends with a sync.
 #[cube]
 fn mark_used_rows(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles: UnitTiles) {
-    let row = UNIT_POS as usize;
-    if row < tiles.rows {
-        let mut any = 0u32;
-        for vector in 0..comptime!(tiles.columns() / 4) {
-            let values = tile[row * comptime!(tiles.tile_pitch()) + vector];
-            #[unroll]
-            for lane in 0..4usize {
-                if values.extract(lane) != 0.0f32 {
-                    any = 1u32;
+    #[unroll]
+    for step in 0..comptime!(tiles.row_steps()) {
+        let row = UNIT_POS as usize + step * tiles.units;
+        if row < tiles.rows {
+            let mut any = 0u32;
+            for vector in 0..comptime!(tiles.columns() / 4) {
+                let values = tile[row * comptime!(tiles.tile_pitch()) + vector];
+                #[unroll]
+                for lane in 0..4usize {
+                    if values.extract(lane) != 0.0f32 {
+                        any = 1u32;
+                    }
                 }
             }
+            used[row] = any;
         }
-        used[row] = any;
     }
     sync_cube();
 }
