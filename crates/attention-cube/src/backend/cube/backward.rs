@@ -7,9 +7,11 @@ use crate::kernel::backward::{
     key_value::key_value_gradient,
     query::query_gradient,
     rows::{ROWS, UNITS, row_terms},
-    together::{OperandPlacesLaunch, all_gradients, pack_operand, sum_parts},
+    together::{
+        OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch, sum_parts,
+    },
 };
-use crate::kernel::engine::direct::division;
+use crate::kernel::engine::direct::{Division, division};
 use crate::plan::unit::BackwardPlan;
 use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::prelude::CubeDim;
@@ -100,6 +102,35 @@ fn launch_rows(
 fn pitch(columns: usize) -> usize {
     const LINE: usize = 16;
     (columns.div_ceil(LINE) | 1) * LINE
+}
+
+/// The launches of all gradients together: no more pairs of tiles a cube than its loops may take.
+fn windows(
+    problem: &AttentionProblem,
+    tiles: &UnitTiles,
+    division: Division,
+    parts: usize,
+) -> Vec<WindowLaunch> {
+    let pairs = pairs_per_launch(tiles, division, problem.head_dim, problem.value_dim);
+    let key_tiles = problem.kv_len.div_ceil(tiles.rows);
+    let blocks = problem.q_len.div_ceil(tiles.columns());
+    let blocks_at_once = blocks.clamp(1, pairs);
+    let tiles_at_once = parts * (pairs / blocks_at_once);
+    let mut windows = Vec::new();
+    for group_head in 0..problem.group() {
+        for first_tile in (0..key_tiles).step_by(tiles_at_once) {
+            for first_block in (0..blocks).step_by(blocks_at_once) {
+                windows.push(WindowLaunch::new(
+                    first_tile as u32,
+                    (first_tile + tiles_at_once).min(key_tiles) as u32,
+                    first_block as i32,
+                    (first_block + blocks_at_once) as i32,
+                    group_head as u32,
+                ));
+            }
+        }
+    }
+    windows
 }
 
 /// What every kernel of one backward reads.
@@ -261,46 +292,50 @@ impl BackwardPass<'_> {
             Shape::new([value_gradient_at + kv_rows * problem.value_dim]),
             DType::F32,
         );
-        let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
-        // SAFETY: as for the query's gradient.
-        unsafe {
-            all_gradients::launch_unchecked(
-                &client,
-                cube_count(&client, cubes),
-                CubeDim::new_1d(tiles.units as u32),
-                self.addresses(&[&operands, &gradients]),
-                Self::arg(&operands),
-                Self::arg(&self.rows),
-                extras.mask().into(),
-                extras.bias().into(),
-                extras.integers().into(),
-                Self::arg(&gradients),
-                grid,
-                places.extent(problem),
-                score_arguments(problem),
-                problem.group() as u32,
-                problem.head_dim as u32,
-                problem.value_dim as u32,
-                OperandPlacesLaunch::new(
-                    key_at,
-                    value_at,
-                    output_gradient_at,
-                    head_pitch as u32,
-                    value_pitch as u32,
-                    query_size,
-                    key_gradient_at,
-                    value_gradient_at,
-                ),
-                division(
-                    tiles.units,
-                    tiles.rows,
-                    problem.head_dim.max(problem.value_dim),
-                ),
-                self.kind(tiles),
-                extras.mask_element,
-                extras.bias_element,
-                tiles.vector,
-            );
+        let division = division(
+            tiles.units,
+            tiles.rows,
+            problem.head_dim.max(problem.value_dim),
+        );
+        for window in windows(problem, &tiles, division, parts) {
+            let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
+            // SAFETY: as for the query's gradient.
+            unsafe {
+                all_gradients::launch_unchecked(
+                    &client,
+                    cube_count(&client, cubes),
+                    CubeDim::new_1d(tiles.units as u32),
+                    self.addresses(&[&operands, &gradients]),
+                    Self::arg(&operands),
+                    Self::arg(&self.rows),
+                    extras.mask().into(),
+                    extras.bias().into(),
+                    extras.integers().into(),
+                    Self::arg(&gradients),
+                    grid,
+                    places.extent(problem),
+                    score_arguments(problem),
+                    problem.group() as u32,
+                    problem.head_dim as u32,
+                    problem.value_dim as u32,
+                    OperandPlacesLaunch::new(
+                        key_at,
+                        value_at,
+                        output_gradient_at,
+                        head_pitch as u32,
+                        value_pitch as u32,
+                        query_size,
+                        key_gradient_at,
+                        value_gradient_at,
+                    ),
+                    window,
+                    division,
+                    self.kind(tiles),
+                    extras.mask_element,
+                    extras.bias_element,
+                    tiles.vector,
+                );
+            }
         }
         (
             self.sum(&gradients, 0, parts, &inputs.query, tiles.vector),

@@ -10,12 +10,15 @@
 //! what such a driver's compiler takes grows with the square of the loads and stores in a kernel, and it does
 //! not skip what a branch leaves out.
 //!
+//! Such a driver also ends a unit's loops after so many iterations in all, silently. So a launch covers a
+//! [`Window`] of the pairs, and launches follow each other until all are done.
+//!
 //! Budget (unit engine): shared memory for one tile; registers a unit: S and dP, then up to 128 vectors of a
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
 //! `engine/direct.rs`.
 
 use super::{BackwardKind, key_value::block_scores};
-use crate::kernel::engine::direct::{Division, add_transposed, store_transposed};
+use crate::kernel::engine::direct::{Division, add_iterations, add_transposed, store_transposed};
 use crate::kernel::engine::unit::{Vec4, store_tile};
 use crate::kernel::layout::{Rows, head_rows, row_offset};
 use crate::kernel::schedule::{Grid, block_count, share};
@@ -23,6 +26,7 @@ use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, visible_queries,
 };
+use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
 /// Where the operands lie in their buffer, after the query, and the gradients in theirs, after the parts of
@@ -42,6 +46,33 @@ pub(crate) struct OperandPlaces {
     pub value_gradient: usize,
 }
 
+/// The pairs of tiles of one launch: these tiles of keys with these blocks of queries, for one query head of
+/// each group.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Window {
+    pub first_tile: u32,
+    pub end_tile: u32,
+    pub first_block: i32,
+    pub end_block: i32,
+    pub group_head: u32,
+}
+
+/// Mesa's llvmpipe allows a unit 65535 iterations, of all its loops together (`LP_MAX_TGSI_LOOP_ITERATIONS`).
+const ITERATIONS: usize = 60_000;
+
+/// Pairs of tiles that a cube may take in one launch.
+pub(crate) fn pairs_per_launch(
+    tiles: &UnitTiles,
+    division: Division,
+    head_dim: usize,
+    value_dim: usize,
+) -> usize {
+    let scores = head_dim.div_ceil(4) + value_dim.div_ceil(4);
+    let product = add_iterations(division, tiles) + 1;
+    (ITERATIONS / (scores + 3 * product + 2)).max(1)
+}
+
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     operands: &Tensor<Vector<f32, N>>,
@@ -57,6 +88,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     head_dim: u32,
     value_dim: u32,
     places: OperandPlaces,
+    window: Window,
     #[comptime] division: Division,
     #[comptime] kind: BackwardKind,
     #[define(M)] _mask_element: ElemType,
@@ -81,9 +113,9 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
 
     let block_size = comptime!(tiles.columns() as i32);
-    let key_tiles = block_count(extent.kv_len, comptime!(tiles.rows as i32)) as u32;
-    let mut key_tile = share.split;
-    while key_tile < key_tiles {
+    let head = kv_head * group + window.group_head;
+    let mut key_tile = window.first_tile + share.split;
+    while key_tile < window.end_tile {
         let first_row = (key_tile * comptime!(tiles.rows as u32)) as i32;
         let end_row = min(first_row + comptime!(tiles.rows as i32), extent.kv_len);
         // Keys past the sequence's length are seen by nobody.
@@ -110,116 +142,112 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             end_row,
             value_dim,
         );
-        let end_block = block_count(queries.end, block_size);
-        for group_head in 0..group {
-            let head = kv_head * group + group_head;
-            let plane = (batch * grid.heads * group + head) as usize * extent.q_len as usize;
+        let end_block = min(block_count(queries.end, block_size), window.end_block);
+        let plane = (batch * grid.heads * group + head) as usize * extent.q_len as usize;
 
-            let query_rows = buffer_rows(
-                plane * places.head_pitch as usize,
-                places.head_pitch,
-                queries.first,
-                queries.end,
-                head_dim,
+        let query_rows = buffer_rows(
+            plane * places.head_pitch as usize,
+            places.head_pitch,
+            queries.first,
+            queries.end,
+            head_dim,
+        );
+        let output_gradient_rows = buffer_rows(
+            places.output_gradient + plane * places.value_pitch as usize,
+            places.value_pitch,
+            queries.first,
+            queries.end,
+            value_dim,
+        );
+        let query_gradient_rows = buffer_rows(
+            share.split as usize * places.query_gradient + plane * head_dim as usize,
+            head_dim,
+            0i32,
+            extent.q_len,
+            head_dim,
+        );
+        let mut block = max(queries.first / block_size, window.first_block);
+        while block < end_block {
+            let visited = segments_meet(
+                &extent,
+                &integers,
+                batch,
+                block as u32,
+                key_tile,
+                kind.structure,
             );
-            let output_gradient_rows = buffer_rows(
-                places.output_gradient + plane * places.value_pitch as usize,
-                places.value_pitch,
-                queries.first,
-                queries.end,
-                value_dim,
-            );
-            let query_gradient_rows = buffer_rows(
-                share.split as usize * places.query_gradient + plane * head_dim as usize,
-                head_dim,
-                0i32,
-                extent.q_len,
-                head_dim,
-            );
-            let mut block = queries.first / block_size;
-            while block < end_block {
-                let visited = segments_meet(
-                    &extent,
+            if visited {
+                let first = block * block_size;
+                block_scores(
+                    operands,
+                    &query_rows,
+                    operands,
+                    &key_rows,
+                    operands,
+                    &value_rows,
+                    operands,
+                    &output_gradient_rows,
+                    rows,
+                    &mask,
+                    &bias,
                     &integers,
+                    &sight,
+                    &extent,
+                    &score,
                     batch,
-                    block as u32,
-                    key_tile,
-                    kind.structure,
+                    head,
+                    first_row,
+                    first,
+                    is_whole(&queries, first, block_size, kind.structure),
+                    &mut stage,
+                    &mut s,
+                    &mut dp,
+                    kind,
                 );
-                if visited {
-                    let first = block * block_size;
-                    block_scores(
-                        operands,
-                        &query_rows,
-                        operands,
-                        &key_rows,
-                        operands,
-                        &value_rows,
-                        operands,
-                        &output_gradient_rows,
-                        rows,
-                        &mask,
-                        &bias,
-                        &integers,
-                        &sight,
-                        &extent,
-                        &score,
-                        batch,
-                        head,
-                        first_row,
-                        first,
-                        is_whole(&queries, first, block_size, kind.structure),
-                        &mut stage,
-                        &mut s,
-                        &mut dp,
-                        kind,
-                    );
-                    let last = min(first + block_size, extent.q_len) - 1i32;
-                    let keys = visible_keys(&sight, first, last, false);
-                    let seen_rows = buffer_rows(
-                        key_at,
-                        places.head_pitch,
-                        max(first_row, keys.first),
-                        min(exist, keys.end),
-                        head_dim,
-                    );
-                    for product in 0..3u32 {
-                        // Before this tile takes the last one's place.
-                        sync_cube();
-                        if product < 2u32 {
-                            store_transposed(&s, &mut tile, tiles);
-                        } else {
-                            store_tile(&s, &mut tile, tiles);
-                        }
-                        #[unroll]
-                        for index in 0..comptime!(tiles.scores_per_unit()) {
-                            s[index] = dp[index];
-                        }
-                        let b_rows =
-                            chosen(product, &output_gradient_rows, &query_rows, &seen_rows);
-                        let target_rows = chosen(
-                            product,
-                            &value_gradient_rows,
-                            &key_gradient_rows,
-                            &query_gradient_rows,
-                        );
-                        add_transposed(
-                            &tile,
-                            operands,
-                            &b_rows,
-                            select(product == 2u32, first_row, first),
-                            &mut used,
-                            gradients,
-                            &target_rows,
-                            select(product == 2u32, first, first_row),
-                            division,
-                            has_holes,
-                            tiles,
-                        );
+                let last = min(first + block_size, extent.q_len) - 1i32;
+                let keys = visible_keys(&sight, first, last, false);
+                let seen_rows = buffer_rows(
+                    key_at,
+                    places.head_pitch,
+                    max(first_row, keys.first),
+                    min(exist, keys.end),
+                    head_dim,
+                );
+                for product in 0..3u32 {
+                    // Before this tile takes the last one's place.
+                    sync_cube();
+                    if product < 2u32 {
+                        store_transposed(&s, &mut tile, tiles);
+                    } else {
+                        store_tile(&s, &mut tile, tiles);
                     }
+                    #[unroll]
+                    for index in 0..comptime!(tiles.scores_per_unit()) {
+                        s[index] = dp[index];
+                    }
+                    let b_rows = chosen(product, &output_gradient_rows, &query_rows, &seen_rows);
+                    let target_rows = chosen(
+                        product,
+                        &value_gradient_rows,
+                        &key_gradient_rows,
+                        &query_gradient_rows,
+                    );
+                    add_transposed(
+                        &tile,
+                        operands,
+                        &b_rows,
+                        select(product == 2u32, first_row, first),
+                        &mut used,
+                        gradients,
+                        &target_rows,
+                        select(product == 2u32, first, first_row),
+                        division,
+                        has_holes,
+                        tiles,
+                    );
                 }
-                block += 1i32;
             }
+            block += 1i32;
         }
         key_tile += grid.splits;
     }

@@ -2,8 +2,8 @@
 //!
 //! For software drivers, whose shared memory is no nearer than the rest: copying an operand there first costs
 //! two accesses an element, and two barriers a copy. Mesa's llvmpipe runs 8 units as one vector, does
-//! arithmetic in one instruction for all of them, and every load and store unit by unit, some 25 instructions
-//! each. So accesses bound everything:
+//! arithmetic in one instruction for all of them, and every load and store unit by unit: of 4 elements, some 40
+//! instructions a unit. So accesses bound everything:
 //!
 //! | product | a unit holds | loads of 4 a multiply-add |
 //! |---|---|---|
@@ -198,6 +198,11 @@ pub(crate) fn division(units: usize, rows: usize, width: usize) -> Division {
         across,
         turns,
     }
+}
+
+/// Iterations of the loops of [`add_transposed`], at most.
+pub(crate) const fn add_iterations(division: Division, tiles: &UnitTiles) -> usize {
+    division.turns * (tiles.rows + 1) + tiles.row_steps() * tiles.columns() / 4
 }
 
 /// `T += Pᵀ B` for the square tile P in shared memory and as many rows of `b`. T's rows lie in a buffer, from
