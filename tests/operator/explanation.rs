@@ -26,6 +26,7 @@ fn profile() -> DeviceProfile {
         units_per_cube: 1024,
         bindings: 16,
         cube_count: 65535,
+        processors: None,
         multiprocessors: None,
         hopper: false,
     }

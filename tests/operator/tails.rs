@@ -41,6 +41,12 @@ fn causal_lengths_around_tile_sizes() {
     }
 }
 
+/// More steps than a software driver's compiler grants one unit's loops.
+#[test]
+fn long_sequences() {
+    Case::new([2, 1, 1, 1500, 1300, 16, 16]).check();
+}
+
 const LENGTHS: [i64; 6] = [0, 1, 63, 64, 70, 101];
 
 /// Poison in the keys and values past each sequence's length; zeros there are equivalent.

@@ -32,6 +32,7 @@ use cubecl::ir::{
 };
 use cubecl::prelude::{AddressType, CubeCount, TensorArg};
 use integers::{Blocks, Places, prepare};
+use std::{num::NonZero, sync::OnceLock, thread::available_parallelism};
 
 /// The profile of a device, if it runs CubeCL kernels.
 pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
@@ -63,6 +64,8 @@ fn profile(client: &Client) -> DeviceProfile {
         units_per_cube: hardware.max_units_per_cube as usize,
         bindings: hardware.max_bindings as usize,
         cube_count: hardware.max_cube_count.0,
+        // Of all that runtimes list, only a processor is no card.
+        processors: properties.identity.physical.is_none().then(processors),
         multiprocessors: hardware
             .num_streaming_multiprocessors
             .map(|count| count as usize),
@@ -71,6 +74,12 @@ fn profile(client: &Client) -> DeviceProfile {
             && properties.features.tma.contains(Tma::Base)
             && properties.identity.fingerprint == "ptx_sm90",
     }
+}
+
+/// Threads of this machine's processor.
+fn processors() -> usize {
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(|| available_parallelism().map_or(1, NonZero::get))
 }
 
 impl AttentionBackend for CubeBackend {

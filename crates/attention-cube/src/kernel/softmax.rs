@@ -4,6 +4,7 @@
 //! A row's running maximum and the factor that brings older results to it live in shared memory and are
 //! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
 
+use super::engine::unit::tile_row;
 use super::score::{HIDDEN, probability};
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
@@ -44,11 +45,21 @@ pub(crate) fn advance(
 ) {
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    let pitch = comptime!(tiles.column_units + 1);
+    let pitch = comptime!(tiles.partial_pitch());
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
-        let largest = max(max(s[k * 4], s[k * 4 + 1]), max(s[k * 4 + 2], s[k * 4 + 3]));
-        let row = unit_row + k * comptime!(tiles.row_units());
+        let mut largest = f32::new(HIDDEN);
+        #[unroll]
+        for quad in 0..tiles.column_vectors {
+            let at = comptime!(k * tiles.columns_per_unit() + 4 * quad);
+            let of_quad = max(max(s[at], s[at + 1]), max(s[at + 2], s[at + 3]));
+            if comptime!(quad == 0) {
+                largest = of_quad;
+            } else {
+                largest = max(largest, of_quad);
+            }
+        }
+        let row = tile_row(unit_row, k, tiles);
         statistics.partial[row * pitch + unit_column] = largest;
     }
     sync_cube();
@@ -66,13 +77,13 @@ pub(crate) fn advance(
     sync_cube();
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
-        let row = unit_row + k * comptime!(tiles.row_units());
+        let row = tile_row(unit_row, k, tiles);
         let reference = statistics.maximum[row];
         let mut sum = sums[k] * statistics.factor[row];
         #[unroll]
-        for c in 0..4usize {
-            let p = probability(s[k * 4 + c], reference);
-            s[k * 4 + c] = p;
+        for c in 0..comptime!(tiles.columns_per_unit()) {
+            let p = probability(s[comptime!(k * tiles.columns_per_unit() + c)], reference);
+            s[comptime!(k * tiles.columns_per_unit() + c)] = p;
             sum += p;
         }
         sums[k] = sum;
@@ -88,11 +99,11 @@ pub(crate) fn total(
 ) -> f32 {
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    let pitch = comptime!(tiles.column_units + 1);
+    let pitch = comptime!(tiles.partial_pitch());
     sync_cube();
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
-        let row = unit_row + k * comptime!(tiles.row_units());
+        let row = tile_row(unit_row, k, tiles);
         statistics.partial[row * pitch + unit_column] = sums[k];
     }
     sync_cube();

@@ -4,6 +4,7 @@
 //! [`reference`](crate::reference) comes last and serves everything. A new engine is a variant of
 //! [`Engine`] and of [`Kernel`], and a row in [`select`].
 
+mod tiles;
 pub mod unit;
 pub mod wgmma;
 
@@ -78,6 +79,8 @@ pub struct DeviceProfile {
     pub bindings: usize,
     /// Cubes along one dimension of a launch.
     pub cube_count: u32,
+    /// The processor's threads, where it does the work, as with Mesa's llvmpipe; `None` on a card.
+    pub processors: Option<usize>,
     /// Streaming multiprocessors, where the runtime says.
     pub multiprocessors: Option<usize>,
     /// Whether it is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.

@@ -1,122 +1,11 @@
 //! The unit engine's plan: tiles from a table, by the width of the output and the device's shared memory.
 
+pub use super::tiles::UnitTiles;
 use super::{DeviceProfile, Layouts, Pass, Refusal};
 use crate::AttentionProblem;
 
 /// The longest sequence that positions in i32 allow.
 pub(crate) const MAX_LENGTH: usize = 1 << 29;
-
-/// How a cube divides a tile among its units. `kernel/engine/unit.rs` opens with what it costs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct UnitTiles {
-    /// Units of a cube.
-    pub units: usize,
-    /// Stationary rows.
-    pub rows: usize,
-    /// Units side by side in the first product; each owns 4 columns of the tile.
-    pub column_units: usize,
-    /// Columns of the operands multiplied at a time in the first product.
-    pub depth: usize,
-    /// Units side by side in the second product.
-    pub output_units: usize,
-    /// Vectors of 4 output columns of a unit in the second product.
-    pub output_vectors: usize,
-    /// Of those, how many have their operand in shared memory at a time.
-    pub staged_vectors: usize,
-    /// Streamed rows in shared memory at a time in the second product.
-    pub streamed_rows: usize,
-    /// Elements of a global load: 4, or 1 where strides or sizes do not allow it.
-    pub vector: usize,
-}
-
-impl UnitTiles {
-    /// Streamed rows of a block: the columns of S.
-    pub const fn columns(&self) -> usize {
-        4 * self.column_units
-    }
-
-    /// Units one above the other in the first product.
-    pub const fn row_units(&self) -> usize {
-        self.units / self.column_units
-    }
-
-    /// Rows of S that a unit owns: `unit_row + k · row_units`.
-    pub const fn rows_per_unit(&self) -> usize {
-        self.rows / self.row_units()
-    }
-
-    /// Units one above the other in the second product.
-    pub const fn output_row_units(&self) -> usize {
-        self.units / self.output_units
-    }
-
-    /// Rows of O that a unit owns.
-    pub const fn output_rows(&self) -> usize {
-        self.rows / self.output_row_units()
-    }
-
-    /// Vectors from one staged row of the first product to the next; odd, so that rows start in different banks.
-    pub const fn depth_pitch(&self) -> usize {
-        self.depth / 4 + 1
-    }
-
-    /// Vectors from one row of P to the next; odd likewise.
-    pub const fn tile_pitch(&self) -> usize {
-        self.column_units + 1
-    }
-
-    /// Vectors of a streamed row in shared memory at a time.
-    pub const fn staged_width(&self) -> usize {
-        self.output_units * self.staged_vectors
-    }
-
-    /// Vectors of shared memory that the first product's operands take.
-    const fn transposed_vectors(&self) -> usize {
-        (self.rows + self.columns()) * self.depth_pitch()
-    }
-
-    /// Vectors of shared memory that the operands of either product take.
-    pub const fn stage_vectors(&self) -> usize {
-        let streamed = self.streamed_rows * self.staged_width();
-        if self.transposed_vectors() > streamed {
-            self.transposed_vectors()
-        } else {
-            streamed
-        }
-    }
-
-    /// Vectors of shared memory that P takes.
-    pub const fn tile_vectors(&self) -> usize {
-        self.rows * self.tile_pitch()
-    }
-
-    /// Floats of shared memory for partial row statistics.
-    pub const fn partial_floats(&self) -> usize {
-        self.rows * self.tile_pitch()
-    }
-
-    /// Floats of shared memory in which the bias's gradient adds the units' sums up.
-    pub const fn sum_floats(&self) -> usize {
-        self.units
-            * if self.rows_per_unit() > 4 {
-                self.rows_per_unit()
-            } else {
-                4
-            }
-    }
-
-    /// Bytes of shared memory of the largest kernel.
-    pub const fn shared_memory(&self) -> usize {
-        let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns());
-        let with_tile = 16 * (self.stage_vectors() + self.tile_vectors()) + rows;
-        let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        if with_tile > with_sums {
-            with_tile
-        } else {
-            with_sums
-        }
-    }
-}
 
 /// Tiles of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -136,6 +25,9 @@ pub struct BackwardPlan {
     pub query: UnitTiles,
     /// For the keys' and the values'.
     pub key_value: UnitTiles,
+    /// One kernel gives all three gradients, with the tiles of the keys', and with the query's in so many
+    /// parts; `None` where the query's has a kernel of its own.
+    pub parts: Option<usize>,
 }
 
 /// What the unit engine launches.
@@ -154,7 +46,9 @@ struct Shape {
     units: usize,
     rows: usize,
     column_units: usize,
+    column_vectors: usize,
     depth: usize,
+    direct: bool,
 }
 
 const fn shape(
@@ -169,11 +63,36 @@ const fn shape(
         units,
         rows,
         column_units,
+        column_vectors: 1,
         depth,
+        direct: false,
     }
 }
 
-// TFLOP/s beside the rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20, before
+/// A shape that reads the operands where they lie.
+const fn direct(
+    width: usize,
+    units: usize,
+    rows: usize,
+    column_units: usize,
+    column_vectors: usize,
+) -> Shape {
+    Shape {
+        width,
+        units,
+        rows,
+        column_units,
+        column_vectors,
+        depth: 4,
+        direct: true,
+    }
+}
+
+// Rows that read the operands where they lie are for software drivers: GFLOP/s on Mesa's llvmpipe, two
+// threads, f32, 2 heads of length 256. Narrow outputs have small tiles there, since the driver takes longer
+// to compile a kernel than to run it.
+//
+// TFLOP/s beside the other rows: one H200, f32, causal, length 4096, heads × head_dim = 2048, 2026-11-20, before
 // the scores were summed by chunks; the others that were tried at that width in brackets. Rows for 32 KB
 // and less were chosen on Mesa's llvmpipe, where 64 units with 4 × 4 of S each ran at twice the speed of
 // 256 units with 2 × 4.
@@ -181,6 +100,10 @@ const fn shape(
 /// Output in registers once: the forward and the query's gradient. The first row that is wide enough
 /// and fits the device is taken.
 const SINGLE: &[Shape] = &[
+    direct(32, 64, 32, 8, 1),
+    direct(512, 64, 64, 8, 2), // D512 full 11.4 GFLOP/s (staged, 4 × 4 of S a unit: 3.2)
+    direct(1024, 64, 32, 8, 2),
+    // Cards
     shape(128, 256, 64, 16, 32), // D64 24.9 (20.1–25.5), D128 24.9 (17.2–24.6)
     shape(256, 256, 64, 16, 16), // 23.0 (10.8–19.5; depth 32: 18.0)
     shape(512, 512, 64, 32, 32), // 19.8 (9.1–18.1)
@@ -198,6 +121,10 @@ const SINGLE: &[Shape] = &[
 
 /// Output in registers twice: the gradients of keys and values. TFLOP/s are of the whole backward.
 const DOUBLE: &[Shape] = &[
+    direct(32, 64, 32, 8, 1),
+    direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)
+    direct(1024, 64, 32, 8, 2),
+    // Cards
     shape(64, 256, 64, 16, 32),  // 16.1 (13.9–16.2)
     shape(128, 128, 64, 16, 32), // 15.0 (12.9–14.7)
     shape(256, 512, 64, 32, 32), // 12.8 (9.7–11.8)
@@ -215,8 +142,21 @@ const DOUBLE: &[Shape] = &[
     shape(1024, 128, 8, 16, 16),
 ];
 
+/// All gradients together, on software drivers: a square tile, and none of the output in registers.
+/// Wide heads pay for 16 × 16 of S a unit, which the driver takes longer to compile: D512 full 88 ms of processor
+/// time (8 × 8 of S: 112, separate operators: 105).
+const TOGETHER: &[Shape] = &[
+    direct(32, 64, 32, 8, 1),
+    direct(128, 64, 64, 8, 2),
+    direct(1024, 16, 64, 4, 4),
+];
+
 /// Few rows: decoding, where reading the keys bounds everything.
 const DECODE: &[Shape] = &[
+    // Direct as the backward is: the scores are then the same bit by bit, which shows where they are large.
+    direct(1024, 64, 16, 16, 1),
+    direct(1024, 64, 32, 8, 1),
+    // Cards
     shape(1024, 256, 8, 32, 32),
     shape(1024, 256, 16, 16, 32),
     shape(512, 256, 32, 16, 32),
@@ -227,6 +167,9 @@ const DECODE: &[Shape] = &[
 
 /// Rows up to which the heads of a group share a tile.
 const DECODE_ROWS: usize = 32;
+
+/// Parts of the query's gradient up to which they are worth their memory.
+const MAX_PARTS: usize = 4;
 
 /// Multiprocessors assumed where the runtime does not say.
 const ASSUMED_MULTIPROCESSORS: usize = 16;
@@ -268,16 +211,21 @@ pub fn plan(
     };
     match pass {
         Pass::Forward => forward(problem, device, vector).map(UnitPlan::Forward),
-        Pass::Backward => Ok(UnitPlan::Backward(BackwardPlan {
-            query: choose(SINGLE, problem.head_dim, 0, device, vector)?,
-            key_value: choose(
-                DOUBLE,
-                problem.head_dim.max(problem.value_dim),
-                0,
-                device,
-                vector,
-            )?,
-        })),
+        Pass::Backward => {
+            let width = problem.head_dim.max(problem.value_dim);
+            let query = choose(SINGLE, problem.head_dim, 0, device, vector)?;
+            let together = choose(TOGETHER, width, 0, device, vector).ok();
+            let parts = together.and_then(|tiles| parts(problem, device, &tiles));
+            let key_value = match together.filter(|_| parts.is_some()) {
+                Some(tiles) => tiles,
+                None => choose(DOUBLE, width, 0, device, vector)?,
+            };
+            Ok(UnitPlan::Backward(BackwardPlan {
+                query,
+                key_value,
+                parts,
+            }))
+        }
     }
 }
 
@@ -314,6 +262,15 @@ fn forward(
     })
 }
 
+/// Parts of the query's gradient where one kernel gives all three: as many as keep a software driver's
+/// processors busy, if those are few.
+fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
+    let heads = (problem.batch * problem.kv_heads).max(1);
+    let parts = device.processors?.div_ceil(heads);
+    let key_tiles = problem.kv_len.div_ceil(tiles.rows).max(1);
+    (parts <= MAX_PARTS).then_some(parts.min(key_tiles))
+}
+
 /// Buffers of the kernel that binds the most.
 fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
     let shared = usize::from(problem.mask.is_some())
@@ -337,6 +294,7 @@ fn choose(
 ) -> Result<UnitTiles, Refusal> {
     table
         .iter()
+        .filter(|shape| !shape.direct || device.processors.is_some())
         .filter(|shape| width <= shape.width && min_rows <= shape.rows)
         .map(|shape| tiles(shape, width, vector))
         .find(|tiles| {
@@ -356,7 +314,9 @@ fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
         units,
         rows,
         column_units,
+        column_vectors,
         depth,
+        direct,
         ..
     } = *shape;
     let vectors = width.div_ceil(4);
@@ -374,13 +334,18 @@ fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
         units,
         rows,
         column_units,
+        column_vectors,
         depth,
+        direct,
         output_units,
         output_vectors,
         staged_vectors: output_vectors,
         streamed_rows: 4,
         vector,
     };
+    if direct {
+        return tiles;
+    }
     let room = tiles.transposed_vectors();
     while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
         // The largest part that divides evenly.
@@ -409,6 +374,7 @@ mod tests {
             units_per_cube: 256,
             bindings: 8,
             cube_count: 65535,
+            processors: None,
             multiprocessors: None,
             hopper: false,
         }
@@ -418,9 +384,10 @@ mod tests {
     #[test]
     fn every_width_fits_16_kb_and_divides_evenly() {
         for width in 1..=crate::MAX_HEAD_DIM {
-            for table in [SINGLE, DOUBLE, DECODE] {
+            for table in [SINGLE, DOUBLE, DECODE, TOGETHER] {
                 let small = choose(table, width, 0, &device(16 << 10), 4);
-                assert!(small.is_ok(), "{width}: {small:?}");
+                let only_software = table.iter().all(|shape| shape.direct);
+                assert!(small.is_ok() != only_software, "{width}: {small:?}");
                 for shape in table.iter().filter(|shape| width <= shape.width) {
                     let tiles = tiles(shape, width, 4);
                     let context = format!("{width}: {tiles:?}");
@@ -442,8 +409,14 @@ mod tests {
                         tiles.rows_per_unit() > 0 && tiles.output_rows() > 0,
                         "{context}"
                     );
-                    assert!(tiles.rows <= tiles.units, "{context}");
-                    assert!(tiles.columns() <= tiles.units, "{context}");
+                    assert!(
+                        !tiles.direct || tiles.rows_per_unit().is_multiple_of(4),
+                        "{context}"
+                    );
+                    assert!(tiles.direct || tiles.column_vectors == 1, "{context}");
+                    // The softmax takes a row a unit; all gradients together need none.
+                    let row_a_unit = tiles.rows <= tiles.units && tiles.columns() <= tiles.units;
+                    assert!(row_a_unit || only_software, "{context}");
                     assert!(
                         tiles.output_vectors.is_multiple_of(tiles.staged_vectors),
                         "{context}"

@@ -7,8 +7,13 @@ use crate::kernel::backward::{
     key_value::key_value_gradient,
     query::query_gradient,
     rows::{ROWS, UNITS, row_terms},
+    together::{
+        OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch, sum_parts,
+    },
 };
+use crate::kernel::engine::direct::{Division, division};
 use crate::plan::unit::BackwardPlan;
+use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::prelude::CubeDim;
 
 pub(super) fn launch(
@@ -40,8 +45,14 @@ pub(super) fn launch(
         problem,
     };
 
-    let query = pass.query(plan.query, query_places);
-    let (key, value) = pass.key_value(plan.key_value, key_places);
+    let (query, key, value) = match plan.parts {
+        Some(parts) => pass.together(plan.key_value, key_places, parts),
+        None => {
+            let query = pass.query(plan.query, query_places);
+            let (key, value) = pass.key_value(plan.key_value, key_places);
+            (query, key, value)
+        }
+    };
     let bias = pass.inputs.bias.as_option().filter(|_| request.bias);
     let bias = bias.map(|bias| pass.bias(bias, plan.query, query_places));
     let sinks = pass.inputs.sinks.as_option().filter(|_| request.sinks);
@@ -84,6 +95,42 @@ fn launch_rows(
             vector,
         );
     }
+}
+
+/// Elements from one row of an operand to the next: an odd number of the processor's cache lines, so that
+/// the rows that are read side by side do not all take each other's place in the cache.
+fn pitch(columns: usize) -> usize {
+    const LINE: usize = 16;
+    (columns.div_ceil(LINE) | 1) * LINE
+}
+
+/// The launches of all gradients together: no more pairs of tiles a cube than its loops may take.
+fn windows(
+    problem: &AttentionProblem,
+    tiles: &UnitTiles,
+    division: Division,
+    parts: usize,
+) -> Vec<WindowLaunch> {
+    let pairs = pairs_per_launch(tiles, division, problem.head_dim, problem.value_dim);
+    let key_tiles = problem.kv_len.div_ceil(tiles.rows);
+    let blocks = problem.q_len.div_ceil(tiles.columns());
+    let blocks_at_once = blocks.clamp(1, pairs);
+    let tiles_at_once = parts * (pairs / blocks_at_once);
+    let mut windows = Vec::new();
+    for group_head in 0..problem.group() {
+        for first_tile in (0..key_tiles).step_by(tiles_at_once) {
+            for first_block in (0..blocks).step_by(blocks_at_once) {
+                windows.push(WindowLaunch::new(
+                    first_tile as u32,
+                    (first_tile + tiles_at_once).min(key_tiles) as u32,
+                    first_block as i32,
+                    (first_block + blocks_at_once) as i32,
+                    group_head as u32,
+                ));
+            }
+        }
+    }
+    windows
 }
 
 /// What every kernel of one backward reads.
@@ -210,6 +257,164 @@ impl BackwardPass<'_> {
             );
         }
         (key_gradient, value_gradient)
+    }
+
+    fn together(
+        &self,
+        tiles: UnitTiles,
+        places: Places,
+        parts: usize,
+    ) -> (CubeTensor, CubeTensor, CubeTensor) {
+        let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
+        let client = self.rows.client.clone();
+        let (head_pitch, value_pitch) = (pitch(problem.head_dim), pitch(problem.value_dim));
+        let kv_rows = problem.batch * problem.kv_heads * problem.kv_len;
+        let q_rows = problem.batch * problem.q_heads * problem.q_len;
+        let key_at = q_rows * head_pitch;
+        let value_at = key_at + kv_rows * head_pitch;
+        let output_gradient_at = value_at + kv_rows * value_pitch;
+        let end = output_gradient_at + q_rows * value_pitch;
+        let operands = empty(&self.rows, [end], DType::F32);
+        for (tensor, first, pitch) in [
+            (&inputs.query, 0, head_pitch),
+            (&inputs.key, key_at, head_pitch),
+            (&inputs.value, value_at, value_pitch),
+            (&self.output_gradient, output_gradient_at, value_pitch),
+        ] {
+            self.pack(tensor, &operands, first, pitch, tiles.vector);
+        }
+        let query_size = q_rows * problem.head_dim;
+        let key_gradient_at = parts * query_size;
+        let value_gradient_at = key_gradient_at + kv_rows * problem.head_dim;
+        let gradients = zeros_client(
+            client.clone(),
+            self.rows.device.clone(),
+            Shape::new([value_gradient_at + kv_rows * problem.value_dim]),
+            DType::F32,
+        );
+        let division = division(
+            tiles.units,
+            tiles.rows,
+            problem.head_dim.max(problem.value_dim),
+        );
+        for window in windows(problem, &tiles, division, parts) {
+            let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
+            // SAFETY: as for the query's gradient.
+            unsafe {
+                all_gradients::launch_unchecked(
+                    &client,
+                    cube_count(&client, cubes),
+                    CubeDim::new_1d(tiles.units as u32),
+                    self.addresses(&[&operands, &gradients]),
+                    Self::arg(&operands),
+                    Self::arg(&self.rows),
+                    extras.mask().into(),
+                    extras.bias().into(),
+                    extras.integers().into(),
+                    Self::arg(&gradients),
+                    grid,
+                    places.extent(problem),
+                    score_arguments(problem),
+                    problem.group() as u32,
+                    problem.head_dim as u32,
+                    problem.value_dim as u32,
+                    OperandPlacesLaunch::new(
+                        key_at,
+                        value_at,
+                        output_gradient_at,
+                        head_pitch as u32,
+                        value_pitch as u32,
+                        query_size,
+                        key_gradient_at,
+                        value_gradient_at,
+                    ),
+                    window,
+                    division,
+                    self.kind(tiles),
+                    extras.mask_element,
+                    extras.bias_element,
+                    tiles.vector,
+                );
+            }
+        }
+        (
+            self.sum(&gradients, 0, parts, &inputs.query, tiles.vector),
+            self.sum(&gradients, key_gradient_at, 1, &inputs.key, tiles.vector),
+            self.sum(
+                &gradients,
+                value_gradient_at,
+                1,
+                &inputs.value,
+                tiles.vector,
+            ),
+        )
+    }
+
+    /// Copies `tensor` to the operands from `first` on, with `pitch` elements a row.
+    fn pack(
+        &self,
+        tensor: &CubeTensor,
+        operands: &CubeTensor,
+        first: usize,
+        pitch: usize,
+        vector: usize,
+    ) {
+        let client = self.rows.client.clone();
+        let shape = tensor.meta.shape();
+        let vectors = shape.num_elements() / vector;
+        let units = 128;
+        // SAFETY: one unit a vector of the tensor, the rest stops at once; the operands have room for it.
+        unsafe {
+            pack_operand::launch_unchecked(
+                &client,
+                cube_count(&client, vectors.div_ceil(units)),
+                CubeDim::new_1d(units as u32),
+                address_type([tensor, operands]),
+                Self::arg(tensor),
+                Self::arg(operands),
+                first,
+                vectors,
+                shape[1] as u32,
+                shape[2] as u32,
+                shape[3] as u32,
+                pitch as u32,
+                dtype_to_storage_type(tensor.dtype),
+                vector,
+            );
+        }
+    }
+
+    /// The gradient of `input`, whose parts lie from `first` on.
+    fn sum(
+        &self,
+        gradients: &CubeTensor,
+        first: usize,
+        parts: usize,
+        input: &CubeTensor,
+        vector: usize,
+    ) -> CubeTensor {
+        let client = self.rows.client.clone();
+        let dtype = self.problem.dtype;
+        let gradient = empty(&self.rows, input.meta.shape().clone(), dtype);
+        let vectors = gradient.meta.shape().num_elements() / vector;
+        let units = 128;
+        // SAFETY: one unit a vector of the gradient, the rest stops at once; each part is as large.
+        unsafe {
+            sum_parts::launch_unchecked(
+                &client,
+                cube_count(&client, vectors.div_ceil(units)),
+                CubeDim::new_1d(units as u32),
+                address_type([gradients, &gradient]),
+                Self::arg(gradients),
+                Self::arg(&gradient),
+                first / vector,
+                parts as u32,
+                vectors,
+                dtype_to_storage_type(dtype),
+                vector,
+            );
+        }
+        gradient
     }
 
     fn bias(&self, bias: &CubeTensor, tiles: UnitTiles, places: Places) -> CubeTensor {

@@ -5,7 +5,7 @@
 //! every tile of scores. A bias broadcast along queries or keys leaves little to run side by side.
 
 use super::{BackwardKind, row_terms_of, score_gradient};
-use crate::kernel::engine::unit::{Vec4, multiply_transposed};
+use crate::kernel::engine::unit::{Vec4, multiply_transposed, tile_column, tile_row};
 use crate::kernel::layout::head_rows;
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
@@ -87,11 +87,11 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut partial = Shared::<[f32]>::new_slice(comptime!(tiles.sum_floats()));
-    let mut s = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
-    let mut dp = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
-    let mut sum = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut sum = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     #[unroll]
-    for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+    for index in 0..comptime!(tiles.scores_per_unit()) {
         sum[index] = 0.0f32;
     }
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
@@ -141,16 +141,15 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         let whole = is_whole(&keys, first, column_size, kind.structure);
                         #[unroll]
                         for k in 0..comptime!(tiles.rows_per_unit()) {
-                            let row =
-                                first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
+                            let row = first_row + tile_row(unit_row, k, tiles) as i32;
                             let terms = row_terms_of(rows, batch, head, row, extent.q_len);
                             #[unroll]
-                            for c in 0..4usize {
+                            for c in 0..comptime!(tiles.columns_per_unit()) {
                                 let place = Place {
                                     batch,
                                     head,
                                     query: row,
-                                    key: first + (unit_column * 4 + c) as i32,
+                                    key: first + tile_column(unit_column, c, tiles) as i32,
                                 };
                                 let visible = is_visible(
                                     whole,
@@ -162,8 +161,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                                     kind.structure,
                                 );
                                 let gradient = score_gradient(
-                                    s[k * 4 + c],
-                                    dp[k * 4 + c],
+                                    s[comptime!(k * tiles.columns_per_unit() + c)],
+                                    dp[comptime!(k * tiles.columns_per_unit() + c)],
                                     terms.logsumexp,
                                     terms.delta,
                                     visible,
@@ -172,7 +171,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                                     &score,
                                     kind.score,
                                 );
-                                sum[k * 4 + c] += gradient.ds;
+                                sum[comptime!(k * tiles.columns_per_unit() + c)] += gradient.ds;
                             }
                         }
                     }
@@ -190,13 +189,14 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         // Down the rows: within a unit, then over the units above each other.
         sync_cube();
         #[unroll]
-        for c in 0..4usize {
+        for c in 0..comptime!(tiles.columns_per_unit()) {
             let mut column_sum = 0.0f32;
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
-                column_sum += sum[k * 4 + c];
+                column_sum += sum[comptime!(k * tiles.columns_per_unit() + c)];
             }
-            partial[unit_row * comptime!(tiles.columns()) + unit_column * 4 + c] = column_sum;
+            partial[unit_row * comptime!(tiles.columns()) + tile_column(unit_column, c, tiles)] =
+                column_sum;
         }
         sync_cube();
         let column = UNIT_POS as usize;
@@ -228,9 +228,14 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         sync_cube();
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
-            let row = unit_row + k * comptime!(tiles.row_units());
-            partial[row * tiles.column_units + unit_column] =
-                (sum[k * 4] + sum[k * 4 + 1]) + (sum[k * 4 + 2] + sum[k * 4 + 3]);
+            let row = tile_row(unit_row, k, tiles);
+            let mut row_sum = 0.0f32;
+            #[unroll]
+            for quad in 0..tiles.column_vectors {
+                let at = comptime!(k * tiles.columns_per_unit() + 4 * quad);
+                row_sum += (sum[at] + sum[at + 1]) + (sum[at + 2] + sum[at + 3]);
+            }
+            partial[row * tiles.column_units + unit_column] = row_sum;
         }
         sync_cube();
         let row = UNIT_POS as usize;
@@ -244,13 +249,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     } else {
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
-            let row = first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
+            let row = first_row + tile_row(unit_row, k, tiles) as i32;
             #[unroll]
-            for c in 0..4usize {
-                let column = first_column + (unit_column * 4 + c) as i32;
+            for c in 0..comptime!(tiles.columns_per_unit()) {
+                let column = first_column + tile_column(unit_column, c, tiles) as i32;
                 if row < extent.q_len && column < extent.kv_len {
                     gradient[target + row as usize * row_stride + column as usize] =
-                        F::cast_from(sum[k * 4 + c]);
+                        F::cast_from(sum[comptime!(k * tiles.columns_per_unit() + c)]);
                 }
             }
         }

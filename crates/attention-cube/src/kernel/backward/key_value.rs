@@ -6,12 +6,13 @@
 
 use super::{BackwardKind, row_terms_of, score_gradient};
 use crate::kernel::engine::unit::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, unit_factors, zero_output,
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    unit_factors, zero_output,
 };
-use crate::kernel::layout::head_rows;
+use crate::kernel::layout::{Rows, head_rows};
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{Extent, is_whole, segments_meet, sight, visible_queries};
+use crate::kernel::visibility::{Extent, Sight, is_whole, segments_meet, sight, visible_queries};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -63,12 +64,10 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     let ones = unit_factors(tiles);
-    let mut s = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
-    let mut dp = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dk = zero_output(tiles);
     let mut dv = zero_output(tiles);
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
 
     let block_size = comptime!(tiles.columns() as i32);
     let end_block = block_count(queries.end, block_size);
@@ -95,67 +94,32 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             );
             if visited {
                 let first = block * block_size;
-                multiply_transposed(
-                    key,
-                    &key_rows,
-                    first_row,
+                block_scores(
                     query,
                     &query_rows,
-                    first,
-                    &mut stage,
-                    &mut s,
-                    tiles,
-                    false,
-                );
-                multiply_transposed(
+                    key,
+                    &key_rows,
                     value,
                     &value_rows,
-                    first_row,
                     output_gradient,
                     &output_gradient_rows,
+                    rows,
+                    &mask,
+                    &bias,
+                    &integers,
+                    &sight,
+                    &extent,
+                    &score,
+                    batch,
+                    head,
+                    first_row,
                     first,
+                    is_whole(&queries, first, block_size, kind.structure),
                     &mut stage,
+                    &mut s,
                     &mut dp,
-                    tiles,
-                    false,
+                    kind,
                 );
-                let whole = is_whole(&queries, first, block_size, kind.structure);
-                #[unroll]
-                for c in 0..4usize {
-                    let query_index = first + (unit_column * 4 + c) as i32;
-                    let terms = row_terms_of(rows, batch, head, query_index, extent.q_len);
-                    #[unroll]
-                    for k in 0..comptime!(tiles.rows_per_unit()) {
-                        let place = Place {
-                            batch,
-                            head,
-                            query: query_index,
-                            key: first_row + (unit_row + k * comptime!(tiles.row_units())) as i32,
-                        };
-                        let visible = is_visible(
-                            whole,
-                            &mask,
-                            &sight,
-                            &extent,
-                            &integers,
-                            &place,
-                            kind.structure,
-                        );
-                        let gradient = score_gradient(
-                            s[k * 4 + c],
-                            dp[k * 4 + c],
-                            terms.logsumexp,
-                            terms.delta,
-                            visible,
-                            &bias,
-                            &place,
-                            &score,
-                            kind.score,
-                        );
-                        s[k * 4 + c] = gradient.p;
-                        dp[k * 4 + c] = gradient.ddot;
-                    }
-                }
                 store_tile(&s, &mut tile, tiles);
                 accumulate(
                     &tile,
@@ -181,6 +145,10 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     comptime!(kind.score.leaves_holes(&kind.structure)),
                     tiles,
                 );
+                if comptime!(tiles.direct) {
+                    // Before the next block's tile takes this one's place.
+                    sync_cube();
+                }
             }
             block += 1i32;
         }
@@ -213,4 +181,81 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         false,
         tiles,
     );
+}
+
+/// P and `d loss / d (q·k)` of a tile's keys and the queries of the block at `first`, in the places of S
+/// and dP.
+#[cube]
+pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
+    query: &Tensor<Vector<E, N>>,
+    query_rows: &Rows,
+    key: &Tensor<Vector<E, N>>,
+    key_rows: &Rows,
+    value: &Tensor<Vector<E, N>>,
+    value_rows: &Rows,
+    output_gradient: &Tensor<Vector<E, N>>,
+    output_gradient_rows: &Rows,
+    rows: &Tensor<f32>,
+    mask: &ComptimeOption<&Tensor<M>>,
+    bias: &ComptimeOption<&Tensor<F>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    sight: &Sight,
+    extent: &Extent,
+    score: &ScoreArguments,
+    batch: u32,
+    head: u32,
+    first_row: i32,
+    first: i32,
+    whole: bool,
+    stage: &mut Shared<[Vec4]>,
+    s: &mut Array<f32>,
+    dp: &mut Array<f32>,
+    #[comptime] kind: BackwardKind,
+) {
+    let tiles = comptime!(kind.tiles);
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    multiply_transposed(
+        key, key_rows, first_row, query, query_rows, first, stage, s, tiles, false,
+    );
+    multiply_transposed(
+        value,
+        value_rows,
+        first_row,
+        output_gradient,
+        output_gradient_rows,
+        first,
+        stage,
+        dp,
+        tiles,
+        false,
+    );
+    #[unroll]
+    for c in 0..comptime!(tiles.columns_per_unit()) {
+        let query_index = first + tile_column(unit_column, c, tiles) as i32;
+        let terms = row_terms_of(rows, batch, head, query_index, extent.q_len);
+        #[unroll]
+        for k in 0..comptime!(tiles.rows_per_unit()) {
+            let place = Place {
+                batch,
+                head,
+                query: query_index,
+                key: first_row + tile_row(unit_row, k, tiles) as i32,
+            };
+            let visible = is_visible(whole, mask, sight, extent, integers, &place, kind.structure);
+            let gradient = score_gradient(
+                s[comptime!(k * tiles.columns_per_unit() + c)],
+                dp[comptime!(k * tiles.columns_per_unit() + c)],
+                terms.logsumexp,
+                terms.delta,
+                visible,
+                bias,
+                &place,
+                score,
+                kind.score,
+            );
+            s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.p;
+            dp[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
+        }
+    }
 }

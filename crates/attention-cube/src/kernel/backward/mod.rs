@@ -8,6 +8,7 @@
 //! | `rows` | | | lse and Δ of every query |
 //! | `query` | queries | S, dP, dQ | `dq = Σ ds k` |
 //! | `key_value` | keys | S, dP, dV, dK | `dv = Σ pᵀ do`, `dk = Σ dsᵀ q`, summed over the heads of a group |
+//! | `together` | keys | S, dP, dV, dK, dQ | all three, where few cubes are enough |
 //! | `bias` | scores | S, dP | `dbias = Σ ds` over what the bias is broadcast along |
 //!
 //! Two kernels instead of one recompute S and dP: 7 products where 5 would do with atomic additions to dQ,
@@ -17,6 +18,7 @@ pub(crate) mod bias;
 pub(crate) mod key_value;
 pub(crate) mod query;
 pub(crate) mod rows;
+pub(crate) mod together;
 
 use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use super::visibility::Structure;

@@ -6,7 +6,8 @@
 
 use super::{BackwardKind, row_terms_of, score_gradient};
 use crate::kernel::engine::unit::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, unit_factors, zero_output,
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    unit_factors, zero_output,
 };
 use crate::kernel::layout::head_rows;
 use crate::kernel::schedule::{Grid, block_count, share};
@@ -63,8 +64,8 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut ds_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     let ones = unit_factors(tiles);
-    let mut s = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
-    let mut dp = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dq = zero_output(tiles);
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
@@ -72,7 +73,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut delta = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
-        let row = first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
+        let row = first_row + tile_row(unit_row, k, tiles) as i32;
         let terms = row_terms_of(rows, batch, head, row, extent.q_len);
         logsumexp[k] = terms.logsumexp;
         delta[k] = terms.delta;
@@ -120,12 +121,12 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
                 #[unroll]
-                for c in 0..4usize {
+                for c in 0..comptime!(tiles.columns_per_unit()) {
                     let place = Place {
                         batch,
                         head,
-                        query: first_row + (unit_row + k * comptime!(tiles.row_units())) as i32,
-                        key: first + (unit_column * 4 + c) as i32,
+                        query: first_row + tile_row(unit_row, k, tiles) as i32,
+                        key: first + tile_column(unit_column, c, tiles) as i32,
                     };
                     let visible = is_visible(
                         whole,
@@ -137,8 +138,8 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         kind.structure,
                     );
                     let gradient = score_gradient(
-                        s[k * 4 + c],
-                        dp[k * 4 + c],
+                        s[comptime!(k * tiles.columns_per_unit() + c)],
+                        dp[comptime!(k * tiles.columns_per_unit() + c)],
                         logsumexp[k],
                         delta[k],
                         visible,
@@ -147,7 +148,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         &score,
                         kind.score,
                     );
-                    s[k * 4 + c] = gradient.ddot;
+                    s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
                 }
             }
             store_tile(&s, &mut ds_tile, tiles);
@@ -162,6 +163,10 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 comptime!(kind.score.leaves_holes(&kind.structure)),
                 tiles,
             );
+            if comptime!(tiles.direct) {
+                // Before the next block's tile takes this one's place.
+                sync_cube();
+            }
         }
         block += 1i32;
     }

@@ -9,10 +9,13 @@
 //! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` a 4-column step | `16 · rows_per_unit` |
 //! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` |
 //!
+//! On software drivers `direct.rs` does both products without shared memory for the operands.
+//!
 //! What bounds it: shared-memory loads in the first product (0.3 loads an FMA at 2 rows a unit, 0.13 at 4),
 //! FMA in the second. Shared memory is `stage + P + row statistics`: [`UnitTiles::shared_memory`]. The
 //! operands are read again for every block of the other side, from L2: `rows` FMA an element.
 
+use super::direct;
 use crate::kernel::layout::{Rows, row_offset};
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
@@ -92,10 +95,35 @@ pub(crate) fn stage_rows<E: Float, N: Size>(
     }
 }
 
-/// `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`: S of unit `(y, x)` at `[k·4 + c]` is
-/// the row `y + k · row_units`, the column `4x + c`. Ends with the stage still being read.
+/// `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`: S of unit `(y, x)` at
+/// `[k · columns_per_unit + c]` is the row `y + k · row_units`, the column `tile_column(x, c)`.
+///
+/// Where there is no such row, S is anything.
 #[cube]
 pub(crate) fn multiply_transposed<E: Float, N: Size>(
+    a: &Tensor<Vector<E, N>>,
+    a_rows: &Rows,
+    a_first: i32,
+    b: &Tensor<Vector<E, N>>,
+    b_rows: &Rows,
+    b_first: i32,
+    stage: &mut Shared<[Vec4]>,
+    s: &mut Array<f32>,
+    #[comptime] tiles: UnitTiles,
+    #[comptime] a_packed: bool,
+) {
+    if comptime!(tiles.direct) {
+        direct::multiply_transposed(a, a_rows, a_first, b, b_rows, b_first, s, tiles, a_packed);
+    } else {
+        multiply_staged(
+            a, a_rows, a_first, b, b_rows, b_first, stage, s, tiles, a_packed,
+        );
+    }
+}
+
+/// [`multiply_transposed`] out of shared memory. Ends with the stage still being read.
+#[cube]
+fn multiply_staged<E: Float, N: Size>(
     a: &Tensor<Vector<E, N>>,
     a_rows: &Rows,
     a_first: i32,
@@ -185,6 +213,31 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
     }
 }
 
+/// The column of the tile where the `c`-th of a unit's columns lies.
+#[cube]
+pub(crate) fn tile_column(
+    unit_column: usize,
+    #[comptime] c: usize,
+    #[comptime] tiles: UnitTiles,
+) -> usize {
+    (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
+}
+
+/// The row of the tile where the `k`-th of a unit's rows lies. Where the tile is copied from shared memory,
+/// neighbouring units read neighbouring rows; elsewhere rows lie by fours, as columns do.
+#[cube]
+pub(crate) fn tile_row(
+    unit_row: usize,
+    #[comptime] k: usize,
+    #[comptime] tiles: UnitTiles,
+) -> usize {
+    if comptime!(tiles.direct) {
+        (unit_row + comptime!(k / 4 * tiles.row_units())) * 4 + comptime!(k % 4)
+    } else {
+        unit_row + k * comptime!(tiles.row_units())
+    }
+}
+
 /// Writes a unit's part of a tile of S's shape to shared memory.
 #[cube]
 pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] tiles: UnitTiles) {
@@ -192,13 +245,17 @@ pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] 
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
-        let mut values = Vec4::new(0.0);
+        let row = tile_row(unit_row, k, tiles);
         #[unroll]
-        for c in 0..4usize {
-            values.insert(c, s[k * 4 + c]);
+        for quad in 0..tiles.column_vectors {
+            let mut values = Vec4::new(0.0);
+            #[unroll]
+            for c in 0..4usize {
+                values.insert(c, s[comptime!(k * tiles.columns_per_unit() + 4 * quad + c)]);
+            }
+            let column = unit_column + comptime!(quad * tiles.column_units);
+            tile[row * comptime!(tiles.tile_pitch()) + column] = values;
         }
-        let row = unit_row + k * comptime!(tiles.row_units());
-        tile[row * comptime!(tiles.tile_pitch()) + unit_column] = values;
     }
 }
 
@@ -206,29 +263,31 @@ pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] 
 #[cube]
 fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles: UnitTiles) {
     sync_cube();
-    let column = UNIT_POS as usize;
-    if column < comptime!(tiles.columns()) {
-        let mut any = 0u32;
-        for row in 0..tiles.rows {
-            let values = tile[row * comptime!(tiles.tile_pitch()) + column / 4];
-            #[unroll]
-            for lane in 0..4usize {
-                if lane == column % 4 && values.extract(lane) != 0.0f32 {
-                    any = 1u32;
+    #[unroll]
+    for step in 0..comptime!(tiles.columns().div_ceil(tiles.units)) {
+        let column = UNIT_POS as usize + step * tiles.units;
+        if column < comptime!(tiles.columns()) {
+            let mut any = 0u32;
+            for row in 0..tiles.rows {
+                let values = tile[row * comptime!(tiles.tile_pitch()) + column / 4];
+                #[unroll]
+                for lane in 0..4usize {
+                    if lane == column % 4 && values.extract(lane) != 0.0f32 {
+                        any = 1u32;
+                    }
                 }
             }
+            used[column] = any;
         }
-        used[column] = any;
     }
     sync_cube();
 }
 
 /// `O += P B` for the tile P in shared memory and the block's rows of `b`. O of a unit at
 /// `[k · output_vectors + v]` is the row `unit_row + k · output_row_units`, the vector of columns
-/// `unit_column + v · output_units`. Starts before the tile is visible to all units, and ends with the
-/// stage still being read.
+/// `unit_column + v · output_units`. Starts before the tile is visible to all units.
 ///
-/// Where the tile `has_holes`, rows of `b` that meet nothing but zeros are not read: they may hold NaN.
+/// Where the tile `has_holes`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
 pub(crate) fn accumulate<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
@@ -244,6 +303,31 @@ pub(crate) fn accumulate<E: Float, N: Size>(
     if comptime!(has_holes) {
         mark_used(tile, used, tiles);
     }
+    if comptime!(tiles.direct) {
+        if comptime!(!has_holes) {
+            sync_cube();
+        }
+        direct::accumulate(tile, b, b_rows, b_first, used, output, has_holes, tiles);
+    } else {
+        accumulate_staged(
+            tile, b, b_rows, b_first, stage, used, output, has_holes, tiles,
+        );
+    }
+}
+
+/// [`accumulate`] out of shared memory. Ends with the stage still being read.
+#[cube]
+fn accumulate_staged<E: Float, N: Size>(
+    tile: &Shared<[Vec4]>,
+    b: &Tensor<Vector<E, N>>,
+    b_rows: &Rows,
+    b_first: i32,
+    stage: &mut Shared<[Vec4]>,
+    used: &mut Shared<[u32]>,
+    output: &mut Array<Vec4>,
+    #[comptime] has_holes: bool,
+    #[comptime] tiles: UnitTiles,
+) {
     let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
     let width = comptime!(tiles.staged_width());
@@ -318,8 +402,12 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> Array<Vec4> {
 #[cube]
 pub(crate) fn unit_factors(#[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
-    if UNIT_POS < comptime!(tiles.rows as u32) {
-        factors[UNIT_POS as usize] = 1.0f32;
+    #[unroll]
+    for step in 0..comptime!(tiles.row_steps()) {
+        let row = UNIT_POS as usize + step * tiles.units;
+        if row < tiles.rows {
+            factors[row] = 1.0f32;
+        }
     }
     factors
 }

@@ -10,7 +10,8 @@
 //! partial output with its logsumexp, which `decode/merge.rs` joins.
 
 use crate::kernel::engine::unit::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, zero_output,
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
 };
 use crate::kernel::layout::{group_rows, head_rows};
 use crate::kernel::schedule::{Grid, block_count, share};
@@ -117,7 +118,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let mut p_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     let mut statistics = row_statistics(tiles);
-    let mut s = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut sums = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
@@ -159,7 +160,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
             let whole = is_whole(&keys, first, block_size, kind.structure);
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
-                let row = first_row + (unit_row + k * comptime!(tiles.row_units())) as i32;
+                let row = first_row + tile_row(unit_row, k, tiles) as i32;
                 let mut head = first_head;
                 let mut query_index = row;
                 if comptime!(kind.packed) {
@@ -167,12 +168,12 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                     query_index = select(row < end_row, row % extent.q_len, extent.q_len);
                 }
                 #[unroll]
-                for c in 0..4usize {
+                for c in 0..comptime!(tiles.columns_per_unit()) {
                     let place = Place {
                         batch,
                         head,
                         query: query_index,
-                        key: first + (unit_column * 4 + c) as i32,
+                        key: first + tile_column(unit_column, c, tiles) as i32,
                     };
                     let visible = is_visible(
                         whole,
@@ -186,13 +187,17 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                     let mut value = f32::new(HIDDEN);
                     if visible {
                         value = biased(
-                            capped(s[k * 4 + c], &score, kind.score),
+                            capped(
+                                s[comptime!(k * tiles.columns_per_unit() + c)],
+                                &score,
+                                kind.score,
+                            ),
                             &bias,
                             &place,
                             f32::new(HIDDEN),
                         );
                     }
-                    s[k * 4 + c] = value;
+                    s[comptime!(k * tiles.columns_per_unit() + c)] = value;
                 }
             }
             advance(&mut s, &mut sums, &mut statistics, tiles);
