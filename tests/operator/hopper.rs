@@ -321,13 +321,16 @@ fn repeats_are_identical() {
                 ..case.clone()
             };
             let inputs = case.inputs();
-            let tensor = |dense: &Dense| dense.tensor(&device.device, case.dtype);
+            let tracked = device.device.clone().autodiff();
+            let tensor = |dense: &Dense| dense.tensor(&tracked, case.dtype);
             let operands = [&inputs.query, &inputs.key, &inputs.value].map(tensor);
             let run = || {
                 let [query, key, value] = operands.clone();
-                let extras = inputs.extras(&device.device, case.extras_dtype());
-                attention_with_lse(query, key, value, case.options(extras))
-                    .unwrap_or_else(|error| panic!("{case:?}: {error}"))
+                let extras = inputs.extras(&tracked, case.extras_dtype());
+                let options = case.options(extras);
+                let (output, logsumexp) = attention_with_lse(query, key, value, options)
+                    .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+                (output.inner(), logsumexp.inner())
             };
             let (output, logsumexp) = run();
             let mut different = Tensor::<1, Int>::zeros([1], &device.device);

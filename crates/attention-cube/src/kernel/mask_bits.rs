@@ -35,7 +35,7 @@ pub(crate) struct MaskPlaces {
 }
 
 /// Packs `count` pieces of [`WORDS_PER_PLANE`] words, `pieces` of them a row of the mask
-/// `[batch, heads, rows, kv_len]`. Past the last key bits are 0.
+/// `[batch, heads, rows, kv_len]`. Each block of keys has words of its own. Past the last key bits are 0.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_mask<M: Numeric>(
     mask: &Tensor<M>,
@@ -45,10 +45,12 @@ pub(crate) fn pack_mask<M: Numeric>(
     kv_len: u32,
     pieces: u32,
     count: u32,
+    #[comptime] block_keys: u32,
     #[define(M)] _element: ElemType,
 ) {
     let index = ABSOLUTE_POS as u32 / 32u32;
     let lane = UNIT_POS % 32u32;
+    let block_words = comptime!(block_keys.div_ceil(32));
     if index < count {
         let piece = index % pieces;
         let row = index / pieces;
@@ -57,15 +59,16 @@ pub(crate) fn pack_mask<M: Numeric>(
             + (row % rows) as usize * mask.stride(2);
         let mut own = 0u32;
         #[unroll]
-        for word in 0..WORDS_PER_PLANE {
-            let key =
-                (piece * comptime!(WORDS_PER_PLANE as u32) + comptime!(word as u32)) * 32u32 + lane;
+        for turn in 0..WORDS_PER_PLANE {
+            let word = piece * comptime!(WORDS_PER_PLANE as u32) + comptime!(turn as u32);
+            let in_block = word % block_words * 32u32 + lane;
+            let key = word / block_words * block_keys + in_block;
             let mut visible = false;
-            if key < kv_len {
+            if in_block < block_keys && key < kv_len {
                 visible = mask[start + key as usize * mask.stride(3)] != M::from_int(0);
             }
             let packed = plane_ballot(visible).extract(0usize);
-            own = select(lane == comptime!(word as u32), packed, own);
+            own = select(lane == comptime!(turn as u32), packed, own);
         }
         if lane < comptime!(WORDS_PER_PLANE as u32) {
             bits[(index * comptime!(WORDS_PER_PLANE as u32) + lane) as usize] = own;
@@ -90,26 +93,23 @@ pub(crate) fn sum_up_mask(
 ) {
     let index = ABSOLUTE_POS as u32 / 32u32;
     if index < count {
-        let first_key = index % blocks * block_keys;
-        let end_key = min(first_key + block_keys, kv_len);
+        let block = index % blocks;
         let first_row = index / blocks % tiles * tile_rows;
         let end_row = min(first_row + tile_rows, rows);
         let head = index / blocks / tiles * rows;
+        let keys = min(block_keys, kv_len - block * block_keys) as i32;
         let lane = UNIT_POS % 32u32;
         let mut any = false;
         let mut every_key = true;
         let mut all = true;
-        let mut word = first_key / 32u32;
-        while word * 32u32 < end_key {
-            let before = select(word * 32u32 < first_key, first_key % 32u32, 0u32);
-            let mut inside = comptime!(u32::MAX) << before;
-            if word * 32u32 + 32u32 > end_key {
-                inside &= comptime!(u32::MAX) >> (32u32 - end_key % 32u32);
-            }
+        #[unroll]
+        for word in 0..comptime!(block_keys.div_ceil(32)) {
+            let at = block * comptime!(block_keys.div_ceil(32)) + word;
+            let inside = bits_below(keys - comptime!(32 * word as i32));
             let mut seen = 0u32;
             let mut row = first_row + lane;
             while row < end_row {
-                let own = bits[(head + row) as usize * words as usize + word as usize] & inside;
+                let own = bits[(head + row) as usize * words as usize + at as usize];
                 seen |= own;
                 all = all && own == inside;
                 row += 32u32;
@@ -120,7 +120,6 @@ pub(crate) fn sum_up_mask(
             }
             any = any || seen != 0u32;
             every_key = every_key && seen == inside;
-            word += 1u32;
         }
         let all = plane_all(all);
         if lane == 0u32 {
@@ -155,15 +154,15 @@ pub(crate) fn sight_of_block(
     }
 }
 
-/// The bits of 32 keys from `key` on, for a query that exists.
+/// The `word`-th 32 bits of a query that exists, counted through its blocks.
 #[cube]
-pub(crate) fn bits_of(
+pub(crate) fn word_of(
     mask: &ComptimeOption<&Tensor<u32>>,
     places: &MaskPlaces,
     batch: u32,
     head: u32,
     query: u32,
-    key: u32,
+    word: u32,
 ) -> u32 {
     #[comptime]
     match mask {
@@ -171,11 +170,9 @@ pub(crate) fn bits_of(
             let row = batch as usize * places.batch as usize
                 + head as usize * places.head as usize
                 + query as usize * places.row as usize;
-            let at = row + (key / 32u32) as usize;
-            let both = u64::cast_from(mask[at]) | (u64::cast_from(mask[at + 1]) << 32u64);
-            u32::cast_from(both >> u64::cast_from(key % 32u32))
+            mask[row + word as usize]
         }
-        ComptimeOption::None => comptime!(u32::MAX).runtime(),
+        ComptimeOption::None => 0u32.runtime(),
     }
 }
 

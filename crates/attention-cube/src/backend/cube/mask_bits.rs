@@ -7,9 +7,6 @@ use cubecl::prelude::CubeDim;
 const UNITS: usize = 256;
 const PLANE: usize = 32;
 
-/// Keys past the last that a block may reach, and a word that the last bits are shifted from.
-const SLACK: usize = 128 + 32;
-
 /// The packed mask, if there is one, for tiles of `tile_rows` queries and blocks of `block_keys` keys; without
 /// `tile_rows` tiles are not told what they see of blocks.
 pub(super) fn pack(
@@ -27,10 +24,10 @@ pub(super) fn pack(
         mask.clone(),
         Shape::new([batch, heads, rows, problem.kv_len]),
     );
-    let pieces = (problem.kv_len + SLACK).div_ceil(32 * WORDS_PER_PLANE);
+    let blocks = problem.kv_len.div_ceil(block_keys);
+    let pieces = (blocks * block_keys.div_ceil(32)).div_ceil(WORDS_PER_PLANE);
     let words = pieces * WORDS_PER_PLANE;
     let bits_end = batch * heads * rows * words;
-    let blocks = problem.kv_len.div_ceil(block_keys);
     let tiles = tile_rows.map_or(0, |tile_rows| rows.div_ceil(tile_rows));
     let block_count = batch * heads * tiles * blocks;
     let bits = empty(&inputs.query, [bits_end + block_count], DType::U32);
@@ -58,6 +55,7 @@ pub(super) fn pack(
             problem.kv_len as u32,
             pieces as u32,
             count as u32,
+            block_keys as u32,
             element,
         );
     }

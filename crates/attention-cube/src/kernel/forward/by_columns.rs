@@ -15,7 +15,10 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::fragment::{Pair, RowPair, finite, follow, maxima, numerators, rescale, score, totals};
+use super::fragment::{
+    Pair, RowPair, centred, finite, follow, is_far, mask_words, maxima, numerators, rescale, score,
+    totals,
+};
 use super::output::{Finished, Target, write_tile};
 use super::tile::{
     Assigned, HopperKind, Steps, Tile, assigned, clear_unseen_values, forget_used, has_holes,
@@ -280,6 +283,27 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             chunk(first_chunk, tiles.stages),
             tiles,
         );
+        let seen = view(
+            tile,
+            block,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            ColumnTiles::KEYS,
+            kind,
+        );
+        let words = mask_words(
+            mask,
+            mask_places,
+            rows,
+            extent,
+            block as u32 * comptime!((ColumnTiles::KEYS / 32) as u32)
+                + warpgroup * comptime!((HALF_KEYS / 32) as u32),
+            seen.whole,
+            HALF_KEYS,
+            kind.fragment,
+        );
         let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
         free_chunk(
             places.empty + 8u32 * chunk(passed - 1u32, tiles.stages).stage,
@@ -291,20 +315,9 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             s,
             block * comptime!(ColumnTiles::KEYS as i32)
                 + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-            view(
-                tile,
-                block,
-                extent,
-                mask,
-                mask_places,
-                integers,
-                ColumnTiles::KEYS,
-                kind,
-            )
-            .whole,
+            seen.whole,
             rows,
-            mask,
-            mask_places,
+            words,
             bias,
             integers,
             sight,
@@ -373,25 +386,35 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 select(cleaned, 0u32, ring.elected),
                 tiles,
             );
+            let seen = view(
+                tile,
+                next,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                ColumnTiles::KEYS,
+                kind,
+            );
+            let words = mask_words(
+                mask,
+                mask_places,
+                rows,
+                extent,
+                next as u32 * comptime!((ColumnTiles::KEYS / 32) as u32)
+                    + warpgroup * comptime!((HALF_KEYS / 32) as u32),
+                seen.whole,
+                HALF_KEYS,
+                kind.fragment,
+            );
             let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
             let s = score::<F, NB, NS>(
                 s,
                 next * comptime!(ColumnTiles::KEYS as i32)
                     + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-                view(
-                    tile,
-                    next,
-                    extent,
-                    mask,
-                    mask_places,
-                    integers,
-                    ColumnTiles::KEYS,
-                    kind,
-                )
-                .whole,
+                seen.whole,
                 rows,
-                mask,
-                mask_places,
+                words,
                 bias,
                 integers,
                 sight,
@@ -612,6 +635,12 @@ fn softmax<NS: Size>(
     let shift = Pair {
         first: finite(moved.reference.first, negative_infinity) * power,
         second: finite(moved.reference.second, negative_infinity) * power,
+    };
+    let far = is_far(shift);
+    let s = centred::<NS>(s, far, moved.reference, negative_infinity, HALF_KEYS);
+    let shift = Pair {
+        first: select(far, 0.0f32, shift.first),
+        second: select(far, 0.0f32, shift.second),
     };
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);

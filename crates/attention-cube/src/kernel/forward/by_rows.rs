@@ -14,7 +14,10 @@
 mod producer;
 
 use self::producer::{Places, Turn, fetch, places, stage_turn};
-use super::fragment::{Pair, RowPair, finite, follow, maxima, numerators, rescale, score, totals};
+use super::fragment::{
+    Pair, RowPair, centred, finite, follow, is_far, mask_words, maxima, numerators, rescale, score,
+    totals,
+};
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
     Assigned, HopperKind, Steps, Tile, assigned, clear_unseen_values, forget_used, has_holes,
@@ -145,7 +148,7 @@ pub(crate) fn forward_by_rows<
             writes_logsumexp: true,
         };
         let output_map = tensor_map_address(output_boxes);
-        if comptime!(tiles.takes_turns()) {
+        if comptime!(tiles.takes_turns) {
             // The first turn is the first warpgroup's.
             if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
                 pass_turn(warpgroup, tiles.warpgroups);
@@ -293,13 +296,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             turn.parity,
             tiles,
         );
-        let s = take_scores::<NS>(
-            started,
-            places.key_empty + 8u32 * turn.stage,
-            elected,
-            0usize,
-            tiles,
-        );
         let seen = view(
             tile,
             block,
@@ -310,14 +306,30 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
+        let words = mask_words(
+            mask,
+            mask_places,
+            rows,
+            extent,
+            block as u32 * comptime!(tiles.keys.div_ceil(32) as u32),
+            seen.whole,
+            tiles.keys,
+            kind.fragment,
+        );
+        let s = take_scores::<NS>(
+            started,
+            places.key_empty + 8u32 * turn.stage,
+            elected,
+            0usize,
+            tiles,
+        );
         let mut may_have_holes = seen.may_have_holes;
         let s = score::<F, NB, NS>(
             s,
             block * comptime!(tiles.keys as i32),
             seen.whole,
             rows,
-            mask,
-            mask_places,
+            words,
             bias,
             integers,
             sight,
@@ -371,7 +383,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles,
                 kind,
             );
-            if comptime!(tiles.takes_turns()) {
+            if comptime!(tiles.takes_turns) {
                 await_turn(warpgroup, tiles.warpgroups);
             }
             let started = multiply_scores::<NS>(
@@ -394,16 +406,9 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 turn.parity,
                 tiles,
             );
-            if comptime!(tiles.takes_turns()) {
+            if comptime!(tiles.takes_turns) {
                 pass_turn(warpgroup, tiles.warpgroups);
             }
-            let s = take_scores::<NS>(
-                started,
-                places.key_empty + 8u32 * next_turn.stage,
-                elected,
-                1usize,
-                tiles,
-            );
             let seen = view(
                 tile,
                 next,
@@ -414,13 +419,29 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
+            let words = mask_words(
+                mask,
+                mask_places,
+                rows,
+                extent,
+                next as u32 * comptime!(tiles.keys.div_ceil(32) as u32),
+                seen.whole,
+                tiles.keys,
+                kind.fragment,
+            );
+            let s = take_scores::<NS>(
+                started,
+                places.key_empty + 8u32 * next_turn.stage,
+                elected,
+                1usize,
+                tiles,
+            );
             let s = score::<F, NB, NS>(
                 s,
                 next * comptime!(tiles.keys as i32),
                 seen.whole,
                 rows,
-                mask,
-                mask_places,
+                words,
                 bias,
                 integers,
                 sight,
@@ -564,6 +585,12 @@ fn softmax<NS: Size, NP: Size>(
     let shift = Pair {
         first: finite(moved.reference.first, negative_infinity) * power,
         second: finite(moved.reference.second, negative_infinity) * power,
+    };
+    let far = is_far(shift);
+    let s = centred::<NS>(s, far, moved.reference, negative_infinity, tiles.keys);
+    let shift = Pair {
+        first: select(far, 0.0f32, shift.first),
+        second: select(far, 0.0f32, shift.second),
     };
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);

@@ -6,7 +6,7 @@
 //! by 2^8, so that the output is seldom rescaled (FlashAttention-4 does likewise). P stays below 2^8 and the
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
-use crate::kernel::mask_bits::{MaskPlaces, bits_of, bits_of_run};
+use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, pack, reciprocal};
 use crate::kernel::score::{ScoreArguments, ScoreKind, plus_bias};
 use crate::kernel::visibility::{Extent, Sight, Structure, keys_of, sees};
@@ -55,8 +55,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     first_key: i32,
     whole: bool,
     rows: &RowPair,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
+    mask_words: MaskWords,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
@@ -100,12 +99,13 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.structure.mask && pair % PAIRS_PER_WORD == 0) {
-                let first = first_key as u32 + comptime!(column(2 * pair) as u32);
+                let first = first_key + comptime!(column(2 * pair) as i32);
                 let shift = UNIT_POS % 4u32 * 2u32;
-                let own_0 = bits_of(mask, mask_places, rows.batch, rows.head_0, query_0, first);
-                let own_1 = bits_of(mask, mask_places, rows.batch, rows.head_1, query_1, first);
-                bits_0 = (own_0 & bits_of_run(keys_0, first as i32)) >> shift;
-                bits_1 = (own_1 & bits_of_run(keys_1, first as i32)) >> shift;
+                let word = comptime!(pair / PAIRS_PER_WORD);
+                let own_0 = mask_words.extract(comptime!(2 * word));
+                let own_1 = mask_words.extract(comptime!(2 * word + 1));
+                bits_0 = (own_0 & bits_of_run(keys_0, first)) >> shift;
+                bits_1 = (own_1 & bits_of_run(keys_1, first)) >> shift;
             }
             let second_row = comptime!(is_second(2 * pair));
             let keys = if comptime!(second_row) {
@@ -169,6 +169,45 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
         }
     }
     s
+}
+
+/// Words of the mask: a thread's two rows, of up to 128 keys.
+pub(crate) type MaskWords = Vector<u32, Const<8>>;
+
+/// A thread's words of the mask for `columns` keys from the `first_word`-th on. Asked for before the scores are
+/// there, they come while these are computed.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+pub(crate) fn mask_words(
+    mask: &ComptimeOption<&Tensor<u32>>,
+    places: &MaskPlaces,
+    rows: &RowPair,
+    extent: &Extent,
+    first_word: u32,
+    whole: bool,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> MaskWords {
+    let mut words = Vector::<u32, Const<8>>::zeroed();
+    if comptime!(kind.structure.mask) {
+        if !whole {
+            let last_query = extent.q_len - 1i32;
+            let query_0 = min(rows.query_0, last_query) as u32;
+            let query_1 = min(rows.query_1, last_query) as u32;
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                let at = first_word + comptime!(word as u32);
+                let own_0 = word_of(mask, places, rows.batch, rows.head_0, query_0, at);
+                let own_1 = word_of(mask, places, rows.batch, rows.head_1, query_1, at);
+                words.insert(comptime!(2 * word), own_0);
+                words.insert(comptime!(2 * word + 1), own_1);
+            }
+        }
+    }
+    words
 }
 
 /// Pairs of registers that the keys of a word of the mask take: two rows, and a quarter of the columns.
@@ -339,6 +378,41 @@ pub(crate) fn follow(
 #[cube]
 pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
+}
+
+/// Scores, in powers of two, that f32 no longer holds finely enough to be subtracted after the scale.
+const FAR: f32 = 2048.0;
+
+/// Whether the rows' references are so large that the largest score's power of two would not be 1.
+#[cube]
+pub(crate) fn is_far(shift: Pair) -> bool {
+    plane_any(max(shift.first.abs(), shift.second.abs()) > FAR)
+}
+
+/// Where they are `far`, the scores less the rows' references, which takes the difference before its scale.
+#[cube]
+pub(crate) fn centred<NS: Size>(
+    s: Vector<f32, NS>,
+    far: bool,
+    reference: Pair,
+    negative_infinity: f32,
+    #[comptime] columns: usize,
+) -> Vector<f32, NS> {
+    let mut s = s;
+    if far {
+        let first = finite(reference.first, negative_infinity);
+        let second = finite(reference.second, negative_infinity);
+        #[unroll]
+        for i in 0..columns / 2 {
+            let own = if comptime!(is_second(i)) {
+                second
+            } else {
+                first
+            };
+            s.insert(i, s.extract(i) - own);
+        }
+    }
+    s
 }
 
 /// The numerators of 16 columns from `step` on: 4 registers of P, and what they add to the sums.
