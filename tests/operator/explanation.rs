@@ -206,6 +206,32 @@ fn positions_beyond_32_bits() {
     );
 }
 
+/// A software driver ends loops without a word: what is too long for it goes to the reference.
+#[test]
+fn loops_beyond_a_software_driver() {
+    let software = DeviceProfile {
+        processors: Some(2),
+        ..profile()
+    };
+    let long = |head_dim, kv_len| AttentionProblem {
+        q_len: 64,
+        kv_len,
+        ..problem(head_dim)
+    };
+    let refusal = |problem: &AttentionProblem, profile: &DeviceProfile| {
+        let selection = select(problem, Some(profile), READABLE, Pass::Forward);
+        selection
+            .refusals
+            .into_iter()
+            .find(|(engine, _)| *engine == Engine::Unit)
+            .map(|(_, refusal)| refusal.to_string())
+    };
+    assert_eq!(refusal(&long(512, 16384), &software), None);
+    assert_eq!(refusal(&long(512, 65536), &profile()), None);
+    let text = refusal(&long(512, 65536), &software).unwrap_or_default();
+    assert!(text.contains("software driver ends"), "{text:?}");
+}
+
 /// What WebGPU guarantees is enough: 16 KB, 256 units, 8 buffers.
 #[test]
 fn sixteen_kilobytes_serve_every_head_size() {

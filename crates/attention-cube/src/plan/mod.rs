@@ -165,6 +165,16 @@ pub enum Refusal {
         /// The device's limit.
         available: usize,
     },
+    /// A software driver would end the kernel's loops before their end.
+    #[error(
+        "a unit would run up to {needed} iterations, and this software driver ends a unit's loops after {limit}"
+    )]
+    Iterations {
+        /// At most, of all loops of a unit.
+        needed: usize,
+        /// Somewhat below the driver's limit.
+        limit: usize,
+    },
     /// Positions would not fit.
     #[error("sequences of {length} are longer than {limit}")]
     Length {

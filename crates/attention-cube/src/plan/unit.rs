@@ -171,6 +171,10 @@ const DECODE_ROWS: usize = 32;
 /// Parts of the query's gradient up to which they are worth their memory.
 const MAX_PARTS: usize = 4;
 
+/// Iterations of all loops of a unit that a software driver may be given: Mesa's llvmpipe ends them after 65535
+/// (`LP_MAX_TGSI_LOOP_ITERATIONS`), and says nothing.
+pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
+
 /// Multiprocessors assumed where the runtime does not say.
 const ASSUMED_MULTIPROCESSORS: usize = 16;
 
@@ -209,8 +213,8 @@ pub fn plan(
     } else {
         1
     };
-    match pass {
-        Pass::Forward => forward(problem, device, vector).map(UnitPlan::Forward),
+    let plan = match pass {
+        Pass::Forward => forward(problem, device, vector).map(UnitPlan::Forward)?,
         Pass::Backward => {
             let width = problem.head_dim.max(problem.value_dim);
             let query = choose(SINGLE, problem.head_dim, 0, device, vector)?;
@@ -220,11 +224,66 @@ pub fn plan(
                 Some(tiles) => tiles,
                 None => choose(DOUBLE, width, 0, device, vector)?,
             };
-            Ok(UnitPlan::Backward(BackwardPlan {
+            UnitPlan::Backward(BackwardPlan {
                 query,
                 key_value,
                 parts,
-            }))
+            })
+        }
+    };
+    let needed = iterations(problem, &plan);
+    if device.processors.is_some() && needed > SOFTWARE_ITERATIONS {
+        return Err(Refusal::Iterations {
+            needed,
+            limit: SOFTWARE_ITERATIONS,
+        });
+    }
+    Ok(plan)
+}
+
+/// Iterations of all loops of a unit, at most, in the kernel that runs the most of them.
+fn iterations(problem: &AttentionProblem, plan: &UnitPlan) -> usize {
+    // A block: its columns by fours in the products that sum over them, its rows in those that sum over these,
+    // and as much again where operands are copied to shared memory before.
+    let block = |tiles: &UnitTiles, columns: usize| {
+        let products = columns.div_ceil(4) + tiles.columns() + 8;
+        products * if tiles.direct { 1 } else { 2 }
+    };
+    let (head_dim, value_dim) = (problem.head_dim, problem.value_dim);
+    let key_blocks = |tiles: &UnitTiles| problem.kv_len.div_ceil(tiles.columns());
+    match plan {
+        UnitPlan::Forward(ForwardPlan { tiles, splits, .. }) => {
+            key_blocks(tiles).div_ceil(*splits) * block(tiles, head_dim)
+        }
+        UnitPlan::Backward(BackwardPlan {
+            query,
+            key_value,
+            parts,
+        }) => {
+            let both = head_dim + value_dim;
+            let bias = problem
+                .bias
+                .map_or(0, |([batch, heads, rows, columns], _)| {
+                    let along = |size: usize, whole: usize, tile: usize| match size {
+                        1 => whole.div_ceil(tile),
+                        _ => 1,
+                    };
+                    along(batch, problem.batch, 1)
+                        * along(heads, problem.q_heads, 1)
+                        * along(rows, problem.q_len, query.rows)
+                        * along(columns, problem.kv_len, query.columns())
+                        * block(query, both)
+                });
+            // One kernel for all gradients is launched as often as it takes.
+            let separate = match parts {
+                Some(_) => 0,
+                None => {
+                    let query_blocks = problem.q_len.div_ceil(key_value.columns());
+                    let of_keys = problem.group() * query_blocks * block(key_value, both);
+                    of_keys.max(key_blocks(query) * block(query, both))
+                }
+            };
+            bias.max(separate)
         }
     }
 }

@@ -26,7 +26,7 @@ use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, visible_queries,
 };
-use crate::plan::unit::UnitTiles;
+use crate::plan::unit::{SOFTWARE_ITERATIONS, UnitTiles};
 use cubecl::prelude::*;
 
 /// Where the operands lie in their buffer, after the query, and the gradients in theirs, after the parts of
@@ -58,9 +58,6 @@ pub(crate) struct Window {
     pub group_head: u32,
 }
 
-/// Mesa's llvmpipe allows a unit 65535 iterations, of all its loops together (`LP_MAX_TGSI_LOOP_ITERATIONS`).
-const ITERATIONS: usize = 60_000;
-
 /// Pairs of tiles that a cube may take in one launch.
 pub(crate) fn pairs_per_launch(
     tiles: &UnitTiles,
@@ -70,7 +67,7 @@ pub(crate) fn pairs_per_launch(
 ) -> usize {
     let scores = head_dim.div_ceil(4) + value_dim.div_ceil(4);
     let product = add_iterations(division, tiles) + 1;
-    (ITERATIONS / (scores + 3 * product + 2)).max(1)
+    (SOFTWARE_ITERATIONS / (scores + 3 * product + 2)).max(1)
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
