@@ -87,14 +87,12 @@ impl Oracle {
         if let Some(softcap) = problem.softcap {
             options = options.softcap(softcap);
         }
-        let bias = match &inputs.bias {
-            Some(bias) => Some(
-                sample
-                    .pairs(bias.clone(), sample.q_heads.clone())
-                    .try_into_data()?,
-            ),
-            None => None,
-        };
+        let bias = inputs.bias.as_ref().map(|bias| {
+            sample
+                .pairs(bias.clone(), sample.q_heads.clone())
+                .try_into_data()
+        });
+        let bias = bias.transpose()?;
 
         let definition = |dtype| definition(&data, bias.as_ref(), &options, &device, dtype);
         let exact = definition(DType::F64)?;

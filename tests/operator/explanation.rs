@@ -105,6 +105,13 @@ fn a_dtype_that_is_missing_is_named() {
     }
 }
 
+/// Why `engine` was not chosen, if it was asked and refused.
+fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
+    let refusals = &selection.refusals;
+    let refusal = refusals.iter().find(|(asked, _)| *asked == engine);
+    refusal.map(|(_, refusal)| refusal)
+}
+
 /// Both passes of `problem` go to the reference, and the unit engine says why.
 #[track_caller]
 fn assert_refused(
@@ -114,10 +121,14 @@ fn assert_refused(
     text: &[&str],
 ) {
     for pass in [Pass::Forward, Pass::Backward] {
-        let Selection { kernel, refusals } = select(problem, Some(profile), READABLE, pass);
-        assert_eq!(kernel.engine(), Engine::Reference, "{pass:?}: {refusals:?}");
-        let refusal = refusals.iter().find(|(engine, _)| *engine == Engine::Unit);
-        let (_, refusal) = refusal.unwrap_or_else(|| panic!("{pass:?}: {refusals:?}"));
+        let selection = select(problem, Some(profile), READABLE, pass);
+        assert_eq!(
+            selection.kernel.engine(),
+            Engine::Reference,
+            "{pass:?}: {selection:?}"
+        );
+        let refusal = refusal_of(Engine::Unit, &selection);
+        let refusal = refusal.unwrap_or_else(|| panic!("{pass:?}: {selection:?}"));
         assert!(matches(refusal), "{pass:?}: {refusal:?}");
         for part in text {
             let refusal = refusal.to_string();
@@ -220,11 +231,7 @@ fn loops_beyond_a_software_driver() {
     };
     let refusal = |problem: &AttentionProblem, profile: &DeviceProfile| {
         let selection = select(problem, Some(profile), READABLE, Pass::Forward);
-        selection
-            .refusals
-            .into_iter()
-            .find(|(engine, _)| *engine == Engine::Unit)
-            .map(|(_, refusal)| refusal.to_string())
+        refusal_of(Engine::Unit, &selection).map(ToString::to_string)
     };
     assert_eq!(refusal(&long(512, 16384), &software), None);
     assert_eq!(refusal(&long(512, 65536), &profile()), None);
@@ -266,24 +273,6 @@ fn sixteen_kilobytes_serve_every_head_size() {
     }
 }
 
-/// Why `problem` does not go to the engine for Hopper.
-fn hopper_refusal(
-    problem: &AttentionProblem,
-    profile: &DeviceProfile,
-    layouts: Layouts,
-    pass: Pass,
-) -> Option<Refusal> {
-    let selection = select(problem, Some(profile), layouts, pass);
-    let served = selection.kernel.engine() == Engine::Wgmma;
-    let refusal = selection
-        .refusals
-        .into_iter()
-        .find(|(engine, _)| *engine == Engine::Wgmma)
-        .map(|(_, refusal)| refusal);
-    assert_eq!(served, refusal.is_none(), "{problem:?}");
-    refusal
-}
-
 #[test]
 fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     let hopper = DeviceProfile {
@@ -298,7 +287,11 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
         ..problem(head_dim)
     };
     let refusal = |problem: &AttentionProblem, profile: &DeviceProfile, layouts, pass| {
-        hopper_refusal(problem, profile, layouts, pass).map(|refusal| refusal.to_string())
+        let selection = select(problem, Some(profile), layouts, pass);
+        let refusal = refusal_of(Engine::Wgmma, &selection).map(ToString::to_string);
+        let served = selection.kernel.engine() == Engine::Wgmma;
+        assert_eq!(served, refusal.is_none(), "{problem:?}");
+        refusal
     };
     let forward = |problem: &AttentionProblem, profile: &DeviceProfile| {
         refusal(problem, profile, READABLE, Pass::Forward)

@@ -68,18 +68,9 @@ fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut In
     let mut clean = case.inputs();
     change(&mut clean);
     for device in &devices {
-        let tracked = device.device.clone().autodiff();
-        let tensor = |length, columns, heads| {
-            let shape = [case.batch, heads, length, columns];
-            Tensor::<4>::zeros(shape, (&tracked, case.dtype))
-        };
-        let problem = AttentionProblem::new(
-            &tensor(case.q_len, case.head_dim, case.q_heads),
-            &tensor(case.kv_len, case.head_dim, case.kv_heads),
-            &tensor(case.kv_len, case.value_dim, case.kv_heads),
-            &case.options(clean.extras(&tracked, case.extras_dtype())),
-        )
-        .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        let problem = case
+            .problem(&clean, &device.device)
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
         let explanation = explain(&problem, &device.device);
         assert_eq!(
             explanation.forward.kernel.engine(),

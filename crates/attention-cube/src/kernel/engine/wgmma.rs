@@ -480,24 +480,27 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     s
 }
 
+/// Where the thread's row of a warp's matrices lies: of the warpgroup's 64 rows of the subtile at `subtile`, 16
+/// columns from the `step`-th on. The 128-byte swizzle permutes a row's pieces of 16 bytes by its number.
+#[cube]
+pub(crate) fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32;
+    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
+    subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
+}
+
 /// The warp's rows of the first queries, as registers of the product's left operand.
 #[cube]
 pub(crate) fn load_first_queries<NQ: Size>(
     queries: u32,
     #[comptime] tiles: ColumnTiles,
 ) -> Vector<u32, NQ> {
-    let lane = UNIT_POS % 32u32;
-    let row =
-        queries + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
-    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
-    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
     let mut registers = Vector::<u32, NQ>::zeroed();
     #[unroll]
     for step in 0..comptime!(SUBTILE_STEPS * tiles.register_chunks()) {
-        let loaded = load_matrices(
-            row + comptime!((step / SUBTILE_STEPS * PRODUCT_ROWS * ROW_BYTES) as u32)
-                + (swizzle ^ comptime!((step % SUBTILE_STEPS * STEP_BYTES) as u32)),
-        );
+        let subtile = queries + comptime!((step / SUBTILE_STEPS * PRODUCT_ROWS * ROW_BYTES) as u32);
+        let loaded = load_matrices(matrix_row(subtile, comptime!(step % SUBTILE_STEPS)));
         #[unroll]
         for i in 0..4usize {
             registers.insert(comptime!(4 * step + i), loaded.extract(i));

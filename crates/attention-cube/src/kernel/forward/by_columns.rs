@@ -16,7 +16,7 @@ mod producer;
 
 use self::producer::{Places, fetch, places};
 use super::fragment::{
-    Pair, RowPair, centred, finite, follow, is_far, mask_words, maxima, numerators, rescale, score,
+    Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
 };
 use super::output::{Finished, Target, write_tile};
@@ -25,7 +25,7 @@ use super::tile::{
     has_strangers, next_block, row_pair, tell_used, used_words, view, warpgroup_barrier,
 };
 use crate::kernel::engine::wgmma::{
-    Ring, chunk, descriptor, free_chunk, load_first_queries, multiply_chunked_output,
+    Ring, chunk, descriptor, free_chunk, load_first_queries, matrix_row, multiply_chunked_output,
     multiply_chunked_scores, take_fragment, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
@@ -285,24 +285,16 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         );
         let seen = view(
             tile,
+            rows,
             block,
+            warpgroup * comptime!((HALF_KEYS / 32) as u32),
             extent,
             mask,
             mask_places,
             integers,
             ColumnTiles::KEYS,
-            kind,
-        );
-        let words = mask_words(
-            mask,
-            mask_places,
-            rows,
-            extent,
-            block as u32 * comptime!((ColumnTiles::KEYS / 32) as u32)
-                + warpgroup * comptime!((HALF_KEYS / 32) as u32),
-            seen.whole,
             HALF_KEYS,
-            kind.fragment,
+            kind,
         );
         let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
         free_chunk(
@@ -317,7 +309,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
             seen.whole,
             rows,
-            words,
+            seen.mask_words,
             bias,
             integers,
             sight,
@@ -388,24 +380,16 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             );
             let seen = view(
                 tile,
+                rows,
                 next,
+                warpgroup * comptime!((HALF_KEYS / 32) as u32),
                 extent,
                 mask,
                 mask_places,
                 integers,
                 ColumnTiles::KEYS,
-                kind,
-            );
-            let words = mask_words(
-                mask,
-                mask_places,
-                rows,
-                extent,
-                next as u32 * comptime!((ColumnTiles::KEYS / 32) as u32)
-                    + warpgroup * comptime!((HALF_KEYS / 32) as u32),
-                seen.whole,
                 HALF_KEYS,
-                kind.fragment,
+                kind,
             );
             let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
             let s = score::<F, NB, NS>(
@@ -414,7 +398,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                     + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
                 seen.whole,
                 rows,
-                words,
+                seen.mask_words,
                 bias,
                 integers,
                 sight,
@@ -560,11 +544,6 @@ fn free_values(
     );
 }
 
-#[cube]
-fn pair(first: f32, second: f32) -> Pair {
-    Pair { first, second }
-}
-
 /// The sum, or with `largest` the maximum, of both warpgroups' numbers of the thread's rows. The caller sees
 /// to it that the last exchange through this buffer is over.
 #[cube]
@@ -625,7 +604,6 @@ fn softmax<NS: Size>(
     #[comptime] kind: HopperKind,
 ) -> Step {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    let lane = UNIT_POS % 32u32;
     let own = maxima::<NS>(s, reference, HALF_KEYS);
     let largest = exchange(places, own, count % 2u32, true);
     if comptime!(busy && !tiles.frees_first_chunk_at_once()) {
@@ -647,9 +625,6 @@ fn softmax<NS: Size>(
     let mut used = 0u32;
     let half = places.probabilities
         + (count % 2u32 * 2u32 + warpgroup) * comptime!(ColumnTiles::HALF_BYTES as u32);
-    let row = half + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
-    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
-    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
     #[unroll]
     for step in 0..comptime!(HALF_KEYS / 16) {
         let made = numerators::<NS>(
@@ -661,7 +636,7 @@ fn softmax<NS: Size>(
             comptime!(kind.leaves_holes()),
         );
         store_matrices(
-            row + (swizzle ^ comptime!(32 * step as u32)),
+            matrix_row(half, step),
             made.p_0,
             made.p_1,
             made.p_2,

@@ -15,7 +15,7 @@ mod producer;
 
 use self::producer::{Places, Turn, fetch, places, stage_turn};
 use super::fragment::{
-    Pair, RowPair, centred, finite, follow, is_far, mask_words, maxima, numerators, rescale, score,
+    Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
 };
 use super::output::{Finished, Target, await_stores, write_tile};
@@ -298,23 +298,16 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         );
         let seen = view(
             tile,
+            rows,
             block,
+            0u32,
             extent,
             mask,
             mask_places,
             integers,
             tiles.keys,
-            kind,
-        );
-        let words = mask_words(
-            mask,
-            mask_places,
-            rows,
-            extent,
-            block as u32 * comptime!(tiles.keys.div_ceil(32) as u32),
-            seen.whole,
             tiles.keys,
-            kind.fragment,
+            kind,
         );
         let s = take_scores::<NS>(
             started,
@@ -329,7 +322,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             block * comptime!(tiles.keys as i32),
             seen.whole,
             rows,
-            words,
+            seen.mask_words,
             bias,
             integers,
             sight,
@@ -411,23 +404,16 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             }
             let seen = view(
                 tile,
+                rows,
                 next,
+                0u32,
                 extent,
                 mask,
                 mask_places,
                 integers,
                 tiles.keys,
-                kind,
-            );
-            let words = mask_words(
-                mask,
-                mask_places,
-                rows,
-                extent,
-                next as u32 * comptime!(tiles.keys.div_ceil(32) as u32),
-                seen.whole,
                 tiles.keys,
-                kind.fragment,
+                kind,
             );
             let s = take_scores::<NS>(
                 started,
@@ -441,7 +427,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 next * comptime!(tiles.keys as i32),
                 seen.whole,
                 rows,
-                words,
+                seen.mask_words,
                 bias,
                 integers,
                 sight,
@@ -553,11 +539,6 @@ fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
 #[cube]
 fn free_queries(empty: u32, elected: u32, has_keys: bool) {
     barrier_arrive(empty, select(has_keys, elected, 0u32));
-}
-
-#[cube]
-fn pair(first: f32, second: f32) -> Pair {
-    Pair { first, second }
 }
 
 /// P of a block, and what it makes of the rows' statistics.

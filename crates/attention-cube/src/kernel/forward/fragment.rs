@@ -174,8 +174,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 /// Words of the mask: a thread's two rows, of up to 128 keys.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
-/// A thread's words of the mask for `columns` keys from the `first_word`-th on. Asked for before the scores are
-/// there, they come while these are computed.
+/// A thread's words of the mask for `columns` keys from the `first_word`-th on.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -300,6 +299,11 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
 pub(crate) struct Pair {
     pub first: f32,
     pub second: f32,
+}
+
+#[cube]
+pub(crate) fn pair(first: f32, second: f32) -> Pair {
+    Pair { first, second }
 }
 
 /// The largest scores of the thread's rows over all `columns`, but not below `least`.

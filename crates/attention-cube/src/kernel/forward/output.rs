@@ -3,10 +3,11 @@
 
 use super::fragment::{Pair, RowPair, finite};
 use super::tile::{HopperKind, Tile, warpgroup_barrier};
+use crate::kernel::engine::wgmma::matrix_row;
 use crate::kernel::ptx::{
     async_proxy_fence, exp2, pack, store_matrices, tma_store, tma_store_wait,
 };
-use crate::plan::wgmma::{Half, OutputShape, ROW_BYTES, SUBTILE, WARPGROUP};
+use crate::plan::wgmma::{Half, OutputShape, SUBTILE, WARPGROUP};
 use cubecl::prelude::*;
 
 /// A thread's part of what its warpgroup has of a tile.
@@ -280,17 +281,13 @@ fn store_boxes<NO: Size>(
         }
         warpgroup_barrier();
     }
-    let lane = UNIT_POS % 32u32;
-    // The 128-byte swizzle: a row's pieces of 16 bytes are permuted by its number.
-    let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
-    let own_row =
-        target + (UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32) * comptime!(ROW_BYTES as u32);
     #[unroll]
     for step in 0..columns / 16 {
         store_matrices(
-            own_row
-                + comptime!((step / 4 * subtile_bytes) as u32)
-                + (swizzle ^ comptime!((step % 4 * 32) as u32)),
+            matrix_row(
+                target + comptime!((step / 4 * subtile_bytes) as u32),
+                comptime!(step % 4),
+            ),
             pack(
                 o.extract(8 * step) * factors.first,
                 o.extract(8 * step + 1) * factors.first,

@@ -1,6 +1,6 @@
 //! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
 
-use super::fragment::{FragmentKind, RowPair};
+use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words};
 use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
 use crate::kernel::ptx::{
     async_proxy_fence, clear_shared, load_shared, named_barrier, or_shared, store_shared, tma_load,
@@ -351,21 +351,27 @@ pub(crate) struct View {
     pub whole: bool,
     /// There may be keys that nobody sees, other than those before and after the tile's run.
     pub may_have_holes: bool,
+    pub mask_words: MaskWords,
 }
 
-/// How the tile sees the block, of `size` keys.
+/// How the tile sees the block, of `size` keys. Asked for before the scores are there, the mask's words of the thread's
+/// rows, for `columns` keys from the `first_word`-th of the block's words on, come while these are computed.
 #[cube]
 pub(crate) fn view(
     tile: &Tile,
+    rows: &RowPair,
     block: i32,
+    first_word: u32,
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     integers: &ComptimeOption<&Tensor<i32>>,
     #[comptime] size: usize,
+    #[comptime] columns: usize,
     #[comptime] kind: HopperKind,
 ) -> View {
     let structure = comptime!(kind.fragment.structure);
+    let block_words = comptime!(size.div_ceil(32) as u32);
     let size = comptime!(size as i32);
     let inside = is_inside(&tile.keys, block * size, size);
     let mut whole = inside;
@@ -390,6 +396,16 @@ pub(crate) fn view(
     View {
         whole,
         may_have_holes,
+        mask_words: mask_words(
+            mask,
+            mask_places,
+            rows,
+            extent,
+            block as u32 * block_words + first_word,
+            whole,
+            columns,
+            kind.fragment,
+        ),
     }
 }
 
