@@ -1,12 +1,14 @@
 //! The plan of the `wgmma` engine, for NVIDIA's Hopper: tiles from tables by head size, and the shared
 //! memory that they take.
 
+mod gradient;
 mod tiles;
 
 use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
 use crate::AttentionProblem;
 
-pub use tiles::{ColumnTiles, ForwardTiles, Half, OutputShape, RowTiles};
+pub use gradient::{GradientRowTiles, Side, Sums};
+pub use tiles::{ColumnTiles, ForwardTiles, Half, OutputShape, Product, RowTiles, ScoreProduct};
 #[cfg(feature = "cuda")]
 pub(crate) use tiles::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP, is_whole};
 

@@ -8,7 +8,7 @@ use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
 use crate::kernel::schedule::TurnsLaunch;
 use crate::plan::wgmma::{
-    ColumnTiles, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, WgmmaPlan, is_whole,
+    ColumnTiles, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, Side, WgmmaPlan, is_whole,
 };
 use burn::tensor::Shape;
 use cubecl::prelude::TensorMapSwizzle;
@@ -78,6 +78,7 @@ pub(super) fn forward(
     let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
     let kind = HopperKind {
         fragment: FragmentKind {
+            side: Side::Queries,
             structure: structure(problem),
             score,
             raw,

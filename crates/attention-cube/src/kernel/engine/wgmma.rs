@@ -12,7 +12,9 @@
 //! product's left operand, has the same layout, two columns a register.
 
 use crate::kernel::ptx::{arrive_text, load_matrices, value_of, wait_text};
-use crate::plan::wgmma::{ColumnTiles, Half, PRODUCT_ROWS, ROW_BYTES, RowTiles};
+use crate::plan::wgmma::{
+    ColumnTiles, Half, PRODUCT_ROWS, Product, ROW_BYTES, RowTiles, ScoreProduct,
+};
 use cubecl::prelude::*;
 
 /// Columns of one step of a product.
@@ -71,21 +73,21 @@ fn instruction(columns: usize, half: Half) -> String {
 }
 
 /// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors, full barrier, its parity.
-fn scores_text(tiles: &RowTiles, fragment: usize) -> String {
-    let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", fragment + i));
+fn scores_text(product: &ScoreProduct) -> String {
+    let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", product.fragment() + i));
     let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
     text += &wait_text("", &full, 0, &parity);
     text += "setp.ne.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
-    for step in 0..tiles.head_dim.div_ceil(STEP) {
+    for step in 0..product.depth.div_ceil(STEP) {
         let (subtile, within) = (step / 4, step % 4 * STEP_BYTES);
-        let a = units(subtile * tiles.rows() * ROW_BYTES + within);
-        let b = units(subtile * tiles.keys * ROW_BYTES + within);
+        let a = units(subtile * product.left_rows * ROW_BYTES + within);
+        let b = units(subtile * product.right_rows * ROW_BYTES + within);
         text += &descriptor_text("a", &query, a);
         text += &descriptor_text("b", &key, b);
         text += &format!(
             "{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
-            instruction(tiles.keys, tiles.half),
-            registers(0, tiles.keys / 2),
+            instruction(product.right_rows, product.half),
+            registers(0, product.right_rows / 2),
         );
         if step == 0 {
             text += "setp.eq.b32 sum, 0, 0;\n";
@@ -96,19 +98,20 @@ fn scores_text(tiles: &RowTiles, fragment: usize) -> String {
 
 /// `O += P V` of a whole block, P in registers: registers of O | O, P, values' descriptor, full barrier,
 /// its parity.
-fn output_text(tiles: &RowTiles, [p_fragment, o_fragment]: [usize; 2]) -> String {
+fn output_text(product: &Product) -> String {
+    let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
     let [value, full, parity] = [0, 1, 2].map(|i| format!("%{}", p + p_fragment + i));
-    let columns = tiles.value_columns();
+    let columns = product.columns;
     let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 b;\n.reg .b32 low;\n");
     text += &moves(columns / 2, o_fragment);
     text += &wait_text("", &full, 0, &parity);
     text += "setp.eq.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
-    for step in 0..tiles.keys / STEP {
+    for step in 0..product.depth / STEP {
         text += &descriptor_text("b", &value, units(step * STEP_ROWS_BYTES));
         text += &format!(
             "{} {{{}}}, {{{}}}, b, sum, 1, 1, 1;\n",
-            instruction(columns, tiles.half),
+            instruction(columns, product.half),
             registers(0, columns / 2),
             registers(p + 4 * step, 4),
         );
@@ -134,9 +137,9 @@ pub(crate) fn multiply_scores<NS: Size>(
     key: u32,
     full: u32,
     parity: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] product: ScoreProduct,
 ) -> Vector<f32, NS> {
-    let text = comptime!(scores_text(&tiles, tiles.fragments()[0]));
+    let text = comptime!(scores_text(&product));
     let s: Vector<f32, NS>;
     gpu_asm!(
         "{text} // {s} {query} {key} {full} {parity}\n",
@@ -178,12 +181,9 @@ pub(crate) fn multiply_output<NO: Size, NP: Size>(
     value: u32,
     full: u32,
     parity: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] product: Product,
 ) -> Vector<f32, NO> {
-    let text = comptime!({
-        let [_, p, o] = tiles.fragments();
-        output_text(&tiles, [p, o])
-    });
+    let text = comptime!(output_text(&product));
     let sum: Vector<f32, NO>;
     gpu_asm!(
         "{text} // {sum} {o} {p} {value} {full} {parity}\n",

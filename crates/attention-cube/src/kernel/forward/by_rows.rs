@@ -20,8 +20,8 @@ use super::fragment::{
 };
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen_values, forget_used, has_holes,
-    has_strangers, next_block, row_pair, tell_used, used_words, view,
+    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,
+    has_strangers, next_block, row_pair, standing, tell_used, used_words, view,
 };
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
@@ -269,6 +269,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
 ) -> Attended<NO> {
     let sight = &assigned.sight;
     let tile = &assigned.tile;
+    let standing = standing(tile);
     let negative_infinity = arguments.negative_infinity;
     let query_operand = uniform(descriptor(
         places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -294,10 +295,10 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             uniform(key_operand + turn.stage * key_stage),
             places.key_full + 8u32 * turn.stage,
             turn.parity,
-            tiles,
+            comptime!(tiles.score_product()),
         );
         let seen = view(
-            tile,
+            &standing,
             rows,
             block,
             0u32,
@@ -384,7 +385,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 uniform(key_operand + next_turn.stage * key_stage),
                 places.key_full + 8u32 * next_turn.stage,
                 next_turn.parity,
-                tiles,
+                comptime!(tiles.score_product()),
             );
             o = rescale::<NO>(
                 o,
@@ -397,13 +398,13 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 uniform(value_operand + turn.stage * value_stage),
                 places.value_full + 8u32 * turn.stage,
                 turn.parity,
-                tiles,
+                comptime!(tiles.output_product()),
             );
             if comptime!(tiles.takes_turns) {
                 pass_turn(warpgroup, tiles.warpgroups);
             }
             let seen = view(
-                tile,
+                &standing,
                 rows,
                 next,
                 0u32,
@@ -494,7 +495,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             uniform(value_operand + turn.stage * value_stage),
             places.value_full + 8u32 * turn.stage,
             turn.parity,
-            tiles,
+            comptime!(tiles.output_product()),
         );
         o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
         count += 1u32;
@@ -648,10 +649,10 @@ fn clean_values(
             if dirty {
                 clear(places, tile, first_key, turn, words, true, tiles);
             }
-        } else if has_strangers(tile, extent, first_key, tiles.keys) {
+        } else if has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys) {
             clear(places, tile, first_key, turn, 0u32, false, tiles);
         }
-    } else if has_strangers(tile, extent, first_key, tiles.keys) {
+    } else if has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys) {
         clear(places, tile, first_key, turn, 0u32, false, tiles);
     }
 }
@@ -669,9 +670,9 @@ fn clear(
 ) {
     let units = comptime!(tiles.warpgroups * WARPGROUP);
     barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-    clear_unseen_values(
+    clear_unseen(
         places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
-        tile,
+        &tile.keys,
         first_key,
         words,
         UNIT_POS,

@@ -75,7 +75,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             first,
             tile.part,
             rows.head_0,
-            rows.query_0,
+            rows.position_0,
             exists_0,
         );
         write_logsumexp(
@@ -83,7 +83,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             second,
             tile.part,
             rows.head_1,
-            rows.query_1,
+            rows.position_1,
             exists_1,
         );
     }
@@ -112,7 +112,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             output,
             tile.part,
             rows.head_0,
-            rows.query_0,
+            rows.position_0,
             exists_0,
             0usize,
             target.first_column,
@@ -125,7 +125,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             output,
             tile.part,
             rows.head_1,
-            rows.query_1,
+            rows.position_1,
             exists_1,
             1usize,
             target.first_column,

@@ -11,6 +11,20 @@ pub enum Half {
     Bf16,
 }
 
+impl ScoreProduct {
+    /// Size of the product's vector of registers.
+    pub const fn fragment(&self) -> usize {
+        registers(self.right_rows / 2)
+    }
+}
+
+impl Product {
+    /// Sizes of the vectors of registers of the left operand, and of the product.
+    pub const fn fragments(&self) -> [usize; 2] {
+        [registers(self.depth / 4), registers(self.columns / 2)]
+    }
+}
+
 impl Half {
     /// Its name in PTX.
     pub const fn ptx(self) -> &'static str {
@@ -67,8 +81,32 @@ pub struct OutputShape {
     pub half: Half,
 }
 
+/// `left · rightᵀ`, both in shared memory in subtiles of their rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ScoreProduct {
+    /// Columns of both, which are summed over.
+    pub depth: usize,
+    /// Rows of a subtile of the left operand.
+    pub left_rows: usize,
+    /// Rows of the right operand: columns of the product.
+    pub right_rows: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// `left · right`, the left operand in registers, the right one in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Product {
+    /// Rows of the right operand, which are summed over.
+    pub depth: usize,
+    /// Columns of the product.
+    pub columns: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
 /// A vector of registers has a power of two of them.
-const fn registers(used: usize) -> usize {
+pub(super) const fn registers(used: usize) -> usize {
     used.next_power_of_two()
 }
 
@@ -189,6 +227,25 @@ impl RowTiles {
             registers(self.keys / 4),
             registers(self.value_columns() / 2),
         ]
+    }
+
+    /// The product that makes S.
+    pub const fn score_product(&self) -> ScoreProduct {
+        ScoreProduct {
+            depth: self.head_dim,
+            left_rows: self.rows(),
+            right_rows: self.keys,
+            half: self.half,
+        }
+    }
+
+    /// The product that adds to O.
+    pub const fn output_product(&self) -> Product {
+        Product {
+            depth: self.keys,
+            columns: self.value_columns(),
+            half: self.half,
+        }
     }
 
     /// Whether the output leaves through shared memory: its own place there or the queries'.
