@@ -23,15 +23,8 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let AttentionProblem {
-        batch,
-        q_heads,
-        q_len,
-        ..
-    } = *problem;
-    let rows = empty(&inputs.query, [batch, q_heads, q_len, 2], DType::F32);
     let output_gradient = saved.output_gradient.clone();
-    launch_rows(saved, &rows, problem, plan.query.vector);
+    let rows = rows_of_queries(saved, problem, plan.query.vector);
     let blocks = [
         Blocks::of_queries(&plan.query),
         Blocks::of_keys(&plan.key_value),
@@ -53,25 +46,22 @@ pub(super) fn launch(
             (query, key, value)
         }
     };
-    let bias = pass.inputs.bias.as_option().filter(|_| request.bias);
-    let bias = bias.map(|bias| pass.bias(bias, plan.query, query_places));
-    let sinks = pass.inputs.sinks.as_option().filter(|_| request.sinks);
-    let sinks = sinks.map(|sinks| pass.sinks(sinks));
-    AttentionGradients {
-        query,
-        key,
-        value,
-        bias: bias.into(),
-        sinks: sinks.into(),
-    }
+    pass.with_rest([query, key, value], plan.query, query_places, request)
 }
 
-fn launch_rows(
+/// The logsumexp and Δ of every query, `[batch, q_heads, q_len, 2]`.
+pub(super) fn rows_of_queries(
     saved: AttentionSaved<CubeBackend>,
-    target: &CubeTensor,
     problem: &AttentionProblem,
     vector: usize,
-) {
+) -> CubeTensor {
+    let AttentionProblem {
+        batch,
+        q_heads,
+        q_len,
+        ..
+    } = *problem;
+    let target = empty(&saved.output, [batch, q_heads, q_len, 2], DType::F32);
     let client = target.client.clone();
     let row_count = problem.batch * problem.q_heads * problem.q_len;
     let logsumexp_gradient = saved.logsumexp_gradient.into_option();
@@ -95,6 +85,7 @@ fn launch_rows(
             vector,
         );
     }
+    target
 }
 
 /// Elements from one row of an operand to the next: an odd number of the processor's cache lines, so that
@@ -134,12 +125,12 @@ fn windows(
 }
 
 /// What every kernel of one backward reads.
-struct BackwardPass<'a> {
-    inputs: AttentionInputs<CubeBackend>,
-    output_gradient: CubeTensor,
-    rows: CubeTensor,
-    extras: Extras,
-    problem: &'a AttentionProblem,
+pub(super) struct BackwardPass<'a> {
+    pub inputs: AttentionInputs<CubeBackend>,
+    pub output_gradient: CubeTensor,
+    pub rows: CubeTensor,
+    pub extras: Extras,
+    pub problem: &'a AttentionProblem,
 }
 
 impl BackwardPass<'_> {
@@ -148,6 +139,27 @@ impl BackwardPass<'_> {
             tiles,
             structure: structure(self.problem),
             score: score_kind(self.problem),
+        }
+    }
+
+    /// All gradients, with those of bias and sinks. The bias's by `tiles`, which find the integers at `places`.
+    pub fn with_rest(
+        &self,
+        [query, key, value]: [CubeTensor; 3],
+        tiles: UnitTiles,
+        places: Places,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend> {
+        let bias = self.inputs.bias.as_option().filter(|_| request.bias);
+        let bias = bias.map(|bias| self.bias(bias, tiles, places));
+        let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
+        let sinks = sinks.map(|sinks| self.sinks(sinks));
+        AttentionGradients {
+            query,
+            key,
+            value,
+            bias: bias.into(),
+            sinks: sinks.into(),
         }
     }
 

@@ -15,10 +15,18 @@
 //! which are neither deterministic nor on every device, and were the bound where they were measured.
 
 pub(crate) mod bias;
+#[cfg(feature = "cuda")]
+pub(crate) mod by_rows;
+#[cfg(feature = "cuda")]
+pub(crate) mod held;
 pub(crate) mod key_value;
 pub(crate) mod query;
 pub(crate) mod rows;
+#[cfg(feature = "cuda")]
+pub(crate) mod terms;
 pub(crate) mod together;
+#[cfg(feature = "cuda")]
+pub(crate) mod weights;
 
 use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use super::visibility::Structure;

@@ -558,6 +558,26 @@ pub(crate) fn take_fragment<NF: Size>(
     taken
 }
 
+/// The same of a product whose left operand is `p`, which outlives it.
+#[cube]
+pub(crate) fn take_sums<NF: Size, NP: Size>(
+    fragment: Vector<f32, NF>,
+    p: Vector<u32, NP>,
+    #[comptime] used: usize,
+    #[comptime] size: usize,
+    #[comptime] pending: usize,
+) -> Vector<f32, NF> {
+    let text = comptime!(fence_text(used, size, pending));
+    let taken: Vector<f32, NF>;
+    gpu_asm!(
+        "{text} // {taken} {fragment} {p}\n",
+        taken = out(_) taken,
+        fragment = in(_) value_of::<Vector<f32, NF>>(fragment),
+        p = in(_) value_of::<Vector<u32, NP>>(p)
+    );
+    taken
+}
+
 /// Waits until at most `pending` products are in flight, then arrives `times` times at a barrier.
 #[cube]
 pub(crate) fn free_chunk(

@@ -21,7 +21,7 @@ use super::fragment::{
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
     Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,
-    has_strangers, next_block, row_pair, standing, tell_used, used_words, view,
+    has_strangers, next_block, row_pair, standing, tell_used, used_columns, used_words, view,
 };
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
@@ -607,16 +607,7 @@ fn tell_used_by<NP: Size>(
     elected: u32,
     #[comptime] tiles: RowTiles,
 ) {
-    let mut used = 0u32;
-    #[unroll]
-    for pair in 0..comptime!(tiles.keys / 8) {
-        let both = p.extract(comptime!(2 * pair)) | p.extract(comptime!(2 * pair + 1));
-        used |= select(
-            both & 0xFFFFu32 != 0u32,
-            comptime!(1u32 << (2 * pair)),
-            0u32,
-        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * pair)), 0u32);
-    }
+    let used = used_columns::<NP>(p, tiles.keys);
     tell_used(places.used, used, 0u32, count);
     sync_plane();
     barrier_arrive(places.used_told + 8u32 * (count % 3u32), elected);

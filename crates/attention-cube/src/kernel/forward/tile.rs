@@ -479,6 +479,22 @@ pub(crate) fn has_strangers(run: &Run, length: i32, first: i32, #[comptime] bloc
     first < run.first || (first + comptime!(block as i32) > run.end && run.end < length)
 }
 
+/// Which of the thread's columns are not zero, of P as the left operand of a product: a bit each.
+#[cube]
+pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: usize) -> u32 {
+    let mut used = 0u32;
+    #[unroll]
+    for pair in 0..columns / 8 {
+        let both = p.extract(comptime!(2 * pair)) | p.extract(comptime!(2 * pair + 1));
+        used |= select(
+            both & 0xFFFFu32 != 0u32,
+            comptime!(1u32 << (2 * pair)),
+            0u32,
+        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * pair)), 0u32);
+    }
+    used
+}
+
 /// Tells the cube which keys of the `count`-th visited block the thread's rows see, bits from `shift` on.
 #[cube]
 pub(crate) fn tell_used(used_at: u32, used: u32, shift: u32, count: u32) {
