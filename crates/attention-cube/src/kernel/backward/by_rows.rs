@@ -7,10 +7,9 @@
 //! dots, and as many a product of values; S and dP read both operands from shared memory, which at 64 columns
 //! takes as long as the product.
 //!
-//! Schedule. One thread of the fetching warpgroup keeps the rings full; everybody else, block by block: issue S
-//! and dP; make the weights of S, and P where its product is asked for, which is issued at once; make dS of
-//! the weights and dP; issue its product; wait. Warpgroups share nothing but the rings, so that one makes its
-//! weights while the other multiplies.
+//! Schedule. One thread of the fetching warpgroup keeps the rings full; everybody else, block by block: issue the
+//! products of P and dS, and S' and dP' of the next block behind them; free the block; make P' and dS' of S' and
+//! dP'. Where warpgroups take turns to issue, one makes these while the other multiplies.
 
 mod producer;
 
@@ -24,11 +23,11 @@ use crate::kernel::engine::wgmma::{
     transposed_descriptor,
 };
 use crate::kernel::forward::fragment::columns_end;
-use crate::kernel::forward::fragment::{Pair, pair};
+use crate::kernel::forward::fragment::{Pair, RowPair, pair};
 use crate::kernel::forward::output::{await_stores, store_boxes, write_row};
 use crate::kernel::forward::tile::{
-    HopperKind, clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns,
-    used_words, view,
+    HopperKind, View, await_turn, clear_unseen, forget_used, has_holes, has_strangers, pass_turn,
+    tell_used, used_columns, used_words, view,
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
@@ -218,10 +217,6 @@ struct Gradients<ND: Size, NV: Size> {
 
 /// Passes over the blocks that the tile sees.
 #[cube]
-#[allow(
-    clippy::collapsible_if,
-    reason = "the outer condition is the compiler's, the inner the kernel's"
-)]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     tile: &Held,
     sight: &Sight,
@@ -239,65 +234,242 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     #[comptime] tiles: GradientRowTiles,
     #[comptime] kind: HopperKind,
 ) -> Gradients<ND, NV> {
-    let side = comptime!(kind.fragment.side);
     let lane = UNIT_POS % 32u32;
     let elected = u32::cast_from(lane == 0u32);
-    let own_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
-    let held_dots = uniform(descriptor(places.held_dots + own_rows));
-    let held_values = uniform(descriptor(places.held_values + own_rows));
-    let dot_operand = descriptor(places.dots);
-    let value_operand = descriptor(places.values);
-    let subtile_bytes = comptime!(tiles.columns * ROW_BYTES);
-    let dot_sum_operand = transposed_descriptor(places.dots, subtile_bytes);
-    let value_sum_operand = transposed_descriptor(places.values, subtile_bytes);
-    let dot_stage = comptime!((tiles.dot_bytes() >> 4) as u32);
-    let value_stage = comptime!((tiles.value_bytes() >> 4) as u32);
-    let dots_product = comptime!(tiles.score_product(tiles.head_dim));
-    let values_product = comptime!(tiles.score_product(tiles.value_dim));
-    let scores = comptime!(tiles.columns / 2);
-    let fragments = comptime!(tiles.fragments());
-
+    let operands = operands(places, warpgroup, tiles);
     let row_terms = terms_of_rows(terms, tile, row, extent, tiles);
-    let mut dot_sums = Vector::<f32, ND>::zeroed();
-    let mut value_sums = Vector::<f32, NV>::zeroed();
-    let mut count = u32::new(0);
-    let mut holes = u32::new(0);
+    let mut dots = Vector::<f32, ND>::zeroed();
+    let mut values = Vector::<f32, NV>::zeroed();
     let first = first_visit(tile, extent, mask, mask_places, integers, kind);
-    let mut head = first.head;
-    let mut block = first.block;
-    if head < tile.heads {
+    if first.head < tile.heads {
         barrier_wait(places.held_full, 0u32);
-    }
-    while head < tile.heads {
-        let dot_turn = stage_of(count, tiles.dot_stages);
-        let value_turn = stage_of(count, tiles.value_stages);
-        let dot_full = places.dot_full + 8u32 * dot_turn.stage;
-        let dot_empty = places.dot_empty + 8u32 * dot_turn.stage;
-        let value_full = places.value_full + 8u32 * value_turn.stage;
-        let value_empty = places.value_empty + 8u32 * value_turn.stage;
-        let first_column = block * comptime!(tiles.columns as i32);
-        let rows = held_rows(tile, extent, row, head, side);
-        let standing = standing_of(tile, head, side);
-
-        let started = multiply_scores::<NS>(
-            held_dots,
-            uniform(dot_operand + dot_turn.stage * dot_stage),
-            dot_full,
-            dot_turn.parity,
-            dots_product,
+        if comptime!(tiles.takes_turns) {
+            // The first turn is the first warpgroup's.
+            if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
+        }
+        let mut count = u32::new(0);
+        let mut holes = u32::new(0);
+        let mut block = first.block;
+        let started = start::<NS>(&operands, places, count, tiles);
+        let seen = seen_by(
+            tile,
+            row,
+            first.head,
+            block,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            tiles,
+            kind,
         );
-        let started_dp = if comptime!(tiles.sums.has_dots()) {
-            multiply_scores::<NS>(
-                held_values,
-                uniform(value_operand + value_turn.stage * value_stage),
-                value_full,
-                value_turn.parity,
-                values_product,
-            )
-        } else {
-            Vector::<f32, NS>::zeroed()
-        };
-        let seen = view(
+        let made = weigh::<F, NB, NS, NP>(
+            started, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
+            count, elected, power, tiles, kind,
+        );
+        let mut p = made.p;
+        let mut ds = made.ds;
+        let mut may_have_holes = seen.view.may_have_holes;
+
+        let next = visit_from(
+            tile,
+            first.head,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        let mut next_head = next.head;
+        let mut next_block = next.block;
+        while next_head < tile.heads {
+            clean::<NP>(
+                p,
+                ds,
+                places,
+                tile,
+                extent,
+                block,
+                count,
+                may_have_holes,
+                holes,
+                tiles,
+                kind,
+            );
+            if comptime!(tiles.takes_turns) {
+                await_turn(warpgroup, tiles.warpgroups);
+            }
+            let added =
+                multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
+            let started = start::<NS>(&operands, places, count + 1u32, tiles);
+            if comptime!(tiles.takes_turns) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
+            let seen = seen_by(
+                tile,
+                row,
+                next_head,
+                next_block,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                tiles,
+                kind,
+            );
+            let settled = settle::<NP, ND, NV>(
+                added,
+                p,
+                ds,
+                places,
+                count,
+                elected,
+                comptime!(tiles.score_products()),
+                tiles,
+            );
+            dots = settled.dots;
+            values = settled.values;
+            if comptime!(kind.leaves_holes()) {
+                holes += u32::cast_from(may_have_holes);
+                may_have_holes = seen.view.may_have_holes;
+            }
+            block = next_block;
+            count += 1u32;
+            let made = weigh::<F, NB, NS, NP>(
+                started, &seen, &row_terms, block, bias, integers, sight, extent, arguments,
+                places, count, elected, power, tiles, kind,
+            );
+            p = made.p;
+            ds = made.ds;
+            let next = visit_from(
+                tile,
+                next_head,
+                block + 1i32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                kind,
+            );
+            next_head = next.head;
+            next_block = next.block;
+        }
+        clean::<NP>(
+            p,
+            ds,
+            places,
+            tile,
+            extent,
+            block,
+            count,
+            may_have_holes,
+            holes,
+            tiles,
+            kind,
+        );
+        let added = multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
+        let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 0usize, tiles);
+        dots = settled.dots;
+        values = settled.values;
+    }
+    Gradients::<ND, NV> { dots, values }
+}
+
+/// Where a warpgroup's products find their operands: lower halves of descriptors.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Operands {
+    held_dots: u32,
+    held_values: u32,
+    dots: u32,
+    values: u32,
+    summed_dots: u32,
+    summed_values: u32,
+}
+
+#[cube]
+fn operands(places: &Places, warpgroup: u32, #[comptime] tiles: GradientRowTiles) -> Operands {
+    let own_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+    let subtile_bytes = comptime!(tiles.columns * ROW_BYTES);
+    Operands {
+        held_dots: uniform(descriptor(places.held_dots + own_rows)),
+        held_values: uniform(descriptor(places.held_values + own_rows)),
+        dots: descriptor(places.dots),
+        values: descriptor(places.values),
+        summed_dots: transposed_descriptor(places.dots, subtile_bytes),
+        summed_values: transposed_descriptor(places.values, subtile_bytes),
+    }
+}
+
+/// S, and dP where it is needed, on their way.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Started<NS: Size> {
+    s: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
+}
+
+/// Starts S and dP of the `count`-th block.
+#[cube]
+fn start<NS: Size>(
+    operands: &Operands,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientRowTiles,
+) -> Started<NS> {
+    let dot = stage_of(count, tiles.dot_stages);
+    let s = multiply_scores::<NS>(
+        operands.held_dots,
+        uniform(operands.dots + dot.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+        places.dot_full + 8u32 * dot.stage,
+        dot.parity,
+        comptime!(tiles.score_product(tiles.head_dim)),
+    );
+    let dp = if comptime!(tiles.sums.has_dots()) {
+        let value = stage_of(count, tiles.value_stages);
+        multiply_scores::<NS>(
+            operands.held_values,
+            uniform(operands.values + value.stage * comptime!((tiles.value_bytes() >> 4) as u32)),
+            places.value_full + 8u32 * value.stage,
+            value.parity,
+            comptime!(tiles.score_product(tiles.value_dim)),
+        )
+    } else {
+        Vector::<f32, NS>::zeroed()
+    };
+    Started::<NS> { s, dp }
+}
+
+/// How the thread's rows see a block.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Seen {
+    rows: RowPair,
+    view: View,
+}
+
+#[cube]
+fn seen_by(
+    tile: &Held,
+    row: i32,
+    head: u32,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Seen {
+    let side = comptime!(kind.fragment.side);
+    let rows = held_rows(tile, extent, row, head, side);
+    let standing = standing_of(tile, head, side);
+    Seen {
+        rows,
+        view: view(
             &standing,
             &rows,
             block,
@@ -309,166 +481,178 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             tiles.columns,
             tiles.columns,
             kind,
-        );
-        let s = take_fragment::<NS>(
-            started,
-            scores,
-            comptime!(fragments[0]),
-            comptime!(usize::from(tiles.sums.has_dots())),
-        );
-        let block_terms = Terms {
-            logsumexps: row_terms.logsumexps,
-            deltas: row_terms.deltas,
-            address: places.terms + dot_turn.stage * comptime!(tiles.term_bytes() as u32),
-        };
-        let made = weights::<F, NB, NS, NP>(
-            s,
-            &block_terms,
-            first_column,
-            seen.whole,
-            &rows,
-            seen.mask_words,
-            bias,
-            integers,
-            sight,
-            extent,
-            arguments,
-            power,
+        ),
+    }
+}
+
+/// P and dS, as left operands of products; each only where it is needed.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Made<NP: Size> {
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+}
+
+/// Waits for S and dP of the `count`-th block, and makes P and dS of them.
+#[cube]
+fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
+    started: Started<NS>,
+    seen: &Seen,
+    row_terms: &Terms,
+    block: i32,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    count: u32,
+    elected: u32,
+    power: f32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Made<NP> {
+    let used = comptime!(tiles.columns / 2);
+    let fragment = comptime!(tiles.fragments()[0]);
+    let s = take_fragment::<NS>(
+        started.s,
+        used,
+        fragment,
+        comptime!(tiles.score_products() - 1),
+    );
+    let dot_stage = stage_of(count, tiles.dot_stages).stage;
+    let terms = Terms {
+        logsumexps: row_terms.logsumexps,
+        deltas: row_terms.deltas,
+        address: places.terms + dot_stage * comptime!(tiles.term_bytes() as u32),
+    };
+    let weights = weights::<F, NB, NS, NP>(
+        s,
+        &terms,
+        block * comptime!(tiles.columns as i32),
+        seen.view.whole,
+        &seen.rows,
+        seen.view.mask_words,
+        bias,
+        integers,
+        sight,
+        extent,
+        arguments,
+        power,
+        tiles.columns,
+        comptime!(tiles.sums.has_values()),
+        tiles.half,
+        kind.fragment,
+    );
+    let ds = if comptime!(tiles.sums.has_dots()) {
+        let dp = take_fragment::<NS>(started.dp, used, fragment, 0usize);
+        if comptime!(!tiles.sums.has_values()) {
+            let stage = stage_of(count, tiles.value_stages).stage;
+            free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
+        }
+        dot_gradients::<NS, NP>(
+            weights.w,
+            dp,
+            &terms,
+            seen.view.whole,
             tiles.columns,
-            comptime!(tiles.sums.has_values()),
             tiles.half,
             kind.fragment,
+        )
+    } else {
+        let stage = stage_of(count, tiles.dot_stages).stage;
+        free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
+        Vector::<u32, NP>::zeroed()
+    };
+    Made::<NP> { p: weights.p, ds }
+}
+
+/// Starts the products that add the `count`-th block's part.
+#[cube]
+fn multiply<NP: Size, ND: Size, NV: Size>(
+    dots: Vector<f32, ND>,
+    values: Vector<f32, NV>,
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    operands: &Operands,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientRowTiles,
+) -> Gradients<ND, NV> {
+    let values = if comptime!(tiles.sums.has_values()) {
+        let turn = stage_of(count, tiles.value_stages);
+        multiply_output::<NV, NP>(
+            values,
+            p,
+            uniform(
+                operands.summed_values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32),
+            ),
+            places.value_full + 8u32 * turn.stage,
+            turn.parity,
+            comptime!(tiles.sum_product(tiles.value_columns())),
+        )
+    } else {
+        values
+    };
+    let dots = if comptime!(tiles.sums.has_dots()) {
+        let turn = stage_of(count, tiles.dot_stages);
+        multiply_output::<ND, NP>(
+            dots,
+            ds,
+            uniform(operands.summed_dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+            places.dot_full + 8u32 * turn.stage,
+            turn.parity,
+            comptime!(tiles.sum_product(tiles.dot_columns())),
+        )
+    } else {
+        dots
+    };
+    Gradients::<ND, NV> { dots, values }
+}
+
+/// The sums, once at most `pending` later products are in flight; frees the stages that were read last.
+#[cube]
+fn settle<NP: Size, ND: Size, NV: Size>(
+    sums: Gradients<ND, NV>,
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    places: &Places,
+    count: u32,
+    elected: u32,
+    #[comptime] pending: usize,
+    #[comptime] tiles: GradientRowTiles,
+) -> Gradients<ND, NV> {
+    let fragments = comptime!(tiles.fragments());
+    let values = if comptime!(tiles.sums.has_values()) {
+        let pending = comptime!(pending + usize::from(tiles.sums.has_dots()));
+        let values = take_sums::<NV, NP>(
+            sums.values,
+            p,
+            comptime!(tiles.value_columns() / 2),
+            comptime!(fragments[3]),
+            pending,
         );
-        let mut dirty = has_strangers(
-            &tile.run,
-            columns_end(extent, side),
-            first_column,
-            tiles.columns,
+        let stage = stage_of(count, tiles.value_stages).stage;
+        free_chunk(places.value_empty + 8u32 * stage, elected, pending, 1usize);
+        values
+    } else {
+        sums.values
+    };
+    let dots = if comptime!(tiles.sums.has_dots()) {
+        let dots = take_sums::<ND, NP>(
+            sums.dots,
+            ds,
+            comptime!(tiles.dot_columns() / 2),
+            comptime!(fragments[2]),
+            pending,
         );
-        if comptime!(tiles.sums.has_values()) {
-            if comptime!(kind.leaves_holes()) {
-                if seen.may_have_holes {
-                    dirty = tell::<NP>(places, made.p, holes, tiles);
-                }
-            }
-            if dirty {
-                barrier_wait(value_full, value_turn.parity);
-                clean(
-                    places.values + value_turn.stage * comptime!(tiles.value_bytes() as u32),
-                    places,
-                    tile,
-                    first_column,
-                    seen.may_have_holes,
-                    holes,
-                    comptime!(tiles.value_subtiles()),
-                    tiles,
-                    kind,
-                );
-            }
-            value_sums = multiply_output::<NV, NP>(
-                value_sums,
-                made.p,
-                uniform(value_sum_operand + value_turn.stage * value_stage),
-                value_full,
-                value_turn.parity,
-                comptime!(tiles.sum_product(tiles.value_columns())),
-            );
-        }
-        if comptime!(tiles.sums.has_dots()) {
-            let dp = take_fragment::<NS>(
-                started_dp,
-                scores,
-                comptime!(fragments[0]),
-                comptime!(usize::from(tiles.sums.has_values())),
-            );
-            if comptime!(!tiles.sums.has_values()) {
-                free_chunk(value_empty, elected, 0usize, 1usize);
-            }
-            let ds = dot_gradients::<NS, NP>(
-                made.w,
-                dp,
-                &block_terms,
-                seen.whole,
-                tiles.columns,
-                tiles.half,
-                kind.fragment,
-            );
-            if comptime!(!tiles.sums.has_values() && kind.leaves_holes()) {
-                if seen.may_have_holes {
-                    dirty = tell::<NP>(places, ds, holes, tiles);
-                }
-            }
-            if dirty {
-                clean(
-                    places.dots + dot_turn.stage * comptime!(tiles.dot_bytes() as u32),
-                    places,
-                    tile,
-                    first_column,
-                    seen.may_have_holes,
-                    holes,
-                    comptime!(tiles.dot_subtiles()),
-                    tiles,
-                    kind,
-                );
-            }
-            dot_sums = multiply_output::<ND, NP>(
-                dot_sums,
-                ds,
-                uniform(dot_sum_operand + dot_turn.stage * dot_stage),
-                dot_full,
-                dot_turn.parity,
-                comptime!(tiles.sum_product(tiles.dot_columns())),
-            );
-            if comptime!(tiles.sums.has_values()) {
-                value_sums = take_sums::<NV, NP>(
-                    value_sums,
-                    made.p,
-                    comptime!(tiles.value_columns() / 2),
-                    comptime!(fragments[3]),
-                    1usize,
-                );
-                free_chunk(value_empty, elected, 1usize, 1usize);
-            }
-            dot_sums = take_sums::<ND, NP>(
-                dot_sums,
-                ds,
-                comptime!(tiles.dot_columns() / 2),
-                comptime!(fragments[2]),
-                0usize,
-            );
-            free_chunk(dot_empty, elected, 0usize, 1usize);
-        } else {
-            free_chunk(dot_empty, elected, 1usize, 1usize);
-            value_sums = take_sums::<NV, NP>(
-                value_sums,
-                made.p,
-                comptime!(tiles.value_columns() / 2),
-                comptime!(fragments[3]),
-                0usize,
-            );
-            free_chunk(value_empty, elected, 0usize, 1usize);
-        }
-        if comptime!(kind.leaves_holes()) {
-            holes += u32::cast_from(seen.may_have_holes);
-        }
-        count += 1u32;
-        let next = visit_from(
-            tile,
-            head,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            integers,
-            kind,
-        );
-        head = next.head;
-        block = next.block;
-    }
-    Gradients::<ND, NV> {
-        dots: dot_sums,
-        values: value_sums,
-    }
+        let stage = stage_of(count, tiles.dot_stages).stage;
+        free_chunk(places.dot_empty + 8u32 * stage, elected, pending, 1usize);
+        dots
+    } else {
+        sums.dots
+    };
+    Gradients::<ND, NV> { dots, values }
 }
 
 /// The terms of the thread's rows, where these are queries.
@@ -503,67 +687,68 @@ fn terms_of_rows(
     }
 }
 
-/// Tells which columns of the `count`-th block that may have holes some row of the tile uses, and whether there
-/// are others.
-#[cube]
-fn tell<NP: Size>(
-    places: &Places,
-    p: Vector<u32, NP>,
-    count: u32,
-    #[comptime] tiles: GradientRowTiles,
-) -> bool {
-    tell_used(
-        places.used,
-        used_columns::<NP>(p, tiles.columns),
-        0u32,
-        count,
-    );
-    named_barrier(MEETING, comptime!(tiles.warpgroups * WARPGROUP));
-    forget_used(places.used, count);
-    has_holes(used_words(places.used, count), tiles.columns)
-}
-
-/// Writes zeros over rows of a block of `subtiles` subtiles that nobody in the tile sees.
+/// Before the `count`-th block's part is added: zeros over its rows that nobody in the tile sees, whose product
+/// with 0 may be no number. If it may have holes, it is the `holes`-th of that kind.
 #[cube]
 #[allow(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-fn clean(
-    address: u32,
+fn clean<NP: Size>(
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
     places: &Places,
     tile: &Held,
-    first: i32,
-    may_have_holes: bool,
+    extent: &Extent,
+    block: i32,
     count: u32,
-    #[comptime] subtiles: usize,
+    may_have_holes: bool,
+    holes: u32,
     #[comptime] tiles: GradientRowTiles,
     #[comptime] kind: HopperKind,
 ) {
-    let units = comptime!(tiles.warpgroups * WARPGROUP);
-    let words = used_words(places.used, count);
-    let mut by_words = false;
+    let first = block * comptime!(tiles.columns as i32);
+    let length = columns_end(extent, kind.fragment.side);
+    let words = used_words(places.used, holes);
+    let strangers = has_strangers(&tile.run, length, first, tiles.columns);
     if comptime!(kind.leaves_holes()) {
-        by_words = may_have_holes;
-    }
-    if by_words {
-        if comptime!(kind.leaves_holes()) {
-            clear_unseen(
-                address,
-                &tile.run,
-                first,
-                words,
-                UNIT_POS,
-                0usize,
-                units,
-                tiles.columns,
-                subtiles,
-                true,
-            );
+        if may_have_holes {
+            let used = if comptime!(tiles.sums.has_values()) {
+                used_columns::<NP>(p, tiles.columns)
+            } else {
+                used_columns::<NP>(ds, tiles.columns)
+            };
+            tell_used(places.used, used, 0u32, holes);
+            named_barrier(MEETING, comptime!(tiles.warpgroups * WARPGROUP));
+            forget_used(places.used, holes);
+            if has_holes(words, tiles.columns) {
+                clear(places, tile, first, words, count, true, tiles);
+            }
+        } else if strangers {
+            clear(places, tile, first, words, count, false, tiles);
         }
-    } else {
+    } else if strangers {
+        clear(places, tile, first, words, count, false, tiles);
+    }
+}
+
+/// Writes zeros over rows of the `count`-th block that nobody in the tile sees, by the tile's run or by the `words`
+/// of used rows.
+#[cube]
+fn clear(
+    places: &Places,
+    tile: &Held,
+    first: i32,
+    words: u32,
+    count: u32,
+    #[comptime] holes: bool,
+    #[comptime] tiles: GradientRowTiles,
+) {
+    let units = comptime!(tiles.warpgroups * WARPGROUP);
+    if comptime!(tiles.sums.has_dots()) {
+        let stage = stage_of(count, tiles.dot_stages).stage;
         clear_unseen(
-            address,
+            places.dots + stage * comptime!(tiles.dot_bytes() as u32),
             &tile.run,
             first,
             words,
@@ -571,8 +756,24 @@ fn clean(
             0usize,
             units,
             tiles.columns,
-            subtiles,
-            false,
+            comptime!(tiles.dot_subtiles()),
+            holes,
+        );
+    }
+    if comptime!(tiles.sums.has_values()) {
+        let turn = stage_of(count, tiles.value_stages);
+        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+        clear_unseen(
+            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+            &tile.run,
+            first,
+            words,
+            UNIT_POS,
+            0usize,
+            units,
+            tiles.columns,
+            comptime!(tiles.value_subtiles()),
+            holes,
         );
     }
     named_barrier(MEETING, units);

@@ -20,8 +20,9 @@ use super::fragment::{
 };
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,
-    has_strangers, next_block, row_pair, standing, tell_used, used_columns, used_words, view,
+    Assigned, HopperKind, Steps, Tile, assigned, await_turn, clear_unseen, forget_used, has_holes,
+    has_strangers, next_block, pass_turn, row_pair, standing, tell_used, used_columns, used_words,
+    view,
 };
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
@@ -29,7 +30,7 @@ use crate::kernel::engine::wgmma::{
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    named_barrier_arrive, shared_address, store_shared, take_registers, uniform,
+    shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -37,9 +38,6 @@ use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
-
-/// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
-const FIRST_TURN: usize = 6;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn forward_by_rows<
@@ -510,29 +508,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         },
         visited: count,
         holes,
-    }
-}
-
-/// Waits until the warpgroup before this one has issued its products.
-#[cube]
-fn await_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
-    #[unroll]
-    for own in 0..warpgroups {
-        if warpgroup == comptime!(own as u32) {
-            named_barrier(comptime!(FIRST_TURN + own), comptime!(2 * WARPGROUP));
-        }
-    }
-}
-
-/// Lets the next warpgroup issue its products.
-#[cube]
-fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
-    #[unroll]
-    for own in 0..warpgroups {
-        if warpgroup == comptime!(own as u32) {
-            let next = comptime!((own + 1) % warpgroups);
-            named_barrier_arrive(comptime!(FIRST_TURN + next), comptime!(2 * WARPGROUP));
-        }
     }
 }
 

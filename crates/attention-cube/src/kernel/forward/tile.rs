@@ -3,8 +3,8 @@
 use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words};
 use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
 use crate::kernel::ptx::{
-    async_proxy_fence, clear_shared, load_shared, named_barrier, or_shared, store_shared, tma_load,
-    tma_load_subtiles,
+    async_proxy_fence, clear_shared, load_shared, named_barrier, named_barrier_arrive, or_shared,
+    store_shared, tma_load, tma_load_subtiles,
 };
 use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
 use crate::kernel::visibility::{
@@ -242,6 +242,32 @@ pub(crate) fn warpgroup_barrier() {
         named_barrier(4usize, WARPGROUP);
     } else {
         named_barrier(5usize, WARPGROUP);
+    }
+}
+
+/// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
+const FIRST_TURN: usize = 6;
+
+/// Waits until the warpgroup before this one has issued its products.
+#[cube]
+pub(crate) fn await_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+    #[unroll]
+    for own in 0..warpgroups {
+        if warpgroup == comptime!(own as u32) {
+            named_barrier(comptime!(FIRST_TURN + own), comptime!(2 * WARPGROUP));
+        }
+    }
+}
+
+/// Lets the next warpgroup issue its products.
+#[cube]
+pub(crate) fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+    #[unroll]
+    for own in 0..warpgroups {
+        if warpgroup == comptime!(own as u32) {
+            let next = comptime!((own + 1) % warpgroups);
+            named_barrier_arrive(comptime!(FIRST_TURN + next), comptime!(2 * WARPGROUP));
+        }
     }
 }
 

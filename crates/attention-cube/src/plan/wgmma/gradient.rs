@@ -102,7 +102,7 @@ const ROWS: &[Row] = &[
     Row {
         width: 128,
         query: [2, 96, 2, 2],
-        key: [2, 64, 2, 2],
+        key: [2, 48, 3, 3],
         value: None,
     },
     Row {
@@ -187,7 +187,16 @@ fn gradient_tiles(head_dim: usize, value_dim: usize, half: Half) -> [Option<Grad
     let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
         return [None; 3];
     };
-    let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages]: Shape| {
+    let tiles = |side, sums, shape: Shape| {
+        let name = match (side, sums) {
+            (Side::Queries, _) => "GRAD_Q",
+            (_, Sums::Values) => "GRAD_V",
+            _ => "GRAD_K",
+        };
+        let own: Vec<usize> = std::env::var(name)
+            .map(|x| x.split('_').map(|x| x.parse().unwrap()).collect())
+            .unwrap_or(shape.to_vec());
+        let [warpgroups, columns, dot_stages, value_stages]: Shape = own.try_into().unwrap();
         Some(GradientTiles::Rows(GradientRowTiles {
             side,
             sums,
@@ -198,16 +207,19 @@ fn gradient_tiles(head_dim: usize, value_dim: usize, half: Half) -> [Option<Grad
             columns,
             dot_stages,
             value_stages,
+            takes_turns: std::env::var("GRAD_TURNS").map_or(true, |x| x == "1"),
         }))
     };
-    let keys = match row.value {
+    let apart = std::env::var("GRAD_V").is_ok();
+    let value_row = if apart { Some(row.value.unwrap_or(row.query)) } else { row.value };
+    let keys = match value_row {
         Some(_) => Sums::Dots,
         None => Sums::Both,
     };
     [
         tiles(Side::Queries, Sums::Dots, row.query),
         tiles(Side::Keys, keys, row.key),
-        row.value
+        value_row
             .and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
     ]
 }
@@ -265,6 +277,8 @@ pub struct GradientRowTiles {
     pub dot_stages: usize,
     /// Blocks of values in shared memory.
     pub value_stages: usize,
+    /// Whether warpgroups issue their products in turns: see [`super::RowTiles::takes_turns`].
+    pub takes_turns: bool,
 }
 
 impl GradientRowTiles {
@@ -387,6 +401,11 @@ impl GradientRowTiles {
             columns,
             half: self.half,
         }
+    }
+
+    /// Products that make scores and their gradients of a block: S, and dP where it is needed.
+    pub const fn score_products(&self) -> usize {
+        if self.sums.has_dots() { 2 } else { 1 }
     }
 
     /// Whether the dots' gradient leaves through their place in shared memory.
