@@ -33,7 +33,7 @@ const OTHER_WIDTHS: [(usize, usize); 6] = [
 ];
 
 /// The widest operands that its backward has tiles for.
-const WIDEST_GRADIENT: usize = 256;
+const WIDEST_GRADIENT: usize = 512;
 
 fn hopper_devices() -> Vec<TestDevice> {
     let is_hopper = |device: &TestDevice| {

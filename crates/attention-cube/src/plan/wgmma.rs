@@ -8,8 +8,13 @@ use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
 use crate::AttentionProblem;
 
 use gradient::backward;
-pub use gradient::{BackwardPlan, GradientRowTiles, GradientTiles, Side, Sums};
-pub use tiles::{ColumnTiles, ForwardTiles, Half, OutputShape, Product, RowTiles, ScoreProduct};
+pub use gradient::{
+    BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Side, Sums,
+};
+pub use tiles::{
+    ChunkedProduct, ChunkedScores, ColumnTiles, ForwardTiles, Half, OutputShape, Product,
+    RingShape, RowTiles, ScoreProduct,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use tiles::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP, is_whole};
 

@@ -4,12 +4,15 @@
 use super::backward::{BackwardPass, rows_of_queries};
 use super::hopper::{RAW_SCALES, is_in_pairs, is_single, map};
 use super::*;
+use crate::kernel::backward::by_columns::gradient_by_columns;
 use crate::kernel::backward::by_rows::gradient_by_rows;
 use crate::kernel::backward::held::GradientStepsLaunch;
 use crate::kernel::backward::terms::{UNITS, spread_terms};
 use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::HopperKind;
-use crate::plan::wgmma::{BackwardPlan, GradientTiles, PRODUCT_ROWS, Side};
+use crate::plan::wgmma::{
+    BackwardPlan, ColumnTiles, GradientColumnTiles, GradientTiles, PRODUCT_ROWS, Side, Sums,
+};
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
 
 /// The copy engine reads rows of terms that start at multiples of 16 bytes.
@@ -235,6 +238,46 @@ impl Gradient<'_> {
                     dot_target.clone().into_tensor_arg(),
                     map(&value_target, [1, PRODUCT_ROWS], None),
                     value_target.clone().into_tensor_arg(),
+                    grid,
+                    self.places.extent(problem),
+                    score_arguments(problem),
+                    steps,
+                    mask_places,
+                    problem.group() as u32,
+                    power as f32,
+                    tiles,
+                    kind,
+                    dtype_to_storage_type(problem.dtype),
+                    extras.bias_element,
+                    vector,
+                    bias_vector,
+                    tiles.fragments(),
+                );
+            },
+            // SAFETY: as above.
+            GradientTiles::Columns(tiles) => unsafe {
+                let (summed, target) = match sums {
+                    Sums::Values => (values, &value_target),
+                    Sums::Dots | Sums::Both => (dots, &dot_target),
+                };
+                let whole_sums = tiles.has_whole_sums().then_some(tiles.own_subtiles());
+                gradient_by_columns::launch_unchecked(
+                    &client,
+                    cube_count(&client, cubes),
+                    CubeDim::new_1d(ColumnTiles::UNITS as u32),
+                    addresses,
+                    map(held_dots, [1, PRODUCT_ROWS], Some(tiles.dot_chunks())),
+                    map(held_values, [1, PRODUCT_ROWS], Some(tiles.value_chunks())),
+                    map(dots, [1, GradientColumnTiles::COLUMNS], Some(1)),
+                    map(values, [1, GradientColumnTiles::COLUMNS], Some(1)),
+                    map(summed, [1, ColumnTiles::VALUE_KEYS], whole_sums),
+                    term_map(self.terms, GradientColumnTiles::COLUMNS),
+                    self.terms.clone().into_tensor_arg(),
+                    mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                    bias.clone().map(CubeTensor::into_tensor_arg).into(),
+                    extras.integers().into(),
+                    map(target, [1, PRODUCT_ROWS], None),
+                    target.clone().into_tensor_arg(),
                     grid,
                     self.places.extent(problem),
                     score_arguments(problem),

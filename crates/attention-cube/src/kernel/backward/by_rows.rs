@@ -17,13 +17,13 @@ use self::producer::{Places, fetch, places, stage_of};
 use super::held::{
     GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of, visit_from,
 };
-use super::weights::{Terms, dot_gradients, weights};
+use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
 use crate::kernel::engine::wgmma::{
     descriptor, free_chunk, multiply_output, multiply_scores, take_fragment, take_sums,
     transposed_descriptor,
 };
 use crate::kernel::forward::fragment::columns_end;
-use crate::kernel::forward::fragment::{Pair, RowPair, pair};
+use crate::kernel::forward::fragment::{Pair, RowPair};
 use crate::kernel::forward::output::{await_stores, store_boxes, write_row};
 use crate::kernel::forward::tile::{
     HopperKind, View, await_turn, clear_unseen, forget_used, has_holes, has_strangers, pass_turn,
@@ -37,7 +37,7 @@ use crate::kernel::ptx::{
 use crate::kernel::schedule::Grid;
 use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::{Extent, Sight, sight};
-use crate::plan::wgmma::{GradientRowTiles, PRODUCT_ROWS, ROW_BYTES, Side, WARPGROUP};
+use crate::plan::wgmma::{GradientRowTiles, PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -237,7 +237,14 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     let lane = UNIT_POS % 32u32;
     let elected = u32::cast_from(lane == 0u32);
     let operands = operands(places, warpgroup, tiles);
-    let row_terms = terms_of_rows(terms, tile, row, extent, tiles);
+    let row_terms = terms_of_rows(
+        terms,
+        tile.batch,
+        tile.head,
+        tile.first_row + row,
+        extent,
+        kind.fragment.side,
+    );
     let mut dots = Vector::<f32, ND>::zeroed();
     let mut values = Vector::<f32, NV>::zeroed();
     let first = first_visit(tile, extent, mask, mask_places, integers, kind);
@@ -521,10 +528,12 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         comptime!(tiles.score_products() - 1),
     );
     let dot_stage = stage_of(count, tiles.dot_stages).stage;
+    let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
     let terms = Terms {
         logsumexps: row_terms.logsumexps,
         deltas: row_terms.deltas,
-        address: places.terms + dot_stage * comptime!(tiles.term_bytes() as u32),
+        logsumexps_at: at,
+        deltas_at: at + comptime!(4 * tiles.columns as u32),
     };
     let weights = weights::<F, NB, NS, NP>(
         s,
@@ -653,38 +662,6 @@ fn settle<NP: Size, ND: Size, NV: Size>(
         sums.dots
     };
     Gradients::<ND, NV> { dots, values }
-}
-
-/// The terms of the thread's rows, where these are queries.
-#[cube]
-fn terms_of_rows(
-    terms: &Tensor<f32>,
-    tile: &Held,
-    row: i32,
-    extent: &Extent,
-    #[comptime] tiles: GradientRowTiles,
-) -> Terms {
-    if comptime!(tiles.side == Side::Queries) {
-        let start = tile.batch as usize * terms.stride(0) + tile.head as usize * terms.stride(1);
-        let last = extent.q_len - 1i32;
-        let first = start + min(tile.first_row + row, last) as usize;
-        let second = start + min(tile.first_row + row + 8i32, last) as usize;
-        Terms {
-            logsumexps: pair(terms[first], terms[second]),
-            deltas: pair(
-                terms[first + terms.stride(2)],
-                terms[second + terms.stride(2)],
-            ),
-            address: 0u32.runtime(),
-        }
-    } else {
-        let zero = f32::new(0.0);
-        Terms {
-            logsumexps: pair(zero, zero),
-            deltas: pair(zero, zero),
-            address: 0u32.runtime(),
-        }
-    }
 }
 
 /// Before the `count`-th block's part is added: zeros over its rows that nobody in the tile sees, whose product

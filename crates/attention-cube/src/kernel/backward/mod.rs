@@ -16,6 +16,8 @@
 
 pub(crate) mod bias;
 #[cfg(feature = "cuda")]
+pub(crate) mod by_columns;
+#[cfg(feature = "cuda")]
 pub(crate) mod by_rows;
 #[cfg(feature = "cuda")]
 pub(crate) mod held;

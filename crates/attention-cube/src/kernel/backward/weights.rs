@@ -6,7 +6,7 @@
 
 use crate::kernel::forward::fragment::{
     FragmentKind, Known, MaskWords, PAIRS_PER_WORD, Pair, RowPair, bits_of_word, capped, is_second,
-    known, own_column, pair_of, shown, with_bias,
+    known, own_column, pair, pair_of, shown, with_bias,
 };
 use crate::kernel::ptx::{exp2, load_shared_pair, pack};
 use crate::kernel::score::ScoreArguments;
@@ -14,14 +14,48 @@ use crate::kernel::visibility::{Extent, Sight};
 use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
 
-/// The queries' terms: of the thread's rows, or, where the columns are queries, the place of these in shared
-/// memory, first all of the one and then all of the other.
+/// The queries' terms: of the thread's rows, or, where the columns are queries, the places of these in shared
+/// memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Terms {
     pub logsumexps: Pair,
     pub deltas: Pair,
-    pub address: u32,
+    pub logsumexps_at: u32,
+    pub deltas_at: u32,
+}
+
+/// The terms of the thread's rows, `row` and the 8th after it, where these are queries.
+#[cube]
+pub(crate) fn terms_of_rows(
+    terms: &Tensor<f32>,
+    batch: u32,
+    head: u32,
+    row: i32,
+    extent: &Extent,
+    #[comptime] side: Side,
+) -> Terms {
+    if comptime!(side == Side::Queries) {
+        let start = batch as usize * terms.stride(0) + head as usize * terms.stride(1);
+        let last = extent.q_len - 1i32;
+        let first = start + min(row, last) as usize;
+        let second = start + min(row + 8i32, last) as usize;
+        let to_deltas = terms.stride(2);
+        Terms {
+            logsumexps: pair(terms[first], terms[second]),
+            deltas: pair(terms[first + to_deltas], terms[second + to_deltas]),
+            logsumexps_at: 0u32.runtime(),
+            deltas_at: 0u32.runtime(),
+        }
+    } else {
+        let zero = f32::new(0.0);
+        Terms {
+            logsumexps: pair(zero, zero),
+            deltas: pair(zero, zero),
+            logsumexps_at: 0u32.runtime(),
+            deltas_at: 0u32.runtime(),
+        }
+    }
 }
 
 /// The `pair`-th two registers' terms.
@@ -89,7 +123,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             let scored = scored::<F, NB, NS>(s, bias, &known, at, arguments, pair, kind);
             // Two rows have the same columns.
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let shift = terms_of(terms.logsumexps, terms.address, pair, kind.side);
+                let shift = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
                 shift_0 = shift.first;
                 shift_1 = shift.second;
             }
@@ -136,7 +170,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 kind,
             );
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let shift = terms_of(terms.logsumexps, terms.address, pair, kind.side);
+                let shift = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
                 shift_0 = shift.first;
                 shift_1 = shift.second;
             }
@@ -236,14 +270,13 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Vector<u32, NP> {
     let mut ds = Vector::<u32, NP>::zeroed();
-    let deltas_at = terms.address + comptime!(4 * columns as u32);
     if whole && comptime!(!kind.score.bias) {
         let mut delta_0 = f32::new(0.0);
         let mut delta_1 = f32::new(0.0);
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let delta = terms_of(terms.deltas, deltas_at, pair, kind.side);
+                let delta = terms_of(terms.deltas, terms.deltas_at, pair, kind.side);
                 delta_0 = delta.first;
                 delta_1 = delta.second;
             }
@@ -259,7 +292,7 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let delta = terms_of(terms.deltas, deltas_at, pair, kind.side);
+                let delta = terms_of(terms.deltas, terms.deltas_at, pair, kind.side);
                 delta_0 = delta.first;
                 delta_1 = delta.second;
             }

@@ -105,6 +105,50 @@ pub struct Product {
     pub half: Half,
 }
 
+/// A ring of stages that chunks of operands come through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RingShape {
+    /// Chunks in shared memory.
+    pub stages: usize,
+    /// Whether every operand of a block is whole rounds of the ring, and so starts at its first stage.
+    pub whole_rounds: bool,
+}
+
+/// `left · rightᵀ`, 64 rows of either; the right operand comes by chunks of columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkedScores {
+    /// Columns of both, which are summed over.
+    pub depth: usize,
+    /// Chunks of the left operand that are in registers.
+    pub register_chunks: usize,
+    /// Size of their vector of registers.
+    pub query_fragment: usize,
+    /// Whether it frees a chunk of what was multiplied before.
+    pub frees_before: bool,
+    /// What the chunks come through.
+    pub ring: RingShape,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// `left · right`; the right operand comes by chunks of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkedProduct {
+    /// Columns of the product.
+    pub columns: usize,
+    /// What the chunks come through.
+    pub ring: RingShape,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+impl ChunkedProduct {
+    /// Size of the product's vector of registers.
+    pub const fn fragment(&self) -> usize {
+        registers(self.columns / 2)
+    }
+}
+
 /// A vector of registers has a power of two of them.
 pub(super) const fn registers(used: usize) -> usize {
     used.next_power_of_two()
@@ -417,6 +461,26 @@ impl ColumnTiles {
     pub const fn has_whole_rounds(&self) -> bool {
         self.key_chunks().is_multiple_of(self.stages)
             && self.value_chunks().is_multiple_of(self.stages)
+    }
+
+    /// The ring of chunks of keys and of values.
+    pub const fn ring(&self) -> RingShape {
+        RingShape {
+            stages: self.stages,
+            whole_rounds: self.has_whole_rounds(),
+        }
+    }
+
+    /// The product that makes S.
+    pub const fn chunked_scores(&self) -> ChunkedScores {
+        ChunkedScores {
+            depth: self.head_dim,
+            register_chunks: self.register_chunks(),
+            query_fragment: self.query_fragment(),
+            frees_before: false,
+            ring: self.ring(),
+            half: self.half,
+        }
     }
 
     /// Sizes of the vectors of registers of S, of the first queries, and of O.
