@@ -8,8 +8,9 @@
 //! takes as long as the product.
 //!
 //! Schedule. One thread of the fetching warpgroup keeps the rings full; everybody else, block by block: issue the
-//! products of P and dS, and S' and dP' of the next block behind them; free the block; make P' and dS' of S' and
-//! dP'. Where warpgroups take turns to issue, one makes these while the other multiplies.
+//! products of P and dS, and S' of the next block behind them; wait for those, free the block, and issue dP' behind
+//! S'; make P' and dS' of S' and dP'. Warpgroups take turns to issue, so that one makes these while the other
+//! multiplies.
 
 mod producer;
 
@@ -259,7 +260,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let mut count = u32::new(0);
         let mut holes = u32::new(0);
         let mut block = first.block;
-        let started = start::<NS>(&operands, places, count, tiles);
+        let s = start_s::<NS>(&operands, places, count, tiles);
+        let dp = start_dp::<NS>(&operands, places, count, tiles);
         let seen = seen_by(
             tile,
             row,
@@ -273,7 +275,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             kind,
         );
         let made = weigh::<F, NB, NS, NP>(
-            started, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
+            s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
             count, elected, power, tiles, kind,
         );
         let mut p = made.p;
@@ -311,10 +313,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             }
             let added =
                 multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
-            let started = start::<NS>(&operands, places, count + 1u32, tiles);
-            if comptime!(tiles.takes_turns) {
-                pass_turn(warpgroup, tiles.warpgroups);
-            }
+            let s = start_s::<NS>(&operands, places, count + 1u32, tiles);
             let seen = seen_by(
                 tile,
                 row,
@@ -327,16 +326,12 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            let settled = settle::<NP, ND, NV>(
-                added,
-                p,
-                ds,
-                places,
-                count,
-                elected,
-                comptime!(tiles.score_products()),
-                tiles,
-            );
+            let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
+            // Only now, since P and dS have given their registers back.
+            let dp = start_dp::<NS>(&operands, places, count + 1u32, tiles);
+            if comptime!(tiles.takes_turns) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
             dots = settled.dots;
             values = settled.values;
             if comptime!(kind.leaves_holes()) {
@@ -346,8 +341,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             block = next_block;
             count += 1u32;
             let made = weigh::<F, NB, NS, NP>(
-                started, &seen, &row_terms, block, bias, integers, sight, extent, arguments,
-                places, count, elected, power, tiles, kind,
+                s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
+                count, elected, power, tiles, kind,
             );
             p = made.p;
             ds = made.ds;
@@ -411,43 +406,44 @@ fn operands(places: &Places, warpgroup: u32, #[comptime] tiles: GradientRowTiles
     }
 }
 
-/// S, and dP where it is needed, on their way.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Started<NS: Size> {
-    s: Vector<f32, NS>,
-    dp: Vector<f32, NS>,
-}
-
-/// Starts S and dP of the `count`-th block.
+/// Starts S of the `count`-th block.
 #[cube]
-fn start<NS: Size>(
+fn start_s<NS: Size>(
     operands: &Operands,
     places: &Places,
     count: u32,
     #[comptime] tiles: GradientRowTiles,
-) -> Started<NS> {
-    let dot = stage_of(count, tiles.dot_stages);
-    let s = multiply_scores::<NS>(
+) -> Vector<f32, NS> {
+    let turn = stage_of(count, tiles.dot_stages);
+    multiply_scores::<NS>(
         operands.held_dots,
-        uniform(operands.dots + dot.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
-        places.dot_full + 8u32 * dot.stage,
-        dot.parity,
+        uniform(operands.dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+        places.dot_full + 8u32 * turn.stage,
+        turn.parity,
         comptime!(tiles.score_product(tiles.head_dim)),
-    );
-    let dp = if comptime!(tiles.sums.has_dots()) {
-        let value = stage_of(count, tiles.value_stages);
+    )
+}
+
+/// Starts dP of the `count`-th block, where it is needed.
+#[cube]
+fn start_dp<NS: Size>(
+    operands: &Operands,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientRowTiles,
+) -> Vector<f32, NS> {
+    if comptime!(tiles.sums.has_dots()) {
+        let turn = stage_of(count, tiles.value_stages);
         multiply_scores::<NS>(
             operands.held_values,
-            uniform(operands.values + value.stage * comptime!((tiles.value_bytes() >> 4) as u32)),
-            places.value_full + 8u32 * value.stage,
-            value.parity,
+            uniform(operands.values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32)),
+            places.value_full + 8u32 * turn.stage,
+            turn.parity,
             comptime!(tiles.score_product(tiles.value_dim)),
         )
     } else {
         Vector::<f32, NS>::zeroed()
-    };
-    Started::<NS> { s, dp }
+    }
 }
 
 /// How the thread's rows see a block.
@@ -503,7 +499,8 @@ struct Made<NP: Size> {
 /// Waits for S and dP of the `count`-th block, and makes P and dS of them.
 #[cube]
 fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
-    started: Started<NS>,
+    s: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
     seen: &Seen,
     row_terms: &Terms,
     block: i32,
@@ -521,12 +518,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
 ) -> Made<NP> {
     let used = comptime!(tiles.columns / 2);
     let fragment = comptime!(tiles.fragments()[0]);
-    let s = take_fragment::<NS>(
-        started.s,
-        used,
-        fragment,
-        comptime!(tiles.score_products() - 1),
-    );
+    let s = take_fragment::<NS>(s, used, fragment, comptime!(tiles.score_products() - 1));
     let dot_stage = stage_of(count, tiles.dot_stages).stage;
     let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
     let terms = Terms {
@@ -554,7 +546,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         kind.fragment,
     );
     let ds = if comptime!(tiles.sums.has_dots()) {
-        let dp = take_fragment::<NS>(started.dp, used, fragment, 0usize);
+        let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
         if comptime!(!tiles.sums.has_values()) {
             let stage = stage_of(count, tiles.value_stages).stage;
             free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);

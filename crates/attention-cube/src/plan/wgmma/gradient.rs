@@ -106,13 +106,13 @@ const ROWS: &[Row] = &[
     Row {
         width: 64,
         query: [2, 128, 2, 2],
-        key: [2, 112, 2, 2],
+        key: [2, 48, 3, 3],
         value: None,
     },
     Row {
         width: 128,
         query: [2, 80, 2, 2],
-        key: [2, 48, 3, 3],
+        key: [2, 64, 2, 2],
         value: None,
     },
     Row {
