@@ -3,8 +3,12 @@
 //! Prefill: from a prompt on the host to the first token on the host. Decode: greedy, each token on the host before the
 //! next is asked for. The floor is what weights, keys and values take to come through memory once, at the rate of an
 //! elementwise operation over a large tensor.
+//!
+//! The parts of a token are timed in a second pass that waits for the device after each of them, which takes time itself:
+//! they say where a token's time goes, not how much of it there is.
 
 mod models;
+mod parts;
 mod report;
 
 use attention_workspace::{
@@ -21,6 +25,7 @@ use burn::{
 use burn_gemma4::{Cache, Gemma4Model, Logits};
 use clap::Parser;
 use models::{Shape, keys_read, weights_read};
+use parts::Parts;
 use report::{Measured, Outcome, Report, Row, print_header};
 use std::{path::PathBuf, process::ExitCode, time::Instant};
 
@@ -50,6 +55,12 @@ struct Cli {
     /// Prompts to take the fastest of.
     #[arg(long, default_value_t = 3)]
     prefills: usize,
+    /// Put every token's launches on the device one by one.
+    #[arg(long)]
+    launch_each: bool,
+    /// Leave out the times of a token's parts.
+    #[arg(long)]
+    no_parts: bool,
     /// Write all rows to this file.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -103,6 +114,8 @@ fn run(cli: Cli) -> Result<bool, Error> {
         tokens: cli.tokens.unwrap_or(if software { 8 } else { 128 }).max(1),
         prefill_chunk: cli.prefill_chunk.max(1),
         prefills: cli.prefills.max(1),
+        launch_each: cli.launch_each,
+        parts: !cli.no_parts,
         json: cli.json,
     };
     let models = match (cli.models.is_empty(), software) {
@@ -123,6 +136,8 @@ struct Bench {
     tokens: usize,
     prefill_chunk: usize,
     prefills: usize,
+    launch_each: bool,
+    parts: bool,
     json: Option<PathBuf>,
 }
 
@@ -184,20 +199,25 @@ impl Bench {
         }
         let (mut cache, mut tokens) = last.ok_or("no prompt was read")?;
 
-        let mut step = |tokens: &mut Vec<i32>| -> Result<f64, Error> {
+        let mut decoder = model.decoder(&mut cache);
+        if self.launch_each {
+            decoder = decoder.without_recording();
+        }
+        // Some go to compiling, tuning and recording.
+        let warm_up = self.tokens.div_ceil(8).max(6);
+        let mut times = Vec::with_capacity(warm_up + self.tokens);
+        for _ in 0..warm_up + self.tokens {
             let start = Instant::now();
-            let column = TensorData::new(std::mem::take(tokens), [batch, 1]);
-            let column = Tensor::<2, Int>::from_data(column, &self.device);
-            *tokens = likeliest(model.step(column, &mut cache, Logits::Last(1))?)?;
-            Ok(start.elapsed().as_secs_f64())
+            tokens = decoder.step(&tokens)?.likeliest()?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        let mode = decoder.mode();
+        let first_tokens = times[..warm_up].iter().map(|time| time * 1e3).collect();
+        let times = &times[warm_up..];
+        let parts = match self.parts {
+            true => parts::measure(&mut decoder, &mut tokens, &self.device)?,
+            false => Parts::default(),
         };
-        for _ in 0..self.tokens.div_ceil(8).max(3) {
-            step(&mut tokens)?;
-        }
-        let mut times = Vec::with_capacity(self.tokens);
-        for _ in 0..self.tokens {
-            times.push(step(&mut tokens)?);
-        }
         let token = times.iter().sum::<f64>() / times.len() as f64;
         let config = model.config();
         let read = weights_read(config, model.num_params()) + batch * keys_read(config, context);
@@ -209,6 +229,9 @@ impl Bench {
             token_milliseconds: token * 1e3,
             fastest_token_milliseconds: times.iter().copied().fold(f64::INFINITY, f64::min) * 1e3,
             floor_milliseconds: floor * 1e3,
+            mode: format!("{mode:?}").to_lowercase(),
+            first_tokens_milliseconds: first_tokens,
+            parts,
             memory_bytes: self
                 .device
                 .memory_pool_usage()
@@ -222,7 +245,7 @@ impl Bench {
         model: &Gemma4Model,
         prompt: &[i32],
         batch: usize,
-    ) -> Result<(Cache, Vec<i32>), Error> {
+    ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
         let mut cache = model.cache(vec![0; batch]);
         loop {
@@ -253,12 +276,12 @@ fn prompt(model: &Gemma4Model, batch: usize, context: usize) -> Vec<i32> {
 }
 
 /// The likeliest tokens, on the host.
-fn likeliest(logits: Option<Tensor<3>>) -> Result<Vec<i32>, Error> {
+fn likeliest(logits: Option<Tensor<3>>) -> Result<Vec<u32>, Error> {
     let logits = logits.ok_or("logits were asked for")?;
     Ok(logits
         .argmax(2)
         .try_into_data()?
         .iter::<i64>()
-        .map(|token| token as i32)
+        .map(|token| token as u32)
         .collect())
 }

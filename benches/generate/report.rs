@@ -1,6 +1,6 @@
 //! The table, and the same as JSON.
 
-use crate::models::Shape;
+use crate::{models::Shape, parts::Parts};
 use attention_workspace::Dtype;
 use serde::Serialize;
 
@@ -44,6 +44,12 @@ pub struct Measured {
     pub fastest_token_milliseconds: f64,
     /// Weights, keys and values once through memory, at its rate.
     pub floor_milliseconds: f64,
+    /// How the decoder computed.
+    pub mode: String,
+    /// Of the tokens before those that count: compiling, tuning, recording.
+    pub first_tokens_milliseconds: Vec<f64>,
+    /// Where a token's time goes.
+    pub parts: Parts,
     /// Of the device's allocations at the end, if it tells.
     pub memory_bytes: Option<u64>,
     /// Of the cache at the end.
@@ -52,7 +58,7 @@ pub struct Measured {
 
 pub fn print_header() {
     println!(
-        "{:<10} {:>5} {:>7} {:>12} {:>12} {:>12} {:>10} {:>9} {:>9} {:>7} {:>8} {:>9}",
+        "{:<10} {:>5} {:>7} {:>12} {:>12} {:>12} {:>10} {:>9} {:>9} {:>7} {:>8} {:>9} mode",
         "model",
         "batch",
         "context",
@@ -73,21 +79,30 @@ impl Row {
         let name = format!("{:?}", self.model).to_lowercase();
         print!("{name:<10} {:>5} {:>7} ", self.batch, self.context);
         match &self.outcome {
-            Outcome::Measured(measured) => println!(
-                "{:>12.0} {:>12.2} {:>12.1} {:>10.3} {:>9.3} {:>9.3} {:>5.1} % {:>8} {:>9.1}",
-                measured.prefill_rate,
-                measured.first_token_milliseconds,
-                measured.decode_rate,
-                measured.token_milliseconds,
-                measured.fastest_token_milliseconds,
-                measured.floor_milliseconds,
-                100.0 * measured.floor_milliseconds / measured.token_milliseconds,
-                measured
-                    .memory_bytes
-                    .map_or_else(|| "–".into(), |bytes| format!("{:.2}", bytes as f64 / 1e9)),
-                measured.cache_bytes as f64 / 1e6,
-            ),
+            Outcome::Measured(measured) => measured.print(),
             Outcome::Failed(reason) => println!("FAILED: {reason}"),
+        }
+    }
+}
+
+impl Measured {
+    fn print(&self) {
+        println!(
+            "{:>12.0} {:>12.2} {:>12.1} {:>10.3} {:>9.3} {:>9.3} {:>5.1} % {:>8} {:>9.1} {}",
+            self.prefill_rate,
+            self.first_token_milliseconds,
+            self.decode_rate,
+            self.token_milliseconds,
+            self.fastest_token_milliseconds,
+            self.floor_milliseconds,
+            100.0 * self.floor_milliseconds / self.token_milliseconds,
+            self.memory_bytes
+                .map_or_else(|| "–".into(), |bytes| format!("{:.2}", bytes as f64 / 1e9)),
+            self.cache_bytes as f64 / 1e6,
+            self.mode,
+        );
+        if !self.parts.is_empty() {
+            println!("    {}", self.parts);
         }
     }
 }

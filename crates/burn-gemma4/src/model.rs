@@ -1,7 +1,7 @@
 //! The model: tokens to logits.
 
 use crate::{
-    Cache, Gemma4Config, Gemma4Error, LayerType, Packing,
+    Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing,
     layer::{
         DecoderLayer, Embedding, Linear, RmsNorm,
         attention::{KeyValues, Visible},
@@ -199,6 +199,11 @@ impl Gemma4Model {
         Cache::new(&self.config, padding)
     }
 
+    /// Goes on from a filled cache, a token of every sequence at a time.
+    pub fn decoder<'a>(&'a self, cache: &'a mut Cache) -> Decoder<'a> {
+        Decoder::new(self, cache)
+    }
+
     /// Reads more tokens, `[batch, positions]`, after those in the cache, and gives the logits
     /// asked for, `[batch, asked, vocabulary]`.
     ///
@@ -243,7 +248,7 @@ impl Gemma4Model {
 
         let mut stream = self.embed_tokens.forward(tokens.clone());
         observer.observe(Site::Embedding, || stream.clone());
-        let mut inputs = self.per_layer_inputs(tokens, &stream);
+        let mut inputs = self.per_layer_inputs(tokens, &stream, linear::project);
         if let Some(inputs) = &inputs {
             observer.observe(Site::PerLayerInputs, || inputs.clone());
         }
@@ -321,8 +326,14 @@ impl Gemma4Model {
         hidden
     }
 
-    /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the embedding.
-    fn per_layer_inputs(&self, tokens: Tensor<2, Int>, stream: &Tensor<3>) -> Option<Tensor<4>> {
+    /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the
+    /// embedding, by `project` times the transpose of a weight.
+    pub(crate) fn per_layer_inputs(
+        &self,
+        tokens: Tensor<2, Int>,
+        stream: &Tensor<3>,
+        project: impl FnOnce(Tensor<3>, Tensor<2>) -> Tensor<3>,
+    ) -> Option<Tensor<4>> {
         let table = self.embed_tokens_per_layer.as_ref()?;
         let projection = self.per_layer_model_projection.as_ref()?;
         let norm = self.per_layer_projection_norm.as_ref()?;
@@ -335,20 +346,30 @@ impl Gemma4Model {
         ];
         let of_token = table.forward(tokens).reshape(shape);
         // Constants that bf16 does not hold are applied in f32.
-        let of_stream =
-            projection.forward(stream.clone()).cast(DType::F32) * (hidden as f64).powf(-0.5);
+        let of_stream = project(stream.clone(), projection.weight.val());
+        let of_stream = of_stream.cast(DType::F32) * (hidden as f64).powf(-0.5);
         let of_stream = norm.forward(of_stream.reshape(shape));
         let sum = of_stream + of_token.cast(DType::F32);
         Some((sum * std::f64::consts::FRAC_1_SQRT_2).cast(stream.dtype()))
     }
 
-    /// `[batch, positions, hidden]`, normalised, to logits.
-    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
-        let table = match &self.lm_head {
+    /// `[vocabulary, hidden]`: from the normalised stream to logits.
+    pub(crate) fn head(&self) -> Tensor<2> {
+        match &self.lm_head {
             Some(head) => head.weight.val(),
             None => self.embed_tokens.weight.val(),
-        };
-        let logits = linear::project(hidden, table);
+        }
+    }
+
+    /// The tables of rotations.
+    #[cfg(feature = "cube")]
+    pub(crate) fn rope(&self) -> &Rope {
+        &self.rope
+    }
+
+    /// `[batch, positions, hidden]`, normalised, to logits.
+    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        let logits = linear::project(hidden, self.head());
         match self.config.final_logit_softcapping {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,
@@ -368,20 +389,20 @@ enum Context<'a> {
 
 /// The keys and values that layers read: of each type those of the last layer that made its own.
 #[derive(Default)]
-struct Sources {
+pub(crate) struct Sources {
     sliding: Option<KeyValues>,
     full: Option<KeyValues>,
 }
 
 impl Sources {
-    fn set(&mut self, kind: LayerType, key_values: KeyValues) {
+    pub fn set(&mut self, kind: LayerType, key_values: KeyValues) {
         match kind {
             LayerType::Sliding => self.sliding = Some(key_values),
             LayerType::Full => self.full = Some(key_values),
         }
     }
 
-    fn get(&self, kind: LayerType) -> &KeyValues {
+    pub fn get(&self, kind: LayerType) -> &KeyValues {
         match kind {
             LayerType::Sliding => &self.sliding,
             LayerType::Full => &self.full,
