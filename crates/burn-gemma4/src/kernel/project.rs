@@ -138,7 +138,7 @@ pub(super) fn project<E: Float, N: Size>(
     #[unroll]
     for index in 0..comptime!(plan.sums()) {
         let part = part_of_sum(sums[index], plan.team);
-        if lane % comptime!(plan.team.width as u32) == 0 {
+        if lane.is_multiple_of(comptime!(plan.team.width as u32)) {
             let at = (lane / comptime!(plan.team.width as u32)) as usize;
             partial[of_team + comptime!(index * plan.team.parts()) + at] = part;
         }

@@ -23,7 +23,7 @@ pub(super) fn residual<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let row = CUBE_POS as usize * vectors as usize;
+    let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
     let mut squares = 0.0f32;

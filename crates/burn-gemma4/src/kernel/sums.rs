@@ -34,7 +34,7 @@ pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team
     let part = part_of_sum(value, team);
     // Someone may still be reading an earlier sum's parts.
     sync_cube();
-    if UNIT_POS % comptime!(team.width as u32) == 0 {
+    if UNIT_POS.is_multiple_of(comptime!(team.width as u32)) {
         partial[(UNIT_POS / comptime!(team.width as u32)) as usize] = part;
     }
     sync_cube();
