@@ -7,6 +7,7 @@
 //! The parts of a token are timed in a second pass that waits for the device after each of them, which takes time itself:
 //! they say where a token's time goes, not how much of it there is.
 
+mod launches;
 mod models;
 mod parts;
 mod report;
@@ -24,6 +25,7 @@ use burn::{
 };
 use burn_gemma4::{Cache, Gemma4Model, Logits};
 use clap::Parser;
+use launches::observe;
 use models::{Shape, keys_read, weights_read};
 use parts::Parts;
 use report::{Measured, Outcome, Report, Row, print_header};
@@ -58,7 +60,7 @@ struct Cli {
     /// Put every token's launches on the device one by one.
     #[arg(long)]
     launch_each: bool,
-    /// Leave out the times of a token's parts.
+    /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
     #[arg(long)]
     no_parts: bool,
     /// Write all rows to this file.
@@ -198,6 +200,14 @@ impl Bench {
             last = Some((cache, tokens));
         }
         let (mut cache, mut tokens) = last.ok_or("no prompt was read")?;
+        let prefill_launches = match self.parts {
+            true => {
+                let (read, launches) = observe(|| self.prefill(model, &prompt, batch));
+                (cache, tokens) = read?;
+                launches
+            }
+            false => None,
+        };
 
         let mut decoder = model.decoder(&mut cache);
         if self.launch_each {
@@ -214,10 +224,16 @@ impl Bench {
         let mode = decoder.mode();
         let first_tokens = times[..warm_up].iter().map(|time| time * 1e3).collect();
         let times = &times[warm_up..];
-        let parts = match self.parts {
-            true => parts::measure(&mut decoder, &mut tokens, &self.device)?,
-            false => Parts::default(),
-        };
+        let (mut parts, mut token_launches) = (Parts::default(), None);
+        if self.parts {
+            parts = parts::measure(&mut decoder, &mut tokens, &self.device)?;
+            let by_parts = || -> Result<Vec<u32>, Error> {
+                Ok(decoder.step_by_parts(&tokens, &mut |_| ())?.likeliest()?)
+            };
+            let (read, launches) = observe(by_parts);
+            read?;
+            token_launches = launches;
+        }
         let token = times.iter().sum::<f64>() / times.len() as f64;
         let config = model.config();
         let read = weights_read(config, model.num_params()) + batch * keys_read(config, context);
@@ -232,6 +248,8 @@ impl Bench {
             mode: format!("{mode:?}").to_lowercase(),
             first_tokens_milliseconds: first_tokens,
             parts,
+            token_launches,
+            prefill_launches,
             memory_bytes: self
                 .device
                 .memory_pool_usage()

@@ -1,6 +1,6 @@
 //! The table, and the same as JSON.
 
-use crate::{models::Shape, parts::Parts};
+use crate::{launches::Launches, models::Shape, parts::Parts};
 use attention_workspace::Dtype;
 use serde::Serialize;
 
@@ -50,6 +50,10 @@ pub struct Measured {
     pub first_tokens_milliseconds: Vec<f64>,
     /// Where a token's time goes.
     pub parts: Parts,
+    /// Of one token, and the device's time for them.
+    pub token_launches: Option<Launches>,
+    /// Of the whole prompt.
+    pub prefill_launches: Option<Launches>,
     /// Of the device's allocations at the end, if it tells.
     pub memory_bytes: Option<u64>,
     /// Of the cache at the end.
@@ -103,6 +107,12 @@ impl Measured {
         );
         if !self.parts.is_empty() {
             println!("    {}", self.parts);
+        }
+        if let Some(launches) = &self.token_launches {
+            println!("    token: {launches}");
+        }
+        if let Some(launches) = &self.prefill_launches {
+            println!("    prefill: {launches}");
         }
     }
 }

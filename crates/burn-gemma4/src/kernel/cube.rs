@@ -203,7 +203,10 @@ fn plan(client: &Client, rows: usize, outputs: usize, vectors: usize, gated: boo
     let of_team = of_team.min(outputs.next_power_of_two());
     let mut units = if width == 1 { 8 } else { width };
     let teams_in_all = outputs.div_ceil(of_team);
-    while units < 256 && vectors.is_multiple_of(2 * units) && teams_in_all * units < processors * 1024 {
+    while units < 256
+        && vectors.is_multiple_of(2 * units)
+        && teams_in_all * units < processors * 1024
+    {
         units *= 2;
     }
     let cube = if width == 1 { 64 } else { 256.max(width) };
