@@ -58,9 +58,10 @@ fn plane_width(client: &Client) -> usize {
 fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
     // Without plane operations every unit adds up what all the others have found.
+    let limit = client.properties().hardware.max_units_per_cube as usize;
     let (least, most) = match width {
         1 => (32, 64),
-        width => (width, 512.max(width)),
+        width => (width, limit.min(512).max(width)),
     };
     Team {
         units: work.next_power_of_two().clamp(least, most),
@@ -201,7 +202,8 @@ fn plan(client: &Client, rows: usize, outputs: usize, vectors: usize, gated: boo
         (_, false) => 4,
     };
     let of_team = of_team.min(outputs.next_power_of_two());
-    let mut units = if width == 1 { 8 } else { width };
+    // Without plane operations every unit leaves its own part in shared memory.
+    let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < 256
         && vectors.is_multiple_of(2 * units)
