@@ -4,7 +4,7 @@
 use crate::devices::devices;
 use crate::fixture::{Fixture, TOLERANCE, largest, tokens, values};
 use burn::tensor::{DType, Device};
-use burn_gemma4::{Cache, DecodeMode, Gemma4, Logits};
+use burn_gemma4::{DecodeMode, Gemma4, Logits};
 
 /// The fixtures without experts, which decoders have kernels for, with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
 const DENSE: [(&str, &[usize]); 3] = [
@@ -97,53 +97,6 @@ fn by_kernels_as_at_once() {
                     assert_eq!(modes.last(), Some(&expected), "{what}");
                 }
             }
-        }
-    }
-}
-
-/// A long text takes no memory but that of the full layers' buffers: the rings stay as they are, and what a token needs is
-/// free again after it.
-#[test]
-fn long_texts_keep_only_their_full_layers_keys() {
-    for device in devices() {
-        let device = device.device;
-        let fixture = Fixture::open("dense-ple");
-        let gemma = fixture.load(&device, DType::F32);
-        let longest = gemma.config().max_position_embeddings;
-        let mut cache = gemma.model().cache(vec![0]);
-        let prompt = tokens(&[&fixture.prompt], &device);
-        gemma
-            .model()
-            .step(prompt, &mut cache, Logits::None)
-            .expect("a step");
-        let used = || {
-            device.sync().expect("a device");
-            device.memory_pool_usage().map(|usage| usage.bytes_in_use)
-        };
-        let mut token = 20;
-        let mut generate = |cache: &mut Cache, count: usize| {
-            let mut decoder = gemma.model().decoder(cache);
-            for _ in 0..count {
-                let next = decoder.step(&[token]).expect("a step");
-                token = next.likeliest().expect("a token")[0];
-            }
-            // With the decoder alive, whose recording holds what a token needs.
-            used()
-        };
-        let first = generate(&mut cache, 20);
-        let bytes = cache.bytes();
-        let last = generate(&mut cache, longest - 20 - fixture.prompt.len());
-        assert_eq!(cache.len(), longest);
-        // Two sliding layers of 8 slots by 32 columns, one full layer by 64, keys and values of f32.
-        let rings = 2 * 4 * 2 * 8 * 32;
-        assert!(cache.bytes() <= rings + 2 * 4 * 64 * 2 * longest.next_multiple_of(1024));
-        if let (Some(first), Some(last)) = (first, last) {
-            let grown = last.saturating_sub(first) as usize;
-            let of_cache = cache.bytes() - bytes;
-            assert!(
-                grown <= of_cache + (64 << 10),
-                "{grown} bytes, {of_cache} of them the cache's"
-            );
         }
     }
 }

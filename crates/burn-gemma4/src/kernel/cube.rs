@@ -205,7 +205,7 @@ fn plan(client: &Client, rows: usize, outputs: usize, vectors: usize, gated: boo
     // Without plane operations every unit leaves its own part in shared memory.
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
-    while units < 256
+    while units < most_units
         && vectors.is_multiple_of(2 * units)
         && teams_in_all * units < processors * 1024
     {
