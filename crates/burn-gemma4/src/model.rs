@@ -1,5 +1,10 @@
 //! The model: tokens to logits.
 
+#[cfg(feature = "cube")]
+use crate::decode::{
+    self,
+    position::{Layers, columns_of_layers, rows},
+};
 use crate::{
     Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing,
     layer::{
@@ -11,6 +16,8 @@ use crate::{
     },
     observe::{LayerSite, Observer, Site},
 };
+#[cfg(feature = "cube")]
+use burn::tensor::TensorData;
 use burn::{
     module::Module,
     tensor::{DType, Device, Int, Tensor},
@@ -277,6 +284,19 @@ impl Gemma4Model {
                 if asked == 0 {
                     break;
                 }
+                #[cfg(feature = "cube")]
+                if asked == 1
+                    && let (Context::After(cache), Some(step)) = (&mut context, &step)
+                    && decode::serves(self, cache.batch())
+                {
+                    let last = |tensor: Tensor<3>| rows(tensor.narrow(1, count - 1, 1));
+                    let inputs =
+                        inputs.map(|inputs| columns_of_layers(inputs.narrow(1, count - 1, 1)));
+                    let hidden =
+                        self.rest_of_last(index, last(stream), inputs, &positions, sources);
+                    cache.advance(step);
+                    return hidden.unsqueeze_dim(1);
+                }
                 stream = stream.narrow(1, count - asked, asked);
                 inputs = inputs.map(|inputs| inputs.narrow(1, count - asked, asked));
                 sliding = sliding.last(asked);
@@ -326,6 +346,41 @@ impl Gemma4Model {
         hidden
     }
 
+    /// The layers from `first` on, which read earlier ones' keys and values, of each sequence's last position alone, by the
+    /// kernels for that: `[batch, hidden]`, normalised for the logits.
+    #[cfg(feature = "cube")]
+    fn rest_of_last(
+        &self,
+        first: usize,
+        stream: Tensor<2>,
+        own_inputs: Option<Tensor<2>>,
+        positions: &Positions,
+        mut sources: Sources,
+    ) -> Tensor<2> {
+        let (device, dtype) = (stream.device(), stream.dtype());
+        let [batch, _] = stream.dims();
+        let last: Vec<i32> = match positions {
+            Positions::Range { first, count } => vec![(first + count - 1) as i32; batch],
+            Positions::Each(rows) => rows
+                .iter()
+                .filter_map(|row| row.last())
+                .map(|p| *p as i32)
+                .collect(),
+        };
+        let reach = positions.end();
+        let tables = |kind| self.rope.tables(kind, reach, dtype, &device);
+        let layers = Layers {
+            model: self,
+            positions: Tensor::from_data(TensorData::new(last, [batch]), (&device, DType::I32)),
+            sliding: tables(LayerType::Sliding),
+            full: tables(LayerType::Full),
+            own_inputs,
+        };
+        let norm = &self.layers[first].input_layernorm;
+        let normed = norm.forward(stream.clone());
+        layers.run(first, stream, normed, &mut sources, None, &mut |_| ())
+    }
+
     /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the
     /// embedding, by `project` times the transpose of a weight.
     pub(crate) fn per_layer_inputs(
@@ -369,6 +424,13 @@ impl Gemma4Model {
 
     /// `[batch, positions, hidden]`, normalised, to logits.
     fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        #[cfg(feature = "cube")]
+        if let [batch, 1, _] = hidden.dims()
+            && decode::serves(self, batch)
+        {
+            let cap = self.config.final_logit_softcapping;
+            return crate::kernel::project(rows(hidden), self.head(), cap).unsqueeze_dim(1);
+        }
         let logits = linear::project(hidden, self.head());
         match self.config.final_logit_softcapping {
             Some(cap) => (logits / cap).tanh() * cap,

@@ -37,12 +37,7 @@ impl fmt::Debug for Captured {
 impl Captured {
     /// `None` where the kernels do not serve the model or the cache.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
-        let dtype = model.dtype();
-        let serves = model.config().experts.is_none()
-            && !cache.is_padded()
-            && cache.batch() <= kernel::MOST_ROWS
-            && kernel::serves(&model.device(), dtype)
-            && OneDtype::is_of(model, dtype);
+        let serves = !cache.is_padded() && serves(model, cache.batch());
         serves.then_some(Self {
             records: true,
             position: None,
@@ -155,6 +150,15 @@ fn make(
         model: model.clone(),
         inputs,
     }
+}
+
+/// Whether the kernels compute a position of `batch` sequences.
+pub(crate) fn serves(model: &Gemma4Model, batch: usize) -> bool {
+    let dtype = model.dtype();
+    model.config().experts.is_none()
+        && batch <= kernel::MOST_ROWS
+        && kernel::serves(&model.device(), dtype)
+        && OneDtype::is_of(model, dtype)
 }
 
 /// Looks for parameters of another dtype.

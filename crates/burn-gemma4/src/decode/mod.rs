@@ -3,12 +3,14 @@
 #[cfg(feature = "cube")]
 mod captured;
 #[cfg(feature = "cube")]
-mod position;
+pub(crate) mod position;
 
 use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use captured::Captured;
+#[cfg(feature = "cube")]
+pub(crate) use captured::serves;
 use std::marker::PhantomData;
 
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.

@@ -5,10 +5,10 @@
 
 use super::Part;
 use crate::{
-    Gemma4Config, Gemma4Model, LayerType,
+    Gemma4Model, LayerType,
     kernel::{self, Added, RotationTables},
     layer::{
-        DecoderLayer,
+        DecoderLayer, Linear,
         attention::{KeyValues, Visible},
     },
     model::Sources,
@@ -34,16 +34,10 @@ impl Position {
     pub fn compute(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
-        let epsilon = config.rms_norm_eps;
         let batch = self.inputs.dims()[0] / 2;
-        let tokens = self.inputs.clone().narrow(0, 0, batch);
+        let tokens = self.inputs.clone().narrow(0, 0, batch).reshape([batch, 1]);
         let positions = self.inputs.clone().narrow(0, batch, batch);
-        let rows = |tensor: Tensor<3>| {
-            let [batch, _, columns] = tensor.dims();
-            tensor.reshape([batch, columns])
-        };
 
-        let tokens = tokens.reshape([batch, 1]);
         let embedded = model.embed_tokens.forward(tokens.clone());
         let project = |input: Tensor<3>, weight| {
             let projected = kernel::project(rows(input), weight, None);
@@ -51,36 +45,86 @@ impl Position {
         };
         let own_inputs = model
             .per_layer_inputs(tokens, &embedded, project)
-            .map(|inputs| {
-                let [batch, _, layers, columns] = inputs.dims();
-                inputs.reshape([batch, layers * columns])
-            });
-        let mut normed = rows(model.layers[0].input_layernorm.forward(embedded.clone()));
-        let mut stream = rows(embedded);
-        let visible = self.visible(config, &positions);
+            .map(columns_of_layers);
+        let written = positions.clone() + 1;
+        let in_ring = written.clone().clamp_max(config.sliding_window as i64);
+        let targets = Targets {
+            buffers: &self.buffers,
+            sliding_lengths: in_ring,
+            full_lengths: written,
+        };
+        let layers = Layers {
+            model,
+            positions,
+            sliding: self.sliding.clone(),
+            full: self.full.clone(),
+            own_inputs,
+        };
+        let normed = model.layers[0].input_layernorm.forward(embedded.clone());
         after(Part::Embedding);
 
+        let (stream, normed) = (rows(embedded), rows(normed));
         let mut sources = Sources::default();
-        for (index, layer) in model.layers.iter().enumerate() {
+        let normed = layers.run(0, stream, normed, &mut sources, Some(&targets), after);
+
+        let cap = config.final_logit_softcapping;
+        let logits = kernel::project(normed, model.head(), cap);
+        after(Part::Head);
+        let likeliest = kernel::likeliest(logits.clone());
+        after(Part::Likeliest);
+        (logits, likeliest)
+    }
+}
+
+/// `[batch, 1, columns]` to `[batch, columns]`.
+pub(crate) fn rows(tensor: Tensor<3>) -> Tensor<2> {
+    let [batch, _, columns] = tensor.dims();
+    tensor.reshape([batch, columns])
+}
+
+/// `[batch, 1, layers, columns]` to `[batch, layers · columns]`.
+pub(crate) fn columns_of_layers(inputs: Tensor<4>) -> Tensor<2> {
+    let [batch, _, layers, columns] = inputs.dims();
+    inputs.reshape([batch, layers * columns])
+}
+
+/// What layers read to compute one position.
+pub(crate) struct Layers<'a> {
+    pub model: &'a Gemma4Model,
+    /// `[batch]`.
+    pub positions: Tensor<1, Int>,
+    pub sliding: RotationTables,
+    pub full: RotationTables,
+    /// `[batch, layers · columns]`.
+    pub own_inputs: Option<Tensor<2>>,
+}
+
+/// Where the position's keys and values go, and what its queries see afterwards: what is written, in a ring in any order.
+pub(crate) struct Targets<'a> {
+    buffers: &'a [(Tensor<4>, Tensor<4>)],
+    sliding_lengths: Tensor<1, Int>,
+    full_lengths: Tensor<1, Int>,
+}
+
+impl Layers<'_> {
+    /// The last layer's stream, normalised for the logits, `[batch, hidden]`: of the layers from `first` on, which has
+    /// `stream` and its norm. With `targets`, layers that have keys and values of their own write them there; without,
+    /// there are no such layers, and `sources` has what all of them read.
+    pub fn run(
+        &self,
+        first: usize,
+        mut stream: Tensor<2>,
+        mut normed: Tensor<2>,
+        sources: &mut Sources,
+        targets: Option<&Targets<'_>>,
+        after: &mut dyn FnMut(Part),
+    ) -> Tensor<2> {
+        let model = self.model;
+        let config = model.config();
+        let epsilon = config.rms_norm_eps;
+        for (index, layer) in model.layers.iter().enumerate().skip(first) {
             let kind = config.layer_types[index];
-            let queries = self.queries_and_keys(
-                index,
-                normed,
-                &positions,
-                |(key, value)| {
-                    let visible = match kind {
-                        LayerType::Sliding => visible[0].clone(),
-                        LayerType::Full => visible[1].clone(),
-                    };
-                    let key_values = KeyValues {
-                        key,
-                        value,
-                        visible,
-                    };
-                    sources.set(kind, key_values);
-                },
-                after,
-            );
+            let queries = self.queries_and_keys(index, normed, sources, targets, after);
             let read = layer.self_attn.attend(queries, sources.get(kind));
             after(Part::Attention);
             let read = kernel::project(rows(read), layer.self_attn.o_proj.weight.val(), None);
@@ -102,51 +146,47 @@ impl Position {
                 Some(layer) => &layer.input_layernorm,
                 None => &model.norm,
             };
+            let own_inputs = self.own_inputs.as_ref().map(|inputs| {
+                let start = index * config.hidden_size_per_layer_input;
+                (inputs.clone(), start)
+            });
+            let next_weight = next.weight.val();
             (stream, normed) = feed_forward(
                 layer,
                 stream,
                 normed,
-                own_inputs.as_ref().map(|inputs| {
-                    let columns = config.hidden_size_per_layer_input;
-                    (inputs.clone(), index * columns)
-                }),
-                next.weight.val(),
+                own_inputs,
+                next_weight,
                 epsilon,
                 after,
             );
         }
-
-        let cap = config.final_logit_softcapping;
-        let logits = kernel::project(normed, model.head(), cap);
-        after(Part::Head);
-        let likeliest = kernel::likeliest(logits.clone());
-        after(Part::Likeliest);
-        (logits, likeliest)
+        normed
     }
 
-    /// The layer's queries, `[batch, heads, 1, head_dim]`. Where it has keys and values of its own, they are written into
-    /// their buffers, which go to `keep`.
+    /// The layer's queries, `[batch, heads, 1, head_dim]`. Where it has keys and values of its own, they become the ones that
+    /// layers of its type read.
     fn queries_and_keys(
         &self,
         index: usize,
         normed: Tensor<2>,
-        positions: &Tensor<1, Int>,
-        keep: impl FnOnce((Tensor<4>, Tensor<4>)),
+        sources: &mut Sources,
+        targets: Option<&Targets<'_>>,
         after: &mut dyn FnMut(Part),
     ) -> Tensor<4> {
         let config = self.model.config();
         let epsilon = config.rms_norm_eps;
         let attention = &self.model.layers[index].self_attn;
-        let tables = match config.layer_types[index] {
+        let kind = config.layer_types[index];
+        let tables = match kind {
             LayerType::Sliding => &self.sliding,
             LayerType::Full => &self.full,
         };
-        let project = |weight: &crate::layer::Linear| {
-            kernel::project(normed.clone(), weight.weight.val(), None)
-        };
+        let positions = || self.positions.clone();
+        let project = |linear: &Linear| kernel::project(normed.clone(), linear.weight.val(), None);
         let queries = project(&attention.q_proj);
-        let keys = attention.k_proj.as_ref().zip(attention.k_norm.as_ref());
-        let own = keys.map(|(k_proj, k_norm)| {
+        let own = attention.k_proj.as_ref().zip(attention.k_norm.as_ref());
+        let own = own.map(|(k_proj, k_norm)| {
             let keys = project(k_proj);
             let values = match &attention.v_proj {
                 Some(v_proj) => project(v_proj),
@@ -156,28 +196,26 @@ impl Position {
         });
         after(Part::Projections);
 
-        if let Some((keys, values, weight)) = own {
-            let (key, value) = self.buffers[index].clone();
-            let positions = || positions.clone();
-            keep((
-                kernel::write_keys(keys, weight, tables, positions(), key, epsilon),
-                kernel::write_values(values, positions(), value, epsilon),
-            ));
+        if let (Some((keys, values, weight)), Some(targets)) = (own, targets) {
+            let (key, value) = targets.buffers[index].clone();
+            let lengths = match kind {
+                LayerType::Sliding => &targets.sliding_lengths,
+                LayerType::Full => &targets.full_lengths,
+            };
+            let key_values = KeyValues {
+                key: kernel::write_keys(keys, weight, tables, positions(), key, epsilon),
+                value: kernel::write_values(values, positions(), value, epsilon),
+                visible: Visible {
+                    lengths: Some(lengths.clone()),
+                    ..Visible::default()
+                },
+            };
+            sources.set(kind, key_values);
         }
         let weight = attention.q_norm.weight.val();
-        let queries = kernel::query_heads(queries, weight, tables, positions.clone(), epsilon);
+        let queries = kernel::query_heads(queries, weight, tables, positions(), epsilon);
         after(Part::Heads);
         queries
-    }
-
-    /// What queries see of sliding and of full layers' buffers: what is written, in a ring in any order.
-    fn visible(&self, config: &Gemma4Config, positions: &Tensor<1, Int>) -> [Visible; 2] {
-        let written = positions.clone() + 1;
-        let in_ring = written.clone().clamp_max(config.sliding_window as i64);
-        [in_ring, written].map(|lengths| Visible {
-            lengths: Some(lengths),
-            ..Visible::default()
-        })
     }
 }
 

@@ -55,7 +55,7 @@ pub enum Positions {
 
 impl Positions {
     /// One more than the largest position.
-    fn end(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         match self {
             Self::Range { first, count } => first + count,
             Self::Each(rows) => rows
