@@ -284,10 +284,7 @@ fn cubes_stay() {
     }
 }
 
-/// A thousand runs of each give the same bits.
-#[test]
-fn repeats_are_identical() {
-    const REPEATS: usize = 1000;
+fn cases_to_repeat() -> Vec<Case> {
     let causal = Some(CausalAlignment::BottomRight);
     let cases = [
         Case {
@@ -310,36 +307,67 @@ fn repeats_are_identical() {
             ..Case::new([2, 8, 1, 1, 3000, 512, 512])
         },
     ];
+    let in_half = |case| Case {
+        dtype: DType::BF16,
+        deterministic: true,
+        ..case
+    };
+    cases.map(in_half).into()
+}
+
+/// Checks that `repeats` runs of each case give the same bits as the first: output and logsumexp, or, for a loss of
+/// these, the gradients.
+fn check_repeats(repeats: usize, of_gradients: bool) {
     for device in hopper_devices() {
-        for case in &cases {
-            let case = Case {
-                dtype: DType::BF16,
-                ..case.clone()
-            };
+        for case in cases_to_repeat() {
             let inputs = case.inputs();
             let tracked = device.device.clone().autodiff();
             let tensor = |dense: &Dense| dense.tensor(&tracked, case.dtype);
             let operands = [&inputs.query, &inputs.key, &inputs.value].map(tensor);
+            let output_gradient = tensor(&inputs.output_gradient);
             let run = || {
+                let operands = operands.clone().map(Tensor::require_grad);
                 let [query, key, value] = operands.clone();
                 let extras = inputs.extras(&tracked, case.extras_dtype());
                 let options = case.options(extras);
                 let (output, logsumexp) = attention_with_lse(query, key, value, options)
                     .unwrap_or_else(|error| panic!("{case:?}: {error}"));
-                (output.inner(), logsumexp.inner())
+                if !of_gradients {
+                    let logsumexp = logsumexp.unsqueeze_dim::<4>(3);
+                    return vec![output.inner(), logsumexp.inner()];
+                }
+                let loss = (output * output_gradient.clone()).sum();
+                let gradients = loss.backward();
+                let gradient = |operand: &Tensor<4>| {
+                    operand
+                        .grad(&gradients)
+                        .unwrap_or_else(|| panic!("{case:?}: no gradient"))
+                };
+                operands.iter().map(gradient).collect()
             };
-            let (output, logsumexp) = run();
+            let first = run();
             let mut different = Tensor::<1, Int>::zeros([1], &device.device);
-            for _ in 0..REPEATS {
-                let (again, lse_again) = run();
-                different = different
-                    + again.not_equal(output.clone()).int().sum()
-                    + lse_again.not_equal(logsumexp.clone()).int().sum();
+            for _ in 0..repeats {
+                for (again, first) in run().into_iter().zip(&first) {
+                    different = different + again.not_equal(first.clone()).int().sum();
+                }
             }
             let different: i64 = different.into_scalar();
             assert_eq!(different, 0, "{case:?}");
         }
     }
+}
+
+/// A thousand runs of each give the same bits.
+#[test]
+fn repeats_are_identical() {
+    check_repeats(1000, false);
+}
+
+/// Two hundred runs of each give the same gradients.
+#[test]
+fn gradients_repeat() {
+    check_repeats(200, true);
 }
 
 /// Heads of a group share a tile, also where they do not fill it, and keys are split over cubes.

@@ -251,11 +251,9 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     let first = first_visit(tile, extent, mask, mask_places, integers, kind);
     if first.head < tile.heads {
         barrier_wait(places.held_full, 0u32);
-        if comptime!(tiles.takes_turns) {
-            // The first turn is the first warpgroup's.
-            if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
-                pass_turn(warpgroup, tiles.warpgroups);
-            }
+        // The first turn is the first warpgroup's.
+        if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
+            pass_turn(warpgroup, tiles.warpgroups);
         }
         let mut count = u32::new(0);
         let mut holes = u32::new(0);
@@ -308,9 +306,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            if comptime!(tiles.takes_turns) {
-                await_turn(warpgroup, tiles.warpgroups);
-            }
+            await_turn(warpgroup, tiles.warpgroups);
             let added =
                 multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
             let s = start_s::<NS>(&operands, places, count + 1u32, tiles);
@@ -329,9 +325,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
             let dp = start_dp::<NS>(&operands, places, count + 1u32, tiles);
-            if comptime!(tiles.takes_turns) {
-                pass_turn(warpgroup, tiles.warpgroups);
-            }
+            pass_turn(warpgroup, tiles.warpgroups);
             dots = settled.dots;
             values = settled.values;
             if comptime!(kind.leaves_holes()) {
@@ -518,7 +512,12 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
 ) -> Made<NP> {
     let used = comptime!(tiles.columns / 2);
     let fragment = comptime!(tiles.fragments()[0]);
-    let s = take_fragment::<NS>(s, used, fragment, comptime!(tiles.score_products() - 1));
+    let s = take_fragment::<NS>(
+        s,
+        used,
+        fragment,
+        comptime!(usize::from(tiles.sums.has_dots())),
+    );
     let dot_stage = stage_of(count, tiles.dot_stages).stage;
     let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
     let terms = Terms {

@@ -102,17 +102,20 @@ struct Row {
     value: Option<Shape>,
 }
 
+// TFLOP/s of the whole backward, bf16, one H200, median of 20 launches, causal B4 S4096 with heads × width = 4096,
+// 2026-11-21; others that were tried in brackets, by the columns of a block.
 const ROWS: &[Row] = &[
     Row {
         width: 64,
-        query: [2, 128, 2, 2],
-        key: [2, 48, 3, 3],
+        query: [2, 128, 2, 2], // 336 (112: 329)
+        // ptxas keeps to 168 registers a thread here, whatever setmaxnreg says, and 64 columns spill.
+        key: [2, 48, 3, 3], // (64: 245, 112: 268)
         value: None,
     },
     Row {
         width: 128,
-        query: [2, 80, 2, 2],
-        key: [2, 64, 2, 2],
+        query: [2, 96, 2, 2], // 461 (64: 448, 80: 443)
+        key: [2, 64, 3, 3],   // 456 (two stages: 443; 48: 443; apart: 389)
         value: None,
     },
     Row {
@@ -123,9 +126,9 @@ const ROWS: &[Row] = &[
     },
     Row {
         width: 256,
-        query: [2, 64, 2, 1],
+        query: [2, 64, 2, 1], // 413, full 424
         key: [2, 64, 2, 1],
-        value: Some([2, 80, 2, 2]),
+        value: Some([2, 80, 2, 2]), // (64: the same)
     },
 ];
 
@@ -218,16 +221,7 @@ fn gradient_tiles(head_dim: usize, value_dim: usize, half: Half) -> [Option<Grad
             false => [None; 3],
         };
     };
-    let tiles = |side, sums, shape: Shape| {
-        let name = match (side, sums) {
-            (Side::Queries, _) => "GRAD_Q",
-            (_, Sums::Values) => "GRAD_V",
-            _ => "GRAD_K",
-        };
-        let own: Vec<usize> = std::env::var(name)
-            .map(|x| x.split('_').map(|x| x.parse().unwrap()).collect())
-            .unwrap_or(shape.to_vec());
-        let [warpgroups, columns, dot_stages, value_stages]: Shape = own.try_into().unwrap();
+    let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages]: Shape| {
         Some(GradientTiles::Rows(GradientRowTiles {
             side,
             sums,
@@ -238,23 +232,17 @@ fn gradient_tiles(head_dim: usize, value_dim: usize, half: Half) -> [Option<Grad
             columns,
             dot_stages,
             value_stages,
-            takes_turns: std::env::var("GRAD_TURNS").map_or(true, |x| x == "1"),
         }))
     };
-    let apart = std::env::var("GRAD_V").is_ok();
-    let value_row = if apart {
-        Some(row.value.unwrap_or(row.query))
-    } else {
-        row.value
-    };
-    let keys = match value_row {
+    let keys = match row.value {
         Some(_) => Sums::Dots,
         None => Sums::Both,
     };
     [
         tiles(Side::Queries, Sums::Dots, row.query),
         tiles(Side::Keys, keys, row.key),
-        value_row.and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
+        row.value
+            .and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
     ]
 }
 
@@ -491,8 +479,6 @@ pub struct GradientRowTiles {
     pub dot_stages: usize,
     /// Blocks of values in shared memory.
     pub value_stages: usize,
-    /// Whether warpgroups issue their products in turns: see [`super::RowTiles::takes_turns`].
-    pub takes_turns: bool,
 }
 
 impl GradientRowTiles {
@@ -615,11 +601,6 @@ impl GradientRowTiles {
             columns,
             half: self.half,
         }
-    }
-
-    /// Products that make scores and their gradients of a block: S, and dP where it is needed.
-    pub const fn score_products(&self) -> usize {
-        if self.sums.has_dots() { 2 } else { 1 }
     }
 
     /// Whether the dots' gradient leaves through their place in shared memory.
