@@ -374,7 +374,7 @@ fn gradients_repeat() {
 #[test]
 fn few_queries() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 2, 5), (10, 1, 30), (3, 3, 2), (64, 1, 3)] {
-        for (head_dim, value_dim) in [(64, 64), (256, 256), (576, 512)] {
+        for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512), (576, 512)] {
             let case = Case {
                 causal: Some(CausalAlignment::BottomRight),
                 kv_lengths: Some(vec![700, 311]),

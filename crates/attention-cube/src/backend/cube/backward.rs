@@ -6,7 +6,7 @@ use crate::kernel::backward::{
     bias::{Broadcast, bias_gradient},
     key_value::key_value_gradient,
     query::query_gradient,
-    rows::{ROWS, UNITS, row_terms},
+    rows::{MULTIPLE, ROWS, UNITS, row_terms},
     together::{
         OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch, sum_parts,
     },
@@ -49,7 +49,7 @@ pub(super) fn launch(
     pass.with_rest([query, key, value], plan.query, query_places, request)
 }
 
-/// The logsumexp and Δ of every query, `[batch, q_heads, q_len, 2]`.
+/// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
 pub(super) fn rows_of_queries(
     saved: AttentionSaved<CubeBackend>,
     problem: &AttentionProblem,
@@ -61,9 +61,10 @@ pub(super) fn rows_of_queries(
         q_len,
         ..
     } = *problem;
-    let target = empty(&saved.output, [batch, q_heads, q_len, 2], DType::F32);
+    let padded = q_len.next_multiple_of(MULTIPLE);
+    let target = empty(&saved.output, [batch, q_heads, 2, padded], DType::F32);
     let client = target.client.clone();
-    let row_count = problem.batch * problem.q_heads * problem.q_len;
+    let row_count = batch * q_heads * padded;
     let logsumexp_gradient = saved.logsumexp_gradient.into_option();
     // SAFETY: rows past `row_count` are neither read nor written.
     unsafe {
@@ -77,8 +78,9 @@ pub(super) fn rows_of_queries(
             saved.logsumexp.into_tensor_arg(),
             logsumexp_gradient.map(CubeTensor::into_tensor_arg).into(),
             target.clone().into_tensor_arg(),
-            problem.q_heads as u32,
-            problem.q_len as u32,
+            q_heads as u32,
+            q_len as u32,
+            padded as u32,
             row_count as u32,
             problem.value_dim as u32,
             dtype_to_storage_type(problem.dtype),
@@ -487,17 +489,19 @@ impl BackwardPass<'_> {
     /// One number a head: Burn's own operations do, over the rows' lse and Δ.
     fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
-        let column = |index: usize| {
-            CubeBackend::float_slice(
+        let of_queries = |index: usize| {
+            let terms = CubeBackend::float_slice(
                 self.rows.clone(),
                 &[
                     (0..problem.batch).into(),
                     (0..problem.q_heads).into(),
-                    (0..problem.q_len).into(),
                     (index..index + 1).into(),
+                    (0..problem.q_len).into(),
                 ],
-            )
+            );
+            CubeBackend::float_swap_dims(terms, 2, 3)
         };
-        reference::sinks_gradient::<CubeBackend>(sinks.clone(), column(0), column(1), problem)
+        let [logsumexp, delta] = [0, 1].map(of_queries);
+        reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, delta, problem)
     }
 }

@@ -7,16 +7,12 @@ use super::*;
 use crate::kernel::backward::by_columns::gradient_by_columns;
 use crate::kernel::backward::by_rows::gradient_by_rows;
 use crate::kernel::backward::held::GradientStepsLaunch;
-use crate::kernel::backward::terms::{UNITS, spread_terms};
 use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::HopperKind;
 use crate::plan::wgmma::{
     BackwardPlan, ColumnTiles, GradientColumnTiles, GradientTiles, PRODUCT_ROWS, Side, Sums,
 };
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
-
-/// The copy engine reads rows of terms that start at multiples of 16 bytes.
-const TERMS_MULTIPLE: usize = 4;
 
 pub(super) fn launch(
     inputs: AttentionInputs<CubeBackend>,
@@ -27,7 +23,6 @@ pub(super) fn launch(
 ) -> AttentionGradients<CubeBackend> {
     let output_gradient = saved.output_gradient.clone();
     let rows = rows_of_queries(saved, problem, plan.rest.query.vector);
-    let terms = spread(&rows, problem);
     let value_tiles = plan.value.unwrap_or(plan.key);
     let (extras, [query_places, key_places, value_places, bias_places]) = Extras::new(
         &inputs,
@@ -48,7 +43,6 @@ pub(super) fn launch(
     };
     let kernel = |tiles, places, together| Gradient {
         pass: &pass,
-        terms: &terms,
         tiles,
         places,
         together,
@@ -79,30 +73,6 @@ fn blocks(tiles: &GradientTiles) -> Blocks {
     }
 }
 
-/// The queries' terms as the copy engine reads them, `[batch, q_heads, 2, padded]`.
-fn spread(rows: &CubeTensor, problem: &AttentionProblem) -> CubeTensor {
-    let padded = problem.q_len.next_multiple_of(TERMS_MULTIPLE);
-    let shape = [problem.batch, problem.q_heads, 2, padded];
-    let terms = empty(rows, shape, DType::F32);
-    let client = rows.client.clone();
-    let count = problem.batch * problem.q_heads * padded;
-    // SAFETY: a unit a number, inside the shapes above.
-    unsafe {
-        spread_terms::launch_unchecked(
-            &client,
-            cube_count(&client, count.div_ceil(UNITS)),
-            CubeDim::new_1d(UNITS as u32),
-            address_type([rows, &terms]),
-            rows.clone().into_tensor_arg(),
-            terms.clone().into_tensor_arg(),
-            problem.q_len as u32,
-            padded as u32,
-            count as u32,
-        );
-    }
-    terms
-}
-
 /// How the copy engine sees the terms: both of `columns` queries are a box.
 fn term_map(terms: &CubeTensor, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
@@ -118,7 +88,6 @@ fn term_map(terms: &CubeTensor, columns: usize) -> TensorMapArg<Tiled> {
 /// One kernel's launch.
 struct Gradient<'a> {
     pass: &'a BackwardPass<'a>,
-    terms: &'a CubeTensor,
     tiles: GradientTiles,
     places: Places,
     together: usize,
@@ -130,11 +99,12 @@ impl Gradient<'_> {
         let BackwardPass {
             inputs,
             output_gradient,
+            rows: terms,
             extras,
             problem,
             ..
         } = self.pass;
-        let client = self.terms.client.clone();
+        let client = terms.client.clone();
         let side = self.tiles.side();
         let sums = self.tiles.sums();
         let (held_dots, held_values, dots, values) = match side {
@@ -142,7 +112,7 @@ impl Gradient<'_> {
             Side::Keys => (&inputs.key, &inputs.value, &inputs.query, output_gradient),
         };
         let gradient = |wanted: bool, of: &CubeTensor| {
-            wanted.then(|| empty(self.terms, of.meta.shape().clone(), problem.dtype))
+            wanted.then(|| empty(terms, of.meta.shape().clone(), problem.dtype))
         };
         let dot_gradient = gradient(sums.has_dots(), held_dots);
         let value_gradient = gradient(sums.has_values(), held_values);
@@ -175,10 +145,6 @@ impl Gradient<'_> {
         });
         let score = score_kind(problem);
         let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
-        let power = match raw {
-            true => problem.scale * std::f64::consts::LOG2_E,
-            false => std::f64::consts::LOG2_E,
-        };
         let kind = HopperKind {
             fragment: FragmentKind {
                 side,
@@ -210,8 +176,16 @@ impl Gradient<'_> {
             Some(bias) if is_in_pairs(bias) => 2,
             _ => 1,
         };
+        // A gradient that leaves without the copy engine has no map, and its rows may not be legal for one.
+        let boxes = |boxed: bool, target: &CubeTensor| {
+            map(
+                if boxed { target } else { held_dots },
+                [1, PRODUCT_ROWS],
+                None,
+            )
+        };
         let addresses = address_type(
-            [&dot_target, &value_target, self.terms]
+            [&dot_target, &value_target, terms]
                 .into_iter()
                 .chain(&mask)
                 .chain(extras.tensors()),
@@ -229,14 +203,14 @@ impl Gradient<'_> {
                     map(held_values, [1, tiles.rows()], Some(tiles.value_subtiles())),
                     map(dots, [1, tiles.columns], Some(tiles.dot_subtiles())),
                     map(values, [1, tiles.columns], Some(tiles.value_subtiles())),
-                    term_map(self.terms, tiles.columns),
-                    self.terms.clone().into_tensor_arg(),
+                    term_map(terms, tiles.columns),
+                    terms.clone().into_tensor_arg(),
                     mask.clone().map(CubeTensor::into_tensor_arg).into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
                     extras.integers().into(),
-                    map(&dot_target, [1, PRODUCT_ROWS], None),
+                    boxes(sums.has_dots() && tiles.boxes_dots(), &dot_target),
                     dot_target.clone().into_tensor_arg(),
-                    map(&value_target, [1, PRODUCT_ROWS], None),
+                    boxes(sums.has_values() && tiles.boxes_values(), &value_target),
                     value_target.clone().into_tensor_arg(),
                     grid,
                     self.places.extent(problem),
@@ -244,7 +218,6 @@ impl Gradient<'_> {
                     steps,
                     mask_places,
                     problem.group() as u32,
-                    power as f32,
                     tiles,
                     kind,
                     dtype_to_storage_type(problem.dtype),
@@ -271,12 +244,12 @@ impl Gradient<'_> {
                     map(dots, [1, GradientColumnTiles::COLUMNS], Some(1)),
                     map(values, [1, GradientColumnTiles::COLUMNS], Some(1)),
                     map(summed, [1, ColumnTiles::VALUE_KEYS], whole_sums),
-                    term_map(self.terms, GradientColumnTiles::COLUMNS),
-                    self.terms.clone().into_tensor_arg(),
+                    term_map(terms, GradientColumnTiles::COLUMNS),
+                    terms.clone().into_tensor_arg(),
                     mask.clone().map(CubeTensor::into_tensor_arg).into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
                     extras.integers().into(),
-                    map(target, [1, PRODUCT_ROWS], None),
+                    boxes(tiles.boxes_gradient(), target),
                     target.clone().into_tensor_arg(),
                     grid,
                     self.places.extent(problem),
@@ -284,7 +257,6 @@ impl Gradient<'_> {
                     steps,
                     mask_places,
                     problem.group() as u32,
-                    power as f32,
                     tiles,
                     kind,
                     dtype_to_storage_type(problem.dtype),

@@ -82,7 +82,6 @@ pub(crate) fn gradient_by_columns<
     steps: GradientSteps,
     mask_places: MaskPlaces,
     group: u32,
-    power: f32,
     #[comptime] tiles: GradientColumnTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
@@ -165,7 +164,6 @@ pub(crate) fn gradient_by_columns<
                 &arguments,
                 &places,
                 warpgroup,
-                power,
                 tiles,
                 kind,
             );
@@ -205,7 +203,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     arguments: &ScoreArguments,
     places: &Places,
     warpgroup: u32,
-    power: f32,
     #[comptime] tiles: GradientColumnTiles,
     #[comptime] kind: HopperKind,
 ) -> Vector<f32, NG> {
@@ -308,7 +305,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             sight,
             extent,
             arguments,
-            power,
             HALF_COLUMNS,
             comptime!(tiles.sums.has_values()),
             tiles.half,

@@ -75,7 +75,6 @@ pub(crate) fn gradient_by_rows<
     steps: GradientSteps,
     mask_places: MaskPlaces,
     group: u32,
-    power: f32,
     #[comptime] tiles: GradientRowTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
@@ -163,7 +162,6 @@ pub(crate) fn gradient_by_rows<
                 &arguments,
                 &places,
                 warpgroup,
-                power,
                 tiles,
                 kind,
             );
@@ -231,7 +229,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     arguments: &ScoreArguments,
     places: &Places,
     warpgroup: u32,
-    power: f32,
     #[comptime] tiles: GradientRowTiles,
     #[comptime] kind: HopperKind,
 ) -> Gradients<ND, NV> {
@@ -274,7 +271,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         );
         let made = weigh::<F, NB, NS, NP>(
             s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
-            count, elected, power, tiles, kind,
+            count, elected, tiles, kind,
         );
         let mut p = made.p;
         let mut ds = made.ds;
@@ -336,7 +333,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             count += 1u32;
             let made = weigh::<F, NB, NS, NP>(
                 s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
-                count, elected, power, tiles, kind,
+                count, elected, tiles, kind,
             );
             p = made.p;
             ds = made.ds;
@@ -506,7 +503,6 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     places: &Places,
     count: u32,
     elected: u32,
-    power: f32,
     #[comptime] tiles: GradientRowTiles,
     #[comptime] kind: HopperKind,
 ) -> Made<NP> {
@@ -538,7 +534,6 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         sight,
         extent,
         arguments,
-        power,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
         tiles.half,

@@ -1,7 +1,7 @@
 //! From scores and the gradients of P to the gradients of scores, on an accumulator's registers: see
 //! `kernel/forward/fragment.rs` for what a thread has of them.
 //!
-//! With a query's terms, its logsumexp in powers of two and Δ, a score's *weight* is its probability times the
+//! With a query's terms, its logsumexp and Δ, a score's *weight* is its probability times the
 //! slope of the softcap, and its gradient the weight times `dp − Δ`.
 
 use crate::kernel::forward::fragment::{
@@ -90,8 +90,7 @@ pub(crate) struct Weights<NS: Size, NP: Size> {
 }
 
 /// The weights of the scores that become of the dots `s`, of `columns` columns from `first_column` on; 0 where
-/// the one does not see the other. In a `whole` block nothing is hidden, but by a bias. `power` is the factor
-/// from scores to powers of two.
+/// the one does not see the other. In a `whole` block nothing is hidden, but by a bias.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -105,7 +104,6 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     sight: &Sight,
     extent: &Extent,
     arguments: &ScoreArguments,
-    power: f32,
     #[comptime] columns: usize,
     #[comptime] gives_p: bool,
     #[comptime] half: Half,
@@ -115,20 +113,20 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     let mut p = Vector::<u32, NP>::zeroed();
     if whole {
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
-        let mut shift_0 = f32::new(0.0);
-        let mut shift_1 = f32::new(0.0);
+        let mut logsumexp_0 = f32::new(0.0);
+        let mut logsumexp_1 = f32::new(0.0);
         #[unroll]
         for pair in 0..columns / 4 {
             let at = own_column(first_column, pair) as u32;
             let scored = scored::<F, NB, NS>(s, bias, &known, at, arguments, pair, kind);
             // Two rows have the same columns.
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let shift = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
-                shift_0 = shift.first;
-                shift_1 = shift.second;
+                let logsumexp = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
+                logsumexp_0 = logsumexp.first;
+                logsumexp_1 = logsumexp.second;
             }
-            let first = exp2(fma(scored.values.first, power, -shift_0));
-            let second = exp2(fma(scored.values.second, power, -shift_1));
+            let first = probability(scored.values.first, logsumexp_0, arguments, kind);
+            let second = probability(scored.values.second, logsumexp_1, arguments, kind);
             if comptime!(gives_p) {
                 p.insert(pair, pack(first, second, half));
             }
@@ -139,8 +137,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
-        let mut shift_0 = f32::new(0.0);
-        let mut shift_1 = f32::new(0.0);
+        let mut logsumexp_0 = f32::new(0.0);
+        let mut logsumexp_1 = f32::new(0.0);
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.structure.mask && pair % PAIRS_PER_WORD == 0) {
@@ -170,12 +168,12 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 kind,
             );
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let shift = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
-                shift_0 = shift.first;
-                shift_1 = shift.second;
+                let logsumexp = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
+                logsumexp_0 = logsumexp.first;
+                logsumexp_1 = logsumexp.second;
             }
-            let first = exp2(fma(values.first, power, -shift_0));
-            let second = exp2(fma(values.second, power, -shift_1));
+            let first = probability(values.first, logsumexp_0, arguments, kind);
+            let second = probability(values.second, logsumexp_1, arguments, kind);
             if comptime!(gives_p) {
                 p.insert(pair, pack(first, second, half));
             }
@@ -191,6 +189,23 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
         }
     }
     Weights::<NS, NP> { w, p }
+}
+
+/// The probability of a score, or of a dot that waits for its scale. The difference is taken before the change to
+/// powers of two: where scores are huge, it is all that f32 holds finely enough.
+#[cube]
+fn probability(
+    value: f32,
+    logsumexp: f32,
+    arguments: &ScoreArguments,
+    #[comptime] kind: FragmentKind,
+) -> f32 {
+    let difference = if comptime!(kind.raw) {
+        fma(value, arguments.scale, -logsumexp)
+    } else {
+        value - logsumexp
+    };
+    exp2(difference * comptime!(std::f32::consts::LOG2_E))
 }
 
 /// The probability times the slope, 0 where the probability is.
