@@ -306,6 +306,10 @@ fn cases_to_repeat() -> Vec<Case> {
             causal,
             ..Case::new([2, 8, 1, 1, 3000, 512, 512])
         },
+        Case {
+            causal,
+            ..Case::new([2, 8, 1, 2, 3000, 512, 512])
+        },
     ];
     let in_half = |case| Case {
         dtype: DType::BF16,

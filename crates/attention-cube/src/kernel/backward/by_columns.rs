@@ -98,7 +98,7 @@ pub(crate) fn gradient_by_columns<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(places.full + at, 1usize);
-            // A warp of either warpgroup arrives once at a chunk for both, a warp of one twice at one of its own.
+            // Each warp of both warpgroups arrives at every chunk, be it read or not.
             barrier_init(places.empty + at, 8usize);
         }
         barrier_init(places.held_full, 1usize);
@@ -425,10 +425,9 @@ fn add<NG: Size>(
     if dirty {
         #[unroll]
         for own in 0..OWN_CHUNKS {
-            let at = chunk(
-                passed + warpgroup + comptime!((ColumnTiles::WARPGROUPS * own) as u32),
-                tiles.stages,
-            );
+            let pair = passed + comptime!((ColumnTiles::WARPGROUPS * own) as u32);
+            let at = chunk(pair + warpgroup, tiles.stages);
+            let other = chunk(pair + 1u32 - warpgroup, tiles.stages);
             barrier_wait(places.full + 8u32 * at.stage, at.parity);
             clear_unseen(
                 places.stages + at.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
@@ -443,14 +442,17 @@ fn add<NG: Size>(
                 comptime!(kind.leaves_holes()),
             );
             warpgroup_barrier();
-            sums = add_chunks::<NG>(sums, factors, operand, ring, at, own, 1usize, product);
+            sums = add_chunks::<NG>(
+                sums, factors, operand, ring, at, other, own, 1usize, product,
+            );
             sums = settled::<NG>(sums, tiles);
             free_own(places, ring, at.stage);
         }
     } else {
         let at = chunk(passed + warpgroup, tiles.stages);
+        let other = chunk(passed + 1u32 - warpgroup, tiles.stages);
         sums = add_chunks::<NG>(
-            sums, factors, operand, ring, at, 0usize, OWN_CHUNKS, product,
+            sums, factors, operand, ring, at, other, 0usize, OWN_CHUNKS, product,
         );
         sums = settled::<NG>(sums, tiles);
         let last = chunk(
@@ -476,15 +478,10 @@ fn settled<NG: Size>(
     )
 }
 
-/// Frees a chunk that only this warpgroup reads.
+/// Gives back a chunk that has been read.
 #[cube]
 fn free_own(places: &Places, ring: Ring, stage: u32) {
-    free_chunk(
-        places.empty + 8u32 * stage,
-        ring.elected,
-        0usize,
-        ColumnTiles::WARPGROUPS,
-    );
+    free_chunk(places.empty + 8u32 * stage, ring.elected, 0usize, 1usize);
 }
 
 /// Writes a warpgroup's columns of the gradient, times `factor`. Nobody reads what is held any more.

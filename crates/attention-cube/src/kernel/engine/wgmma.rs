@@ -383,16 +383,43 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 
 /// `sum += P V` of `chunks` of a warpgroup's, from the `first` on: registers of the sum | the same, P's and the
 /// ring's descriptors, the first full and the first empty barrier, elected, stage and parity of the first of these
-/// chunks. A chunk is free when the one after the next is issued; the last is left to whoever waits for the sum.
+/// chunks, and of the other warpgroup's first. A chunk is free when the one after the next is issued; the last is
+/// left to whoever waits for the sum.
+///
+/// The other warpgroup's chunks are waited for, and given back at once: who skipped a phase of a barrier could take
+/// the next but one for it, since their parities are the same.
 fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
     let fragment = product.fragment();
-    let [p, value, full, empty, elected, stage, parity] =
-        [0, 1, 2, 3, 4, 5, 6].map(|i| format!("%{}", 2 * fragment + i));
+    let [
+        p,
+        value,
+        full,
+        empty,
+        elected,
+        stage,
+        parity,
+        other_stage,
+        other_parity,
+    ] = [0, 1, 2, 3, 4, 5, 6, 7, 8].map(|i| format!("%{}", 2 * fragment + i));
+    let stages = product.ring.stages;
+    let others = format!(
+        ".reg .pred round;\n.reg .b32 other, other_parity, other_full, other_empty;\n\
+         mov.b32 other, {other_stage};\nmov.b32 other_parity, {other_parity};\n"
+    );
+    let locate_other = format!(
+        "mad.lo.u32 other_full, other, 8, {full};\nmad.lo.u32 other_empty, other, 8, {empty};\n"
+    );
+    let next_other = format!(
+        "add.u32 other, other, {};\nsetp.ge.u32 round, other, {stages};\n\
+         @round sub.u32 other, other, {stages};\n@round xor.b32 other_parity, other_parity, 1;\n",
+        ColumnTiles::WARPGROUPS
+    );
     let mut walk = Walk::new(
         product.ring,
         [stage, parity, full, empty, value],
         ColumnTiles::WARPGROUPS,
     );
+    walk.text += &others;
     walk.text += &format!(
         ".reg .pred sum, elected;\n.reg .b64 a, b;\n.reg .b32 free;\nsetp.eq.b32 sum, 0, 0;\n\
          setp.ne.b32 elected, {elected}, 0;\n{}",
@@ -402,9 +429,13 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
         walk.wait(chunk);
         add_chunk(&mut walk, &p, product.columns, product.half, first + chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
+        walk.text += &locate_other;
+        walk.text += &wait_text(&format!("O{chunk}"), "other_full", 0, "other_parity");
+        walk.text += &arrive_text("other_empty", 1);
+        walk.text += &next_other;
         if chunk > 0 {
             walk.text += "wgmma.wait_group.sync.aligned 1;\n";
-            walk.text += &arrive_text("free", ColumnTiles::WARPGROUPS);
+            walk.text += &arrive_text("free", 1);
         }
         walk.text += &format!("add.u32 free, is_empty, {};\n", 8 * walk.offset);
         walk.advance();
@@ -552,7 +583,8 @@ pub(crate) fn multiply_chunks<NS: Size>(
     s
 }
 
-/// Starts `sum += P V` of `chunks` of the warpgroup's from the `first` on, the first of which is `at`.
+/// Starts `sum += P V` of `chunks` of the warpgroup's from the `first` on, the first of which is `at`; the other
+/// warpgroup's first is `other`.
 #[cube]
 pub(crate) fn add_chunks<NO: Size>(
     sum: Vector<f32, NO>,
@@ -560,6 +592,7 @@ pub(crate) fn add_chunks<NO: Size>(
     value: u32,
     ring: Ring,
     at: Chunk,
+    other: Chunk,
     #[comptime] first: usize,
     #[comptime] chunks: usize,
     #[comptime] product: ChunkedProduct,
@@ -567,7 +600,7 @@ pub(crate) fn add_chunks<NO: Size>(
     let text = comptime!(chunked_sum_text(&product, first, chunks));
     let added: Vector<f32, NO>;
     gpu_asm!(
-        "{text} // {added} {sum} {p} {value} {full} {empty} {elected} {stage} {parity}\n",
+        "{text} // {added} {sum} {p} {value} {full} {empty} {elected} {stage} {parity} {other_stage} {other_parity}\n",
         added = out(_) added,
         sum = in(_) value_of::<Vector<f32, NO>>(sum),
         p = in(_) value_of::<u32>(p),
@@ -576,7 +609,9 @@ pub(crate) fn add_chunks<NO: Size>(
         empty = in(_) value_of::<u32>(ring.empty),
         elected = in(_) value_of::<u32>(ring.elected),
         stage = in(_) value_of::<u32>(at.stage),
-        parity = in(_) value_of::<u32>(at.parity)
+        parity = in(_) value_of::<u32>(at.parity),
+        other_stage = in(_) value_of::<u32>(other.stage),
+        other_parity = in(_) value_of::<u32>(other.parity)
     );
     added
 }
