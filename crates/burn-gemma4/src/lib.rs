@@ -14,6 +14,7 @@ mod defaults;
 mod error;
 mod gemma;
 mod generate;
+mod loss;
 mod model;
 mod packing;
 mod sampling;
