@@ -6,6 +6,7 @@
 pub mod layer;
 pub mod observe;
 
+mod adapter;
 mod cache;
 mod chat;
 mod checkpoint;
@@ -20,6 +21,7 @@ mod packing;
 mod sampling;
 mod tokenizer;
 
+pub use adapter::Adapter;
 pub use cache::Cache;
 pub use chat::{ChatOptions, ChatTemplate, Message, Role};
 pub use checkpoint::{LoadOptions, LoadProgress};
