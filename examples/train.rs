@@ -8,7 +8,7 @@
 //! ```
 
 use attention_workspace::{
-    Dtype, Error,
+    Dtype, Error, guarded,
     terminal::{WrongArgument, exit_code, note},
     training::{
         arguments::TrainingArguments,
@@ -20,7 +20,10 @@ use attention_workspace::{
         vocabulary,
     },
 };
-use burn::{module::Module, tensor::DeviceConfig};
+use burn::{
+    module::Module,
+    tensor::{Device, DeviceConfig, Tensor},
+};
 use burn_gemma4::{Gemma4Config, Gemma4Model};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
@@ -80,6 +83,13 @@ fn train(cli: &Cli) -> Result<(), Error> {
     let parallel = arguments.parallel(&chosen)?;
     let dtype = chosen.dtype(Some(cli.dtype))?;
     note(&chosen);
+    chosen
+        .device
+        .clone()
+        .configure(DeviceConfig::default().float_dtype(dtype.burn()))?;
+    if begun.is_some() {
+        check_default_device()?;
+    }
 
     let texts = corpus::read(&match cli.data.is_empty() {
         true => vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))],
@@ -116,10 +126,6 @@ fn train(cli: &Cli) -> Result<(), Error> {
         }
     }
 
-    chosen
-        .device
-        .clone()
-        .configure(DeviceConfig::default().float_dtype(dtype.burn()))?;
     chosen.device.seed(arguments.seed);
     let model = Gemma4Model::new(&config, &devices[0]);
     note(format_args!("{} parameters", model.num_params()));
@@ -140,6 +146,17 @@ fn train(cli: &Cli) -> Result<(), Error> {
     outcome.model.save(&cli.out, Some(cli.save_dtype.burn()))?;
     note(format_args!("written to {}", cli.out.display()));
     Ok(())
+}
+
+/// Burn restores an optimizer's numbers on its default device, whichever the model is on.
+fn check_default_device() -> Result<(), Error> {
+    let open = || Tensor::<1>::zeros([1], &Device::default()).into_data();
+    guarded(open).map(|_| ()).map_err(|reason| {
+        format!(
+            "Burn's default device, on which it restores optimizers, does not open: BURN_DEVICE=flex chooses the processor. {reason}"
+        )
+        .into()
+    })
 }
 
 /// What a run was begun with.
@@ -194,10 +211,9 @@ fn rows(
     let length = cli.training.length;
     let mut rows = cut(documents, length);
     let validation = ((rows.len() as f64 * VALIDATION).round() as usize).max(1);
-    if rows.len() <= validation {
-        let count = rows.len();
+    if rows.len() < 2 {
         return Err(format!(
-            "the data are {count} rows of {length} tokens, too few to train and to validate on: more text or a smaller --length"
+            "the data fill 1 row of {length} tokens, and there have to be rows to train and to validate on: give more text or a smaller --length"
         )
         .into());
     }

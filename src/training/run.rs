@@ -7,7 +7,7 @@ use super::{
     loader::{Data, TrainingLoader, ValidationLoader},
     trainee::Trainee,
 };
-use crate::Error;
+use crate::{Error, terminal::INTERRUPTED};
 use burn::{
     grad_clipping::GradientClippingConfig,
     lr_scheduler::{
@@ -22,7 +22,8 @@ use burn::{
         distributed::{DistributedConfig, ReduceOperation},
     },
     train::{
-        ExecutionStrategy, Learner, MultiDeviceOptim, SupervisedTraining, TrainingStrategy,
+        ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim, SupervisedTraining,
+        TrainingStrategy,
         checkpoint::KeepLastNCheckpoints,
         metric::{IterationSpeedMetric, LearningRateMetric, LossMetric},
     },
@@ -63,6 +64,17 @@ pub struct Outcome {
     pub model: Gemma4Model,
     /// Somebody stopped it before its last step.
     pub is_interrupted: bool,
+}
+
+/// Ctrl-C ends the run after the step that is under way; a second one ends the program.
+fn stop_on_interrupt(interrupter: Interrupter) -> Result<(), Error> {
+    ctrlc::set_handler(move || {
+        if interrupter.should_stop() {
+            std::process::exit(INTERRUPTED);
+        }
+        interrupter.stop(None);
+    })?;
+    Ok(())
 }
 
 impl Run<'_> {
@@ -118,6 +130,7 @@ impl Run<'_> {
             Parallel::Main => schedule.batches(),
         };
         let learner = Learner::new(Trainee::new(model, added), self.optimizer(), self.rates()?);
+        stop_on_interrupt(learning.interrupter())?;
         let result = learning.launch(learner);
         match result.error {
             Some(error) => Err(error.to_string().into()),

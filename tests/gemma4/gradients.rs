@@ -8,7 +8,7 @@ use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Device, Gradients, Int, Tensor, activation::log_softmax},
 };
-use burn_gemma4::Gemma4Model;
+use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
 use std::collections::BTreeMap;
 
 /// How far a gradient may be from transformers', relative to its norm.
@@ -118,6 +118,104 @@ fn are_those_of_transformers() {
                     worst.0, worst.1
                 );
             }
+        }
+    }
+}
+
+#[test]
+fn of_the_loss_in_chunks_are_those_of_transformers() {
+    let device = Device::flex().autodiff();
+    for fixture in Fixture::all() {
+        let Some(expected) = fixture.gradients() else {
+            continue;
+        };
+        let gemma = fixture.load(&device, DType::F32);
+        let count = fixture.prompt.len();
+        let next = [&fixture.prompt[1..], &[0]].concat();
+        let last = Tensor::<2, Int>::from_data([[-1]], &device);
+        let targets = tokens(&[&next], &device).slice_assign([0..1, count - 1..count], last);
+        let hidden = gemma
+            .model()
+            .hidden(tokens(&[&fixture.prompt], &device), Logits::All);
+        let loss = gemma
+            .model()
+            .loss(hidden, targets)
+            .expect("targets that fit");
+        let gradients = loss.backward();
+        let error = relative(&values(loss), &expected["loss"].values);
+        assert!(
+            error <= TOLERANCE,
+            "{}: the loss is off by {error:e}",
+            fixture.name
+        );
+        for (path, found) in gradients_of(gemma.model(), &gradients) {
+            if let (Some(found), Some(expected)) =
+                (found, expected.get(&format!("grad.model.{path}")))
+            {
+                let error = relative(&found, &expected.values);
+                assert!(
+                    error <= TOLERANCE,
+                    "{}: {path} is off by {error:e}",
+                    fixture.name
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn of_the_last_positions_alone() {
+    let device = Device::flex().autodiff();
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&device, DType::F32);
+    let model = gemma.model();
+    let row = tokens(&[&fixture.prompt], &device);
+    let count = fixture.prompt.len();
+    let of_last = |hidden: Tensor<3>| {
+        let targets = row.clone().narrow(1, count - 4, 4);
+        let loss = model.loss(hidden, targets).expect("targets that fit");
+        gradients_of(model, &loss.backward())
+    };
+    let all = model
+        .hidden(row.clone(), Logits::All)
+        .narrow(1, count - 4, 4);
+    let expected = of_last(all);
+    for (path, found) in of_last(model.hidden(row.clone(), Logits::Last(4))) {
+        if let (Some(found), Some(expected)) = (found, &expected[&path]) {
+            let error = relative(&found, expected);
+            assert!(error <= TOLERANCE, "{path} is off by {error:e}");
+        }
+    }
+    let hidden = model.hidden(row.clone(), Logits::Last(4));
+    assert!(model.loss(hidden, row).is_err());
+}
+
+#[test]
+fn of_a_head_of_its_own() {
+    let device = Device::flex().autodiff();
+    let config = Gemma4Config {
+        tie_word_embeddings: false,
+        ..Fixture::open("dense-ple")
+            .load(&device, DType::F32)
+            .config()
+            .clone()
+    };
+    let model = Gemma4Model::new(&config, &device);
+    let row = tokens(&[&[2, 17, 5, 44, 300, 9]], &device);
+    let plain = next_token_loss(&model, row.clone());
+    let hidden = model.hidden(row.clone(), Logits::All).narrow(1, 0, 5);
+    let chunked = model
+        .loss(hidden, row.narrow(1, 1, 5))
+        .expect("targets that fit");
+    let error = relative(&values(chunked.clone()), &values(plain.clone()));
+    assert!(error <= TOLERANCE, "the loss is off by {error:e}");
+    let expected = gradients_of(&model, &plain.backward());
+    let found = gradients_of(&model, &chunked.backward());
+    assert!(found["lm_head.weight"].is_some());
+    for (path, found) in found {
+        if let (Some(found), Some(expected)) = (found, &expected[&path]) {
+            let error = relative(&found, expected);
+            assert!(error <= TOLERANCE, "{path} is off by {error:e}");
         }
     }
 }
