@@ -159,7 +159,8 @@ impl Run<'_> {
 
     fn optimizer(&self) -> ModuleOptimizer {
         let arguments = self.arguments;
-        let clipping = (arguments.clip > 0.0).then(|| GradientClippingConfig::Norm(arguments.clip));
+        let clipping =
+            (arguments.clip > 0.0).then_some(GradientClippingConfig::Norm(arguments.clip));
         match arguments.optimizer {
             OptimizerName::Sgd => SgdConfig::new().with_gradient_clipping(clipping).init(),
             OptimizerName::Adamw => {

@@ -6,6 +6,7 @@ use crate::{
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
+    optim::GradientsParams,
     tensor::{DType, Device, Gradients, Int, Tensor, activation::log_softmax},
 };
 use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
@@ -216,6 +217,69 @@ fn of_a_head_of_its_own() {
         if let (Some(found), Some(expected)) = (found, &expected[&path]) {
             let error = relative(&found, expected);
             assert!(error <= TOLERANCE, "{path} is off by {error:e}");
+        }
+    }
+}
+
+/// Gradients layer by layer are those of the whole.
+#[test]
+fn of_one_layer_after_the_other() {
+    for device in devices() {
+        for name in ["dense-ple", "dense-keqv", "moe"] {
+            let fixture = Fixture::open(name);
+            for (what, tracked) in tracked(&device) {
+                let gemma = fixture.load(&tracked, DType::F32);
+                let model = gemma.model();
+                let row = tokens(&[&fixture.prompt, &fixture.prompt], &tracked);
+                let [_, count] = row.dims();
+                for asked in [Logits::All, Logits::Last(3)] {
+                    let positions = if asked == Logits::All { count } else { 3 };
+                    let targets = row.clone().narrow(1, count - positions, positions);
+                    let loss = |hidden| model.loss(hidden, targets.clone());
+                    let whole = loss(model.hidden(row.clone(), asked)).expect("targets that fit");
+                    let expected = gradients_of(model, &whole.backward());
+                    let (by_layer, mut found) = model
+                        .gradients(row.clone(), None, asked, loss)
+                        .expect("targets that fit");
+                    assert_eq!(values(by_layer), values(whole));
+                    let mut compared = Compared {
+                        what: format!("{name} {what} {asked:?}"),
+                        expected: &expected,
+                        found: &mut found,
+                        path: Vec::new(),
+                    };
+                    model.visit(&mut compared);
+                }
+            }
+        }
+    }
+}
+
+struct Compared<'a> {
+    what: String,
+    expected: &'a BTreeMap<String, Option<Vec<f32>>>,
+    found: &'a mut GradientsParams,
+    path: Vec<String>,
+}
+
+impl ModuleVisitor for Compared<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let what = format!("{}: {path}", self.what);
+        match (self.found.remove::<D>(param.id), &self.expected[&path]) {
+            (Some(found), Some(expected)) => {
+                let error = relative(&values(found), expected);
+                assert!(error <= 1e-4, "{what} is off by {error:e}");
+            }
+            (found, expected) => assert_eq!(found.is_some(), expected.is_some(), "{what}"),
         }
     }
 }

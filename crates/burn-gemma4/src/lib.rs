@@ -15,6 +15,7 @@ mod defaults;
 mod error;
 mod gemma;
 mod generate;
+mod gradients;
 mod loss;
 mod model;
 mod packing;

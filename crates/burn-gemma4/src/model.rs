@@ -74,9 +74,9 @@ pub struct Gemma4Model {
     /// To logits, where that is not the embedding's table.
     pub lm_head: Option<Linear>,
     #[module(skip)]
-    config: Arc<Gemma4Config>,
+    pub(crate) config: Arc<Gemma4Config>,
     #[module(skip)]
-    rope: Rope,
+    pub(crate) rope: Rope,
 }
 
 /// The positions whose logits are asked for.
@@ -91,7 +91,7 @@ pub enum Logits {
 }
 
 impl Logits {
-    fn of(self, positions: usize) -> usize {
+    pub(crate) fn of(self, positions: usize) -> usize {
         match self {
             Self::All => positions,
             Self::Last(count) => count.min(positions),
@@ -210,13 +210,7 @@ impl Gemma4Model {
         tokens: Tensor<2, Int>,
         packing: &Packing,
     ) -> Result<Tensor<3>, Gemma4Error> {
-        let (found, expected) = (tokens.dims(), [packing.batch(), packing.positions()]);
-        if found != expected {
-            return Err(Gemma4Error::Argument {
-                argument: "tokens",
-                reason: format!("has the shape {found:?}, but the packing has {expected:?}"),
-            });
-        }
+        packing.check(&tokens)?;
         Ok(self.run(tokens, Context::Packed(packing), Logits::All, &mut ()))
     }
 
@@ -398,7 +392,11 @@ impl Gemma4Model {
     }
 
     /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the embedding.
-    fn per_layer_inputs(&self, tokens: Tensor<2, Int>, stream: &Tensor<3>) -> Option<Tensor<4>> {
+    pub(crate) fn per_layer_inputs(
+        &self,
+        tokens: Tensor<2, Int>,
+        stream: &Tensor<3>,
+    ) -> Option<Tensor<4>> {
         let table = self.embed_tokens_per_layer.as_ref()?;
         let projection = self.per_layer_model_projection.as_ref()?;
         let norm = self.per_layer_projection_norm.as_ref()?;

@@ -15,7 +15,11 @@ use burn::{
 };
 
 /// `value` `[1]` as it is, of which `gradient` is the gradient by `source`, beside those that it has already.
-pub(super) fn attach(value: Tensor<1>, source: Tensor<2>, gradient: Tensor<2>) -> Tensor<1> {
+pub(crate) fn attach<const D: usize>(
+    value: Tensor<1>,
+    source: Tensor<D>,
+    gradient: Tensor<D>,
+) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::attach_gradient(
         value.into_dispatch(),
         source.into_dispatch(),
@@ -66,7 +70,8 @@ impl<B: AttachBackend> Backward<B, 2> for AttachStep {
         if let Some(source) = source {
             let dtype: FloatDType = ops.state.dtype().into();
             let factor = B::float_cast(after.clone(), dtype);
-            let factor = B::float_reshape(factor, Shape::new([1, 1]));
+            let ones = vec![1; ops.state.shape().num_dims()];
+            let factor = B::float_reshape(factor, Shape::from(ones));
             gradients.register::<B>(source.id, B::float_mul(ops.state, factor));
         }
         if let Some(value) = value {

@@ -8,7 +8,7 @@
 mod attach;
 
 use crate::layer::linear::{product, rows};
-use attach::attach;
+pub(crate) use attach::attach;
 use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
 
 /// Logits that are in memory at once: 512 MB in f32.
