@@ -12,7 +12,10 @@ use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
     guarded,
-    training::{arguments::OptimizerName, presets::Preset},
+    training::{
+        arguments::{Checkpointing, OptimizerName},
+        presets::Preset,
+    },
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -53,9 +56,9 @@ struct Cli {
     /// Which optimizer.
     #[arg(long, value_enum, default_value = "sgd")]
     optimizer: OptimizerName,
-    /// Keeps all activations for the backward.
-    #[arg(long)]
-    no_checkpointing: bool,
+    /// What the backward computes anew.
+    #[arg(long, value_enum, default_value = "layers")]
+    checkpointing: Checkpointing,
     /// Steps to take the median of.
     #[arg(long, default_value_t = 5)]
     steps: usize,
@@ -117,10 +120,7 @@ fn run(cli: &Cli) -> Result<(), Error> {
         "{:10} {:>8} {:>10} {:>12} {:>10} {:>10}",
         "model", "length", "s/step", "tokens/s", "peak GB", "taken GB"
     );
-    let tracked = match cli.no_checkpointing {
-        true => device.autodiff(),
-        false => device.autodiff().gradient_checkpointing(),
-    };
+    let tracked = cli.checkpointing.tracked(device);
     let mut rows = Vec::new();
     for config in configs(cli, &chosen) {
         for length in lengths(cli, &chosen) {
@@ -146,15 +146,10 @@ fn run(cli: &Cli) -> Result<(), Error> {
 
 fn settings(cli: &Cli) -> String {
     format!(
-        "{:?}, batch {}, loss on the last {}, {}",
-        cli.optimizer,
-        cli.batch,
-        cli.last,
-        match cli.no_checkpointing {
-            true => "all activations kept",
-            false => "gradient checkpointing",
-        }
+        "optimizer {:?}, batch {}, loss on the last {}, checkpointing {:?}",
+        cli.optimizer, cli.batch, cli.last, cli.checkpointing,
     )
+    .to_lowercase()
 }
 
 fn configs(cli: &Cli, chosen: &Chosen) -> Vec<Preset> {
@@ -241,9 +236,16 @@ fn measure(cli: &Cli, preset: Preset, length: usize, device: &Device) -> Result<
         }
         plain.sync()?;
         let start = Instant::now();
-        let hidden = model.hidden(input.clone(), Logits::Last(last));
-        let result = model.loss(hidden, targets.clone())?;
-        let gradients = GradientsParams::from_grads(result.backward(), &model);
+        let asked = Logits::Last(last);
+        let of_states = |hidden| model.loss(hidden, targets.clone());
+        let (result, gradients) = match cli.checkpointing.is_by_layer() {
+            true => model.gradients(input.clone(), None, asked, of_states)?,
+            false => {
+                let result = of_states(model.hidden(input.clone(), asked))?;
+                let gradients = GradientsParams::from_grads(result.backward(), &model);
+                (result, gradients)
+            }
+        };
         model = optimizer.step(1e-4, model, gradients);
         loss = result.into_scalar::<f32>();
         plain.sync()?;

@@ -38,9 +38,9 @@ pub struct TrainingArguments {
     /// The largest norm of a parameter's gradient; 0 leaves gradients as they are.
     #[arg(long, value_name = "NORM", default_value_t = 1.0)]
     pub clip: f32,
-    /// Computes activations anew in the backward rather than keeping them, where that is cheap.
-    #[arg(long)]
-    pub gradient_checkpointing: bool,
+    /// What the backward computes anew rather than keeping it.
+    #[arg(long, value_enum, default_value_t)]
+    pub checkpointing: Checkpointing,
     /// Steps from one validation and checkpoint to the next [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS", value_parser = positive)]
     pub checkpoint_every: Option<usize>,
@@ -62,6 +62,35 @@ pub struct TrainingArguments {
     /// Steps from one line to the next.
     #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = positive)]
     pub log_every: usize,
+}
+
+/// The values of `--checkpointing`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Checkpointing {
+    /// Nothing: all activations are kept.
+    #[default]
+    None,
+    /// Burn's: what is bound by memory, such as norms and activations; matrix products are kept.
+    Operations,
+    /// Layers: what goes into each is kept, and the activations of one at a time.
+    Layers,
+    /// Layers, and in the one at work what is bound by memory: the least memory.
+    Both,
+}
+
+impl Checkpointing {
+    /// The device with autodiff.
+    pub fn tracked(self, device: Device) -> Device {
+        match self {
+            Self::None | Self::Layers => device.autodiff(),
+            Self::Operations | Self::Both => device.autodiff().gradient_checkpointing(),
+        }
+    }
+
+    /// Whether layers are computed anew.
+    pub fn is_by_layer(self) -> bool {
+        matches!(self, Self::Layers | Self::Both)
+    }
 }
 
 /// The values of `--optimizer`.
@@ -110,10 +139,7 @@ impl TrainingArguments {
         };
         let devices = devices
             .into_iter()
-            .map(|device| match self.gradient_checkpointing {
-                true => device.autodiff().gradient_checkpointing(),
-                false => device.autodiff(),
-            })
+            .map(|device| self.checkpointing.tracked(device))
             .collect();
         Ok((chosen, devices))
     }

@@ -110,9 +110,6 @@ impl Run<'_> {
                 .with_training_strategy(TrainingStrategy::Default(self.strategy()))
                 // It would take over the messages of panics.
                 .with_application_logger(None);
-        if self.arguments.gradient_checkpointing {
-            learning = learning.gradient_checkpointing();
-        }
         if self.keeps {
             let [model, optimizer, schedule] = Records::all(&self.folder.join("checkpoints"))?;
             learning = learning.with_custom_checkpointers(model, optimizer, schedule);
@@ -129,7 +126,11 @@ impl Run<'_> {
             Parallel::AllReduce => schedule.accumulation,
             Parallel::Main => schedule.batches(),
         };
-        let learner = Learner::new(Trainee::new(model, added), self.optimizer(), self.rates()?);
+        let learner = Learner::new(
+            Trainee::new(model, added, self.arguments.checkpointing),
+            self.optimizer(),
+            self.rates()?,
+        );
         stop_on_interrupt(learning.interrupter())?;
         let result = learning.launch(learner);
         match result.error {

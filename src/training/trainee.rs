@@ -1,6 +1,6 @@
 //! A model as Burn's learner takes it.
 
-use super::loader::Batch;
+use super::{arguments::Checkpointing, loader::Batch};
 use burn::{
     module::Module,
     tensor::{ExecutionError, Tensor},
@@ -9,7 +9,9 @@ use burn::{
         metric::{Adaptor, LossInput},
     },
 };
-use burn_gemma4::Gemma4Model;
+use burn_gemma4::{Gemma4Model, Logits};
+
+const ONE_SHAPE: &str = "the loader makes tokens, targets and packing of one shape";
 
 /// A model that learns to predict the next token.
 #[derive(Module, Debug)]
@@ -19,14 +21,18 @@ pub struct Trainee {
     /// What a batch's gradients count: the learner adds up those of a step.
     #[module(skip)]
     share: f64,
+    /// Computes each layer anew in the backward.
+    #[module(skip)]
+    by_layer: bool,
 }
 
 impl Trainee {
     /// `model`, where the learner adds up the gradients of so many batches for a step.
-    pub fn new(model: Gemma4Model, batches: usize) -> Self {
+    pub fn new(model: Gemma4Model, batches: usize, checkpointing: Checkpointing) -> Self {
         Self {
             model,
             share: 1.0 / batches as f64,
+            by_layer: checkpointing.is_by_layer(),
         }
     }
 
@@ -37,7 +43,7 @@ impl Trainee {
             .hidden_packed(batch.tokens.clone(), &batch.packing);
         hidden
             .and_then(|hidden| self.model.loss(hidden, batch.targets.clone()))
-            .expect("the loader makes tokens, targets and packing of one shape")
+            .expect(ONE_SHAPE)
     }
 }
 
@@ -62,9 +68,23 @@ impl TrainStep for Trainee {
     type Output = Loss;
 
     fn step(&self, batch: Batch) -> TrainOutput<Loss> {
-        let loss = self.loss(&batch);
-        let gradients = (loss.clone() * self.share).backward();
-        TrainOutput::new(self, gradients, Loss(loss.detach()))
+        if !self.by_layer {
+            let loss = self.loss(&batch);
+            let gradients = (loss.clone() * self.share).backward();
+            return TrainOutput::new(self, gradients, Loss(loss.detach()));
+        }
+        let Batch {
+            tokens,
+            targets,
+            packing,
+        } = batch;
+        let share = |hidden| Ok(self.model.loss(hidden, targets)? * self.share);
+        let outcome = self
+            .model
+            .gradients(tokens, Some(&packing), Logits::All, share);
+        let (loss, grads) = outcome.expect(ONE_SHAPE);
+        let item = Loss(loss / self.share);
+        TrainOutput { grads, item }
     }
 }
 
