@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example train -- --out trained
-//! cargo run --release --example train -- --out trained --data texts --config 40m --steps 20000
+//! cargo run --release --example train -- --out trained --data texts --config 55m --steps 20000
 //! cargo run --release --example train -- --out trained --resume
 //! cargo run --release --example generate -- --model trained --prompt "fn main"
 //! ```

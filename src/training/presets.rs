@@ -10,15 +10,15 @@ pub enum Preset {
     /// 1.4 million parameters.
     #[value(name = "1m")]
     M1,
-    /// 5 million parameters.
-    #[value(name = "5m")]
-    M5,
-    /// 40 million parameters.
-    #[value(name = "40m")]
-    M40,
-    /// 150 million parameters.
-    #[value(name = "150m")]
-    M150,
+    /// 6 million parameters.
+    #[value(name = "6m")]
+    M6,
+    /// 55 million parameters.
+    #[value(name = "55m")]
+    M55,
+    /// 170 million parameters.
+    #[value(name = "170m")]
+    M170,
     /// Gemma 4 E2B.
     E2b,
     /// Gemma 4 E4B.
@@ -56,9 +56,9 @@ impl Preset {
         match self {
             Self::Tiny => 512,
             Self::M1 => 2048,
-            Self::M5 => 4096,
-            Self::M40 => 8192,
-            Self::M150 => 16_384,
+            Self::M6 => 4096,
+            Self::M55 => 8192,
+            Self::M170 => 16_384,
             _ => 65_536,
         }
     }
@@ -86,7 +86,7 @@ impl Preset {
                 window: 128,
                 own_inputs: 8,
             },
-            Self::M5 => Small {
+            Self::M6 => Small {
                 hidden_size: 256,
                 intermediate_size: 768,
                 sliding: 2,
@@ -96,7 +96,7 @@ impl Preset {
                 window: 256,
                 own_inputs: 16,
             },
-            Self::M40 => Small {
+            Self::M55 => Small {
                 hidden_size: 512,
                 intermediate_size: 2048,
                 sliding: 3,
@@ -106,7 +106,7 @@ impl Preset {
                 window: 512,
                 own_inputs: 32,
             },
-            Self::M150 => Small {
+            Self::M170 => Small {
                 hidden_size: 768,
                 intermediate_size: 3072,
                 sliding: 4,
@@ -162,10 +162,10 @@ mod tests {
             let model = Gemma4Model::new(&config, &Device::default());
             let expected = match preset {
                 Preset::Tiny => 60_000..75_000,
-                Preset::M1 => 1_300_000..1_450_000,
-                Preset::M5 => 4_500_000..6_500_000,
-                Preset::M40 => 35_000_000..50_000_000,
-                Preset::M150 => 130_000_000..200_000_000,
+                Preset::M1 => 1_350_000..1_450_000,
+                Preset::M6 => 6_000_000..6_500_000,
+                Preset::M55 => 54_000_000..56_000_000,
+                Preset::M170 => 165_000_000..175_000_000,
                 _ => continue,
             };
             let parameters = model.num_params();
