@@ -225,7 +225,12 @@ fn of_a_head_of_its_own() {
 #[test]
 fn of_one_layer_after_the_other() {
     for device in devices() {
-        for name in ["dense-ple", "dense-keqv", "moe"] {
+        // Every shape of its own would compile kernels of its own.
+        let names = match device.is_cube() {
+            true => &["dense-ple"][..],
+            false => &["dense-ple", "dense-keqv", "moe"],
+        };
+        for name in names {
             let fixture = Fixture::open(name);
             for (what, tracked) in tracked(&device) {
                 let gemma = fixture.load(&tracked, DType::F32);
@@ -241,7 +246,8 @@ fn of_one_layer_after_the_other() {
                     let (by_layer, mut found) = model
                         .gradients(row.clone(), None, asked, loss)
                         .expect("targets that fit");
-                    assert_eq!(values(by_layer), values(whole));
+                    let error = relative(&values(by_layer), &values(whole));
+                    assert!(error <= 1e-5, "{name} {what}: the loss is off by {error:e}");
                     let mut compared = Compared {
                         what: format!("{name} {what} {asked:?}"),
                         expected: &expected,

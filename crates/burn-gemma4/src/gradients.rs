@@ -16,7 +16,7 @@ use crate::{
 use burn::{
     module::{Module, ModuleVisitor, Param},
     optim::GradientsParams,
-    tensor::{DType, Gradients, Int, Tensor},
+    tensor::{DType, GradientCheckpointingStrategy, Gradients, Int, Tensor},
 };
 use std::collections::BTreeMap;
 
@@ -67,6 +67,9 @@ impl Gemma4Model {
                 });
             }
         }
+        // Burn keeps a graph until the next backward, so that the forward has to do without.
+        let tokens = tokens.inner();
+        let plain = self.valid();
         let pass = Pass::new(self, &tokens, packing, asked);
         if pass.asked == 0 {
             return Err(Gemma4Error::Argument {
@@ -74,10 +77,10 @@ impl Gemma4Model {
                 reason: format!("is {asked:?}, which leaves nothing to learn from"),
             });
         }
-        let (mut kept, stream) = pass.forward(tokens.clone());
+        let (mut kept, stream) = pass.forward(&plain, tokens.clone());
         let mut sum = GradientsParams::new();
 
-        let stream = stream.require_grad();
+        let stream = pass.leaf(stream);
         let loss = loss(self.norm.forward(stream.clone()))?;
         let mut gradients = loss.backward();
         let mut of_stream = of_leaf(&stream, &mut gradients);
@@ -90,10 +93,10 @@ impl Gemma4Model {
             let of_output = padded(of_stream, pass.computed(layer));
             let objective = Objective {
                 layer,
-                input: input.require_grad(),
+                input: pass.leaf(input),
                 own_input: kept
                     .own_input(layer, pass.computed(layer))
-                    .map(Tensor::require_grad),
+                    .map(|input| pass.leaf(input)),
                 of_output,
             };
             let of_own_input;
@@ -103,8 +106,7 @@ impl Gemma4Model {
 
         let stream = self.embed_tokens.forward(tokens.clone());
         let inputs = self.per_layer_inputs(tokens, &stream);
-        let zero = Tensor::zeros([1], (&self.device(), DType::F32));
-        let mut objective = attach(zero, stream, of_stream);
+        let mut objective = attach(pass.zero(), stream, of_stream);
         if let Some(inputs) = inputs {
             of_inputs.reverse();
             objective = attach(objective, inputs, Tensor::stack(of_inputs, 2));
@@ -119,7 +121,9 @@ impl Gemma4Model {
 
 /// What all layers of a pass have in common.
 struct Pass<'a> {
+    /// With autodiff.
     model: &'a Gemma4Model,
+    strategy: GradientCheckpointingStrategy,
     /// Positions of the text.
     count: usize,
     /// How many of the last ones are asked for.
@@ -130,7 +134,7 @@ struct Pass<'a> {
     segments: Option<Tensor<2, Int>>,
 }
 
-/// What the backward needs of the forward, detached.
+/// What the backward needs of the forward, without autodiff.
 struct Kept {
     /// What goes into each layer.
     streams: Vec<Tensor<3>>,
@@ -156,7 +160,7 @@ impl Kept {
         let inputs = self.inputs.clone()?;
         let [_, count, _, _] = inputs.dims();
         let inputs = inputs.narrow(1, count - positions, positions);
-        Some(inputs.narrow(2, layer, 1).squeeze_dim(2).detach())
+        Some(inputs.narrow(2, layer, 1).squeeze_dim(2))
     }
 }
 
@@ -179,8 +183,11 @@ impl<'a> Pass<'a> {
             let all = rope.rotation(kind, &positions, model.dtype(), &device);
             [all.clone(), all.last(asked)]
         });
+        let table = model.embed_tokens.weight.val();
+        let strategy = table.gradient_checkpointing_strategy();
         Self {
             model,
+            strategy: strategy.expect("gradients need a device with autodiff"),
             count,
             asked,
             sliding,
@@ -198,14 +205,25 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Everything up to the last layer's stream, at the positions asked for.
-    fn forward(&self, tokens: Tensor<2, Int>) -> (Kept, Tensor<3>) {
-        let config = self.model.config();
-        let mut stream = self.model.embed_tokens.forward(tokens.clone()).detach();
-        let inputs = self.model.per_layer_inputs(tokens, &stream);
+    fn leaf<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        tensor
+            .autodiff()
+            .with_gradient_checkpointing_strategy(self.strategy)
+            .require_grad()
+    }
+
+    /// An objective with nothing attached to it.
+    fn zero(&self) -> Tensor<1> {
+        Tensor::zeros([1], (&self.model.device(), DType::F32))
+    }
+
+    /// Everything up to the last layer's stream, at the positions asked for, by the model without autodiff.
+    fn forward(&self, plain: &Gemma4Model, tokens: Tensor<2, Int>) -> (Kept, Tensor<3>) {
+        let config = plain.config();
+        let mut stream = plain.embed_tokens.forward(tokens.clone());
         let mut kept = Kept {
             streams: Vec::new(),
-            inputs: inputs.map(Tensor::detach),
+            inputs: plain.per_layer_inputs(tokens, &stream),
             sources: BTreeMap::new(),
         };
         let is_read = |source| {
@@ -217,16 +235,10 @@ impl<'a> Pass<'a> {
             let own_input = kept.own_input(layer, self.computed(layer));
             let read = kept.sources.get(&config.key_value_source(layer));
             kept.streams.push(stream.clone());
-            let (output, own) = self.layer(layer, stream, own_input, read);
-            stream = output.detach();
-            if let Some(own) = own.filter(|_| is_read(layer)) {
-                let own = KeyValues {
-                    key: own.key.detach(),
-                    value: own.value.detach(),
-                    ..own
-                };
-                kept.sources.insert(layer, own);
-            }
+            let own;
+            (stream, own) = self.layer(plain, layer, stream, own_input, read);
+            kept.sources
+                .extend(own.filter(|_| is_read(layer)).map(|own| (layer, own)));
         }
         (kept, last(stream, self.asked))
     }
@@ -234,19 +246,20 @@ impl<'a> Pass<'a> {
     /// A layer's output, and its keys and values if they are its own; else it reads those of `source`.
     fn layer(
         &self,
+        model: &Gemma4Model,
         layer: usize,
         stream: Tensor<3>,
         own_input: Option<Tensor<3>>,
         source: Option<&KeyValues>,
     ) -> (Tensor<3>, Option<KeyValues>) {
-        let config = self.model.config();
+        let config = model.config();
         let kind = config.layer_types[layer];
         let [all, asked] = match kind {
             LayerType::Sliding => &self.sliding,
             LayerType::Full => &self.full,
         };
         let rotation = if config.is_shared(layer) { asked } else { all };
-        let module = &self.model.layers[layer];
+        let module = &model.layers[layer];
         let normed = module.input_layernorm.forward(stream.clone());
         let own = module.self_attn.key_value(&normed, rotation);
         let own = own.map(|(key, value)| KeyValues {
@@ -287,14 +300,19 @@ impl<'a> Pass<'a> {
         let read = (source != layer).then(|| {
             let read = &kept.sources[&source];
             KeyValues {
-                key: read.key.clone().detach().require_grad(),
-                value: read.value.clone().detach().require_grad(),
+                key: self.leaf(read.key.clone()),
+                value: self.leaf(read.value.clone()),
                 visible: read.visible.clone(),
             }
         });
-        let (output, own) = self.layer(layer, input.clone(), own_input.clone(), read.as_ref());
-        let zero = Tensor::zeros([1], (&self.model.device(), DType::F32));
-        let mut sought = attach(zero, output, of_output);
+        let (output, own) = self.layer(
+            self.model,
+            layer,
+            input.clone(),
+            own_input.clone(),
+            read.as_ref(),
+        );
+        let mut sought = attach(self.zero(), output, of_output);
         if let (Some(own), Some([key, value])) = (own, of_sources.remove(&layer)) {
             sought = attach(attach(sought, own.key, key), own.value, value);
         }
