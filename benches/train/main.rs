@@ -1,7 +1,7 @@
 //! A step of training, of models of random weights: `cargo bench --bench train`.
 //!
 //! Tokens a second are those of whole steps, forward, backward and optimizer, by the wall clock; the loss is on the last
-//! positions only, as in long documents that are read in full. The peak of memory is the most that was in use while steps ran,
+//! positions only, as in long documents that are read in full. The peak of memory is the most that was in use in one more step,
 //! looked at every few milliseconds. The parts are timed apart, each with the shapes and as often as a step has it; what they
 //! leave of a step is norms, activations, and waiting.
 
@@ -20,7 +20,7 @@ use attention_workspace::{
 use burn::{
     module::{Module, ModuleVisitor, Param},
     optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig},
-    tensor::{Device, DeviceConfig, Distribution, Int, Tensor},
+    tensor::{DType, Device, DeviceConfig, Distribution, Int, Tensor},
 };
 use burn_gemma4::{Gemma4Model, Logits};
 use clap::{Parser, ValueEnum};
@@ -31,6 +31,8 @@ use std::{fs, path::PathBuf, process::ExitCode, time::Instant};
 
 /// Steps before those that count: Burn compiles, tunes and explores fusions.
 const WARMUP: usize = 3;
+/// Small, so that the weights stay what they are.
+const LEARNING_RATE: f64 = 1e-4;
 
 /// Times steps of training.
 #[derive(Parser)]
@@ -209,54 +211,99 @@ impl ModuleVisitor for Draw {
     }
 }
 
+/// A model, and what it is trained on, step after step.
+struct Training {
+    model: Gemma4Model,
+    optimizer: ModuleOptimizer,
+    input: Tensor<2, Int>,
+    targets: Tensor<2, Int>,
+    checkpointing: Checkpointing,
+    loss: f32,
+    /// Of the last step.
+    seconds: f64,
+}
+
+impl Training {
+    /// One step. It takes the model, since a copy would keep the old weights.
+    fn step(self) -> Result<Self, Error> {
+        let Self {
+            model,
+            mut optimizer,
+            input,
+            targets,
+            checkpointing,
+            ..
+        } = self;
+        let device = model.device().inner();
+        device.sync()?;
+        let start = Instant::now();
+        let asked = Logits::Last(targets.dims()[1]);
+        let of_states = |hidden| model.loss(hidden, targets.clone());
+        let (loss, gradients) = match checkpointing.is_by_layer() {
+            true => model.gradients(input.clone(), None, asked, of_states)?,
+            false => {
+                let loss = of_states(model.hidden(input.clone(), asked))?;
+                let gradients = GradientsParams::from_grads(loss.backward(), &model);
+                (loss, gradients)
+            }
+        };
+        let model = optimizer.step(LEARNING_RATE, model, gradients);
+        let loss = loss.into_scalar::<f32>();
+        device.sync()?;
+        Ok(Self {
+            model,
+            optimizer,
+            input,
+            targets,
+            checkpointing,
+            loss,
+            seconds: start.elapsed().as_secs_f64(),
+        })
+    }
+}
+
 fn measure(cli: &Cli, preset: Preset, length: usize, device: &Device) -> Result<Outcome, Error> {
     let config = preset.config(preset.vocabulary());
     let last = cli.last.min(length);
     let plain = device.clone().inner();
     plain.seed(1);
-    let mut model = Gemma4Model::new(&config, device);
+    let model = Gemma4Model::new(&config, device);
     model.visit(&mut Draw);
-    let vocabulary = config.vocab_size as f64;
     let tokens = Tensor::<2>::random(
         [cli.batch, length + 1],
-        Distribution::Uniform(0.0, vocabulary - 1.0),
-        (&plain, burn::tensor::DType::F32),
+        Distribution::Uniform(0.0, (config.vocab_size - 1) as f64),
+        (&plain, DType::F32),
     )
     .int();
-    let input: Tensor<2, Int> = tokens.clone().narrow(1, 0, length);
-    let targets = tokens.narrow(1, length + 1 - last, last);
-    let mut optimizer = optimizer(cli.optimizer);
-
-    let mut times = Vec::new();
-    let mut loss = 0.0;
-    let mut watch = None;
-    for step in 0..WARMUP + cli.steps {
-        if step == WARMUP {
-            watch = Some(Watch::start(&plain));
-        }
-        plain.sync()?;
-        let start = Instant::now();
-        let asked = Logits::Last(last);
-        let of_states = |hidden| model.loss(hidden, targets.clone());
-        let (result, gradients) = match cli.checkpointing.is_by_layer() {
-            true => model.gradients(input.clone(), None, asked, of_states)?,
-            false => {
-                let result = of_states(model.hidden(input.clone(), asked))?;
-                let gradients = GradientsParams::from_grads(result.backward(), &model);
-                (result, gradients)
-            }
-        };
-        model = optimizer.step(1e-4, model, gradients);
-        loss = result.into_scalar::<f32>();
-        plain.sync()?;
-        if step >= WARMUP {
-            times.push(start.elapsed().as_secs_f64());
-        }
+    let mut training = Training {
+        model,
+        optimizer: optimizer(cli.optimizer),
+        input: tokens.clone().narrow(1, 0, length),
+        targets: tokens.narrow(1, length + 1 - last, last),
+        checkpointing: cli.checkpointing,
+        loss: 0.0,
+        seconds: 0.0,
+    };
+    for _ in 0..WARMUP {
+        training = training.step()?;
     }
-    let peak_bytes = watch.and_then(Watch::stop);
-    let reserved_bytes = plain.memory_pool_usage().map(|usage| usage.bytes_reserved);
+    let mut times = Vec::new();
+    for _ in 0..cli.steps.max(1) {
+        training = training.step()?;
+        times.push(training.seconds);
+    }
     times.sort_by(f64::total_cmp);
     let seconds = times[times.len() / 2];
+    // Looking takes time, too.
+    let watch = Watch::start(&plain);
+    let Training {
+        model,
+        optimizer,
+        loss,
+        ..
+    } = training.step()?;
+    let peak_bytes = watch.stop();
+    let reserved_bytes = plain.memory_pool_usage().map(|usage| usage.bytes_reserved);
     let parts = match cli.no_parts {
         true => None,
         false => Some(Parts::measure(

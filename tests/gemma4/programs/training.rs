@@ -102,7 +102,15 @@ fn devices_share_a_step() {
         let out = folder.path().join(name);
         losses(&succeed(&mut train(&out, arguments)).stdout, "  loss ")
     };
-    let together = of("together", &["--devices", "0,0", "--warmup", "20"]);
+    let by_layer = [
+        "--devices",
+        "0,0",
+        "--warmup",
+        "20",
+        "--checkpointing",
+        "layers",
+    ];
+    let together = of("together", &by_layer);
     let alone = of("alone", &["--accumulate", "2", "--warmup", "20"]);
     assert_eq!(together.len(), 20);
     for ((_, together), (step, alone)) in together.into_iter().zip(alone) {
