@@ -28,6 +28,7 @@ const LEARNING_RATES: [f64; 2] = [2e-4, 1e-5];
 
 /// Fine-tunes a checkpoint on a file of conversations or texts: low-rank adapters, or all weights.
 #[derive(Parser)]
+#[command(args_override_self = true)]
 struct Cli {
     /// A checkpoint's folder, as Hugging Face has it. It stays as it is.
     #[arg(long, value_name = "DIR")]

@@ -44,6 +44,7 @@ const LEARNING_RATE: f64 = 1e-3;
 /// Trains a Gemma 4 from scratch on text files, with a tokenizer trained on them, and writes a checkpoint's folder as Hugging
 /// Face has it.
 #[derive(Parser)]
+#[command(args_override_self = true)]
 struct Cli {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
