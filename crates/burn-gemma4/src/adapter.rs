@@ -4,6 +4,7 @@ use crate::{
     Gemma4Error, Gemma4Model, TensorProblem,
     checkpoint::{create, stored, upload_f32, write_file, write_tensors},
     error::read,
+    layer::linear::product,
 };
 use burn::{
     module::{Lora, Module, ModuleMapper, Param, ParamGroup},
@@ -15,8 +16,9 @@ use std::{collections::BTreeSet, path::Path};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// Before a parameter's path in the file.
+/// Before a parameter's path in the file, for a text checkpoint and for a multimodal one.
 const PREFIX: &str = "base_model.model.model.";
+const MULTIMODAL_PREFIX: &str = "base_model.model.model.language_model.";
 /// After it: the factor that reads the input, `[rank, columns in]`, and the one that writes, `[columns out, rank]`.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
@@ -202,7 +204,12 @@ impl Gemma4Model {
         let bytes = read(&path)?;
         let tensors = SafeTensors::deserialize(&bytes)
             .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
+        let is_multimodal = |name: &&str| name.starts_with(MULTIMODAL_PREFIX);
         let mut merger = Merger {
+            prefix: match tensors.names().iter().any(is_multimodal) {
+                true => MULTIMODAL_PREFIX,
+                false => PREFIX,
+            },
             scale: file.lora_alpha / file.r as f64,
             rest: tensors.names().into_iter().map(String::from).collect(),
             tensors,
@@ -258,6 +265,7 @@ impl File {
 /// Adds the products of an adapter's factors to the parameters that they belong to.
 struct Merger<'a> {
     tensors: SafeTensors<'a>,
+    prefix: &'static str,
     scale: f64,
     path: Vec<String>,
     /// Tensors of the file that belong to no parameter so far.
@@ -268,7 +276,7 @@ struct Merger<'a> {
 impl Merger<'_> {
     /// `[columns out, columns in]` in f32: what the adapter adds to the matrix at `path`, if it has something to add.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
-        let names = FACTORS.map(|suffix| format!("{PREFIX}{path}{suffix}"));
+        let names = FACTORS.map(|suffix| format!("{}{path}{suffix}", self.prefix));
         if names.iter().all(|name| !self.rest.contains(name)) {
             return None;
         }
@@ -280,7 +288,7 @@ impl Merger<'_> {
         let [reads, writes] = [[rank, input], [output, rank]];
         let [reads, writes] = [(&names[0], reads), (&names[1], writes)]
             .map(|(name, expected)| self.factor(name, expected, device));
-        Some(writes?.matmul(reads?) * self.scale)
+        Some(product(writes?, reads?) * self.scale)
     }
 
     fn factor(&mut self, name: &str, expected: [usize; 2], device: &Device) -> Option<Tensor<2>> {

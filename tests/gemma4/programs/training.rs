@@ -197,7 +197,8 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     let losses = validation(&ended.stdout);
     assert!(losses[3].1 < 0.8 * losses[0].1, "{ended:?}");
     assert!(path("adapter").join("adapter_model.safetensors").exists());
-    succeed(&mut finetune(&base, &data, &path("merged"), &["--merge"]));
+    let merge = ["--merge", "--checkpointing", "layers"];
+    succeed(&mut finetune(&base, &data, &path("merged"), &merge));
     assert_eq!(base.contents(), before);
 
     let adapter = path("adapter");
