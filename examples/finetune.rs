@@ -80,6 +80,8 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
 
     let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));
     let model = gemma.model().clone();
+    // It would hold the weights as they were.
+    drop(gemma);
     let parameters = model.num_params();
     let model = match &adapter {
         Some(adapter) => {
