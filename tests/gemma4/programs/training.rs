@@ -208,14 +208,24 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     assert_eq!(adapted, tokens(answer(&path("merged"), &[])));
     assert_ne!(adapted, tokens(answer(base.path(), &[])));
 
-    let mut command = program("generate");
-    let other = command.args(["--device", "flex", "--prompt", "a", "--adapter", adapter]);
-    let other = run(other.arg("--model").arg(fixture::folder("moe")));
+    let with_adapter = |model: &Path| {
+        let mut command = program("generate");
+        command.args(["--device", "flex", "--prompt", "a", "--adapter", adapter]);
+        run(command.arg("--model").arg(model))
+    };
+    let words = ["adapter_model.safetensors", "lora_A"];
+    let other = with_adapter(&fixture::folder("moe"));
+    check("an adapter of another model", &other, 1, &words);
+    let config = path("adapter").join("adapter_config.json");
+    let json = fs::read_to_string(&config).expect("a file");
+    let dora = json.replace("\"use_dora\": false", "\"use_dora\": true");
+    fs::write(&config, dora).expect("a file");
+    let words = ["adapter_config.json", "use_dora"];
     check(
-        "an adapter of another model",
-        &other,
+        "an adapter of another kind",
+        &with_adapter(base.path()),
         1,
-        &["adapter_model.safetensors", "lora_A"],
+        &words,
     );
 }
 
