@@ -29,8 +29,6 @@ use parts::Parts;
 use serde::Serialize;
 use std::{fs, path::PathBuf, process::ExitCode, time::Instant};
 
-/// Steps before those that count: Burn compiles, tunes and explores fusions.
-const WARMUP: usize = 3;
 /// Small, so that the weights stay what they are.
 const LEARNING_RATE: f64 = 1e-4;
 
@@ -61,6 +59,9 @@ struct Cli {
     /// What the backward computes anew.
     #[arg(long, value_enum, default_value = "layers")]
     checkpointing: Checkpointing,
+    /// Steps before those that count, in which Burn compiles, tunes and explores fusions.
+    #[arg(long, value_name = "STEPS", default_value_t = 3)]
+    warmup: usize,
     /// Steps to take the median of.
     #[arg(long, default_value_t = 5)]
     steps: usize,
@@ -284,7 +285,7 @@ fn measure(cli: &Cli, preset: Preset, length: usize, device: &Device) -> Result<
         loss: 0.0,
         seconds: 0.0,
     };
-    for _ in 0..WARMUP {
+    for _ in 0..cli.warmup {
         training = training.step()?;
     }
     let mut times = Vec::new();
