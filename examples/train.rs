@@ -38,8 +38,6 @@ use tokenizers::Tokenizer;
 
 /// The share of the rows that the model is validated on.
 const VALIDATION: f64 = 0.05;
-/// The highest learning rate where nobody says otherwise.
-const LEARNING_RATE: f64 = 1e-3;
 
 /// Trains a Gemma 4 from scratch on text files, with a tokenizer trained on them, and writes a checkpoint's folder as Hugging
 /// Face has it.
@@ -132,7 +130,9 @@ fn train(cli: &Cli) -> Result<(), Error> {
     note(format_args!("{} parameters", model.num_params()));
     let run = Run {
         arguments,
-        learning_rate: arguments.learning_rate.unwrap_or(LEARNING_RATE),
+        learning_rate: arguments
+            .learning_rate
+            .unwrap_or(cli.config.learning_rate()),
         devices,
         parallel,
         folder: &history,

@@ -63,6 +63,17 @@ impl Preset {
         }
     }
 
+    /// The highest learning rate that suits it, with batches of some thousand tokens.
+    pub fn learning_rate(self) -> f64 {
+        match self {
+            Self::Tiny | Self::M1 => 5e-3,
+            Self::M6 => 3e-3,
+            Self::M55 => 1e-3,
+            Self::M170 => 6e-4,
+            _ => 3e-4,
+        }
+    }
+
     /// The model's shape, with a vocabulary of so many tokens; that of the published models stays as large as it is.
     pub fn config(self, vocabulary: usize) -> Gemma4Config {
         let small = match self {

@@ -92,9 +92,15 @@ fn replace(
 ) -> Result<(), Gemma4Error> {
     let mut partial = PathBuf::from(path);
     partial.add_extension("partial");
-    let written = write(&partial)
-        .and_then(|()| fs::File::open(&partial)?.sync_all())
-        .and_then(|()| fs::rename(&partial, path));
+    let written = fs::File::create(&partial)
+        .and_then(|file| Ok(file.metadata()?.permissions()))
+        .and_then(|permissions| {
+            write(&partial)?;
+            // safetensors leaves a file that only its owner may read.
+            fs::set_permissions(&partial, permissions)?;
+            fs::File::open(&partial)?.sync_all()?;
+            fs::rename(&partial, path)
+        });
     written.map_err(|source| Gemma4Error::Io {
         path: path.to_owned(),
         source,
