@@ -4,6 +4,7 @@
 pub mod accuracy;
 pub mod device;
 pub mod model;
+pub mod report;
 pub mod terminal;
 #[cfg(feature = "flex")]
 pub mod testing;

@@ -1,6 +1,6 @@
 //! Times of work on a device.
 
-use crate::Error;
+use crate::{Dtype, Error};
 use burn::backend::read_sync;
 use burn::tensor::{DType, Device, ProfileOptions, Tensor, TimingMethod};
 use std::time::{Duration, Instant};
@@ -105,6 +105,20 @@ impl Timer {
         }
         self.device.sync()?;
         Ok(start.elapsed().as_secs_f64() / launches as f64)
+    }
+
+    /// Bytes a second of an elementwise operation over a large tensor, reads and writes.
+    ///
+    /// # Errors
+    /// Where the device reports a fault.
+    pub fn memory_rate(&self, dtype: Dtype, effort: Effort) -> Result<f64, Error> {
+        let elements: usize = match self.ballast {
+            Some(_) => 512 << 20,
+            None => 16 << 20,
+        };
+        let wide = Tensor::<2>::zeros([elements >> 10, 1 << 10], (&self.device, dtype.burn()));
+        let copy = self.singles(effort, || wide.clone(), |wide| wide.add_scalar(1.0))?;
+        Ok((2 * elements * dtype.burn().size()) as f64 / copy.median)
     }
 
     /// Compiles, fills memory pools, brings clocks up, and goes on while launches still get faster, since

@@ -15,6 +15,7 @@ use attention_workspace::{
     accuracy::{Errors, Oracle, Triple},
     device::{Chosen, DeviceName, choose},
     guarded,
+    report::{now, save},
     timing::{Effort, Timer},
     workload::{Inputs, Workload, backward_operations, forward_operations},
 };
@@ -145,7 +146,7 @@ impl<'a> Bench<'a> {
             show(Unit::Bytes, ceilings.bytes),
         );
         let report = Report {
-            date: report::now(),
+            date: now(),
             device: chosen.to_string(),
             runtime: None,
             dtype,
@@ -217,7 +218,7 @@ impl<'a> Bench<'a> {
                 }
                 self.report.rows.push(row);
                 if let Some(path) = &self.cli.json {
-                    self.report.save(path)?;
+                    save(&self.report, path)?;
                 }
                 // The next peer should find the memory that this one took.
                 device.memory_cleanup();
@@ -449,10 +450,7 @@ fn ceilings(
     timer: &Timer,
     effort: Effort,
 ) -> Result<Ceilings, Error> {
-    let (side, elements) = match chosen.software {
-        true => (1024, 16 << 20),
-        false => (8192, 512 << 20),
-    };
+    let side = if chosen.software { 1024 } else { 8192 };
     let device: &Device = &chosen.device;
     let random = |shape: [usize; 2]| {
         Tensor::<2>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype.burn())
@@ -463,11 +461,8 @@ fn ceilings(
         || (left.clone(), right.clone()),
         |(left, right)| left.matmul(right),
     )?;
-    let wide = random([elements >> 10, 1 << 10]);
-    let copy = timer.singles(effort, || wide.clone(), |wide| wide.add_scalar(1.0))?;
-    let bytes = (2 * elements * dtype.burn().size()) as f64;
     Ok(Ceilings {
         flops: Some(2.0 * (side as f64).powi(3) / product.median),
-        bytes: Some(bytes / copy.median),
+        bytes: Some(timer.memory_rate(dtype, effort)?),
     })
 }

@@ -193,36 +193,24 @@ impl Case {
     /// # Panics
     /// As [`check`](Self::check).
     pub fn check_inputs(&self, given: &Inputs, equivalent: &Inputs) {
+        self.check_on(&devices(), given, equivalent);
+    }
+
+    /// The same on some of the devices.
+    ///
+    /// # Panics
+    /// As [`check`](Self::check).
+    pub fn check_on(&self, devices: &[TestDevice], given: &Inputs, equivalent: &Inputs) {
         let flex = Device::flex();
         let exact = self.run(equivalent, &flex, DType::F64, Operator::Reference);
         let baseline = self.run(equivalent, &flex, self.dtype, Operator::Reference);
-        for device in devices()
-            .into_iter()
-            .filter(|device| device.supports(self.dtype))
-        {
+        for device in devices.iter().filter(|device| device.supports(self.dtype)) {
             let context = format!("{}, seed {}: {self:?}", device.name, seed());
             let got = self.run(given, &device.device, self.dtype, Operator::Fused);
             for ((got, exact), baseline) in got.iter().zip(&exact).zip(&baseline) {
                 assert_close(&context, got, exact, baseline, self.precision());
             }
             self.assert_exact_zeros(&context, &got, &exact);
-        }
-    }
-
-    /// The same of output and logsumexp alone, on `devices`.
-    ///
-    /// # Panics
-    /// As [`check`](Self::check).
-    pub fn check_forward(&self, devices: &[TestDevice], given: &Inputs, equivalent: &Inputs) {
-        let flex = Device::flex();
-        let exact = self.run_forward(equivalent, &flex, DType::F64, Operator::Reference);
-        let baseline = self.run_forward(equivalent, &flex, self.dtype, Operator::Reference);
-        for device in devices {
-            let context = format!("{}, seed {}: {self:?}", device.name, seed());
-            let got = self.run_forward(given, &device.device, self.dtype, Operator::Fused);
-            for ((got, exact), baseline) in got.iter().zip(&exact).zip(&baseline) {
-                assert_close(&context, got, exact, baseline, self.precision());
-            }
         }
     }
 

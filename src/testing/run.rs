@@ -93,53 +93,6 @@ impl Case {
         )
     }
 
-    /// Output and logsumexp.
-    ///
-    /// # Panics
-    /// Where the operator refuses the case.
-    pub fn run_forward(
-        &self,
-        inputs: &Inputs,
-        device: &Device,
-        dtype: DType,
-        operator: Operator,
-    ) -> Vec<Named> {
-        let tracked = device.clone().autodiff();
-        let tensor = |dense: &Dense, layout: Layout| {
-            let stored = layout.store(dense).tensor(&tracked, dtype);
-            layout.view(stored, dense.shape)
-        };
-        let extras_dtype = if dtype == self.dtype {
-            self.extras_dtype()
-        } else {
-            dtype
-        };
-        let (output, lse) = operator
-            .call(
-                tensor(&inputs.query, self.layouts[0]),
-                tensor(&inputs.key, self.layouts[1]),
-                tensor(&inputs.value, self.layouts[2]),
-                self.options(inputs.extras(&tracked, extras_dtype)),
-            )
-            .unwrap_or_else(|error| panic!("{self:?}: {error}"));
-        let output = read(output.inner());
-        let magnitudes = Magnitudes::new(self, inputs, rms(&output));
-        vec![
-            Named {
-                name: "output",
-                values: output,
-                magnitude: 0.0,
-                stored: 0.0,
-            },
-            Named {
-                name: "logsumexp",
-                values: read(lse.inner()),
-                magnitude: magnitudes.score,
-                stored: 0.0,
-            },
-        ]
-    }
-
     /// Output, logsumexp and the gradients of everything differentiable, for the loss
     /// `Σ output ∘ output_gradient + Σ logsumexp ∘ lse_gradient`.
     ///

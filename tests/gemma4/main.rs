@@ -12,6 +12,7 @@ mod fixture;
 
 mod cache;
 mod computation;
+mod decode;
 mod generation;
 mod gradients;
 mod half;

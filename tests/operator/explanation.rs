@@ -306,9 +306,10 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     says(forward(&half(64), &profile()), "Hopper GPU (sm_90)");
     says(forward(&problem(64), &hopper), "not F32");
     says(forward(&half(600), &hopper), "not for 600 and 600");
+    assert_eq!(refusal(&half(512), &hopper, READABLE, Pass::Backward), None);
     says(
-        refusal(&half(64), &hopper, READABLE, Pass::Backward),
-        "no backward",
+        refusal(&half(520), &hopper, READABLE, Pass::Backward),
+        "up to 512",
     );
     let strided = Layouts {
         boxes: false,

@@ -1,7 +1,6 @@
 //! The engine for Hopper, at every head size that has tiles of its own and between: several tiles of queries
 //! and blocks of keys with tails, and everything that hides keys, shares tiles or splits them. Each case is
-//! checked to be served by that engine; where no device has it there is nothing to test. Forward only: the
-//! gradients are another engine's.
+//! checked to be served by that engine, its gradients too; where no device has it there is nothing to test.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -32,6 +31,9 @@ const OTHER_WIDTHS: [(usize, usize); 6] = [
     (512, 256),
     (576, 512),
 ];
+
+/// The widest operands that its backward has tiles for.
+const WIDEST_GRADIENT: usize = 512;
 
 fn hopper_devices() -> Vec<TestDevice> {
     let is_hopper = |device: &TestDevice| {
@@ -72,15 +74,18 @@ fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut In
             .problem(&clean, &device.device)
             .unwrap_or_else(|error| panic!("{case:?}: {error}"));
         let explanation = explain(&problem, &device.device);
-        assert_eq!(
-            explanation.forward.kernel.engine(),
-            Engine::Wgmma,
-            "{case:?}: {explanation}"
-        );
+        for selection in [&explanation.forward, &explanation.backward] {
+            let engine = selection.kernel.engine();
+            let too_wide = case.head_dim.max(case.value_dim) > WIDEST_GRADIENT;
+            assert!(
+                engine == Engine::Wgmma || (too_wide && selection == &explanation.backward),
+                "{case:?}: {explanation}"
+            );
+        }
     }
     let mut given = clean.clone();
     poison(&mut given);
-    case.check_forward(&devices, &given, &clean);
+    case.check_on(&devices, &given, &clean);
 }
 
 fn sized([head_dim, value_dim]: [usize; 2]) -> Case {
@@ -279,10 +284,7 @@ fn cubes_stay() {
     }
 }
 
-/// A thousand runs of each give the same bits.
-#[test]
-fn repeats_are_identical() {
-    const REPEATS: usize = 1000;
+fn cases_to_repeat() -> Vec<Case> {
     let causal = Some(CausalAlignment::BottomRight);
     let cases = [
         Case {
@@ -305,31 +307,50 @@ fn repeats_are_identical() {
             ..Case::new([2, 8, 1, 1, 3000, 512, 512])
         },
     ];
+    let in_half = |case| Case {
+        dtype: DType::BF16,
+        deterministic: true,
+        ..case
+    };
+    cases.map(in_half).into()
+}
+
+/// Checks that `repeats` runs of each case give the same bits as the first: output and logsumexp, or, for a loss of
+/// these, the gradients.
+fn check_repeats(repeats: usize, of_gradients: bool) {
     for device in hopper_devices() {
-        for case in &cases {
-            let case = Case {
-                dtype: DType::BF16,
-                ..case.clone()
-            };
+        for case in cases_to_repeat() {
             let inputs = case.inputs();
             let tracked = device.device.clone().autodiff();
             let tensor = |dense: &Dense| dense.tensor(&tracked, case.dtype);
             let operands = [&inputs.query, &inputs.key, &inputs.value].map(tensor);
+            let output_gradient = tensor(&inputs.output_gradient);
             let run = || {
+                let operands = operands.clone().map(Tensor::require_grad);
                 let [query, key, value] = operands.clone();
                 let extras = inputs.extras(&tracked, case.extras_dtype());
                 let options = case.options(extras);
                 let (output, logsumexp) = attention_with_lse(query, key, value, options)
                     .unwrap_or_else(|error| panic!("{case:?}: {error}"));
-                (output.inner(), logsumexp.inner())
+                if !of_gradients {
+                    let logsumexp = logsumexp.unsqueeze_dim::<4>(3);
+                    return vec![output.inner(), logsumexp.inner()];
+                }
+                let loss = (output * output_gradient.clone()).sum();
+                let gradients = loss.backward();
+                let gradient = |operand: &Tensor<4>| {
+                    operand
+                        .grad(&gradients)
+                        .unwrap_or_else(|| panic!("{case:?}: no gradient"))
+                };
+                operands.iter().map(gradient).collect()
             };
-            let (output, logsumexp) = run();
+            let first = run();
             let mut different = Tensor::<1, Int>::zeros([1], &device.device);
-            for _ in 0..REPEATS {
-                let (again, lse_again) = run();
-                different = different
-                    + again.not_equal(output.clone()).int().sum()
-                    + lse_again.not_equal(logsumexp.clone()).int().sum();
+            for _ in 0..repeats {
+                for (again, first) in run().into_iter().zip(&first) {
+                    different = different + again.not_equal(first.clone()).int().sum();
+                }
             }
             let different: i64 = different.into_scalar();
             assert_eq!(different, 0, "{case:?}");
@@ -337,11 +358,23 @@ fn repeats_are_identical() {
     }
 }
 
+/// A thousand runs of each give the same bits.
+#[test]
+fn repeats_are_identical() {
+    check_repeats(1000, false);
+}
+
+/// Two hundred runs of each give the same gradients.
+#[test]
+fn gradients_repeat() {
+    check_repeats(200, true);
+}
+
 /// Heads of a group share a tile, also where they do not fill it, and keys are split over cubes.
 #[test]
 fn few_queries() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 2, 5), (10, 1, 30), (3, 3, 2), (64, 1, 3)] {
-        for (head_dim, value_dim) in [(64, 64), (256, 256), (576, 512)] {
+        for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512), (576, 512)] {
             let case = Case {
                 causal: Some(CausalAlignment::BottomRight),
                 kv_lengths: Some(vec![700, 311]),

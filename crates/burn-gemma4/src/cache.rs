@@ -27,6 +27,9 @@ pub struct Cache {
     columns: usize,
     /// Leading columns of each sequence that are padding.
     padding: Vec<usize>,
+    /// See [`Self::room`].
+    #[cfg(feature = "cube")]
+    room: usize,
 }
 
 /// Where one layer's keys and values are: `[batch, kv_heads, slots, head_dim]`, from the first call on.
@@ -70,6 +73,8 @@ impl Cache {
             window: config.sliding_window,
             columns: 0,
             padding,
+            #[cfg(feature = "cube")]
+            room: 0,
         }
     }
 
@@ -98,6 +103,62 @@ impl Cache {
             })
             .map(|buffers| bytes(&buffers.key) + bytes(&buffers.value))
             .sum()
+    }
+
+    /// Whether some sequence begins with padding.
+    #[cfg(feature = "cube")]
+    pub(crate) fn is_padded(&self) -> bool {
+        self.most_padding() > 0
+    }
+
+    /// Columns up to which every buffer has slots.
+    #[cfg(feature = "cube")]
+    pub(crate) fn room(&self) -> usize {
+        self.room
+    }
+
+    /// Gets room for at least one more column. Whoever writes columns one by one notices that buffers move, so they grow by
+    /// an eighth, and not by fewer than 1,024 columns.
+    #[cfg(feature = "cube")]
+    pub(crate) fn make_room(&mut self) {
+        let columns = self.columns;
+        let room = capacity(columns + (columns / 8).max(4 * BLOCK));
+        for store in &mut self.stores {
+            if let Store::Growing(Some(buffers)) = store {
+                let grown = |buffer: &Tensor<4>| match buffer.dims()[2] < room {
+                    true => write(empty(buffer, room), buffer.clone(), 0, 0, columns),
+                    false => buffer.clone(),
+                };
+                *buffers = Buffers {
+                    key: grown(&buffers.key),
+                    value: grown(&buffers.value),
+                };
+            }
+        }
+        self.room = room;
+    }
+
+    /// The keys' and values' buffers of every layer that has its own.
+    ///
+    /// # Panics
+    /// If the cache is empty.
+    #[cfg(feature = "cube")]
+    pub(crate) fn buffers(&self) -> Vec<(Tensor<4>, Tensor<4>)> {
+        self.stores
+            .iter()
+            .map(|store| match store {
+                Store::Ring(buffers) | Store::Growing(buffers) => {
+                    let buffers = buffers.as_ref().expect("a filled cache has buffers");
+                    (buffers.key.clone(), buffers.value.clone())
+                }
+            })
+            .collect()
+    }
+
+    /// Counts a column that was written into the buffers.
+    #[cfg(feature = "cube")]
+    pub(crate) fn advance_one(&mut self) {
+        self.columns += 1;
     }
 
     fn most_padding(&self) -> usize {

@@ -1,10 +1,10 @@
 //! From a prompt to text, token by token.
 
 use crate::{
-    Cache, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Sampler, Sampling, TextStream,
-    Tokenizer, model::Logits,
+    Cache, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler, Sampling,
+    TextStream, Tokenizer, model::Logits,
 };
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::Serialize;
 use std::{
     ops::ControlFlow,
@@ -171,10 +171,11 @@ pub(crate) fn run(
 
     let start = Instant::now();
     let logits = prefill(model, &sequences, longest, cache, options, &device)?;
-    let mut next = choose(&mut sequences, logits)?;
+    let mut next = choose(&mut sequences, Next::of(logits))?;
     timings.prefill = start.elapsed();
 
     let decoding = Instant::now();
+    let mut decoder = model.decoder(cache);
     loop {
         for (sequence, token) in sequences.iter_mut().zip(&next) {
             sequence.take(*token, max_tokens, options, on_token)?;
@@ -191,11 +192,7 @@ pub(crate) fn run(
                 None => *token,
             })
             .collect();
-        let tokens = upload(column, [sequences.len(), 1], &device);
-        let logits = model
-            .step(tokens, cache, Logits::Last(1))?
-            .expect("one position is asked for");
-        next = choose(&mut sequences, logits)?;
+        next = choose(&mut sequences, decoder.step(&column)?)?;
     }
     timings.decode = decoding.elapsed();
 
@@ -244,16 +241,12 @@ fn upload(tokens: Vec<u32>, shape: [usize; 2], device: &Device) -> Tensor<2, Int
     Tensor::from_data(TensorData::new(tokens, shape), device)
 }
 
-/// The next token of each sequence after `[batch, 1, vocabulary]`. Only what is needed leaves the device: numbers of tokens
-/// where all are greedy.
-fn choose(sequences: &mut [Sequence<'_>], logits: Tensor<3>) -> Result<Vec<u32>, Gemma4Error> {
-    let failed = |error| Gemma4Error::Device(format!("it computed no logits: {error}"));
+/// The next token of each sequence. Only what is needed leaves the device: numbers of tokens where all are greedy.
+fn choose(sequences: &mut [Sequence<'_>], next: Next<'_>) -> Result<Vec<u32>, Gemma4Error> {
     if sequences.iter().all(|sequence| sequence.greedy) {
-        let tokens = logits.argmax(2).try_into_data().map_err(failed)?;
-        return Ok(tokens.iter::<i64>().map(|token| token as u32).collect());
+        return next.likeliest();
     }
-    let logits = logits.cast(DType::F32).try_into_data().map_err(failed)?;
-    let logits: Vec<f32> = logits.iter::<f32>().collect();
+    let logits = next.logits()?;
     let vocabulary = logits.len() / sequences.len();
     sequences
         .iter_mut()

@@ -9,6 +9,7 @@ use crate::{
     layer::{
         attention::{KeyValues, Visible},
         decoder::Observed,
+        linear,
         rope::{Positions, Rotation},
     },
     loss::attach,
@@ -105,7 +106,7 @@ impl Gemma4Model {
         }
 
         let stream = self.embed_tokens.forward(tokens.clone());
-        let inputs = self.per_layer_inputs(tokens, &stream);
+        let inputs = self.per_layer_inputs(tokens, &stream, linear::project);
         let mut objective = attach(pass.zero(), stream, of_stream);
         if let Some(inputs) = inputs {
             of_inputs.reverse();
@@ -223,7 +224,7 @@ impl<'a> Pass<'a> {
         let mut stream = plain.embed_tokens.forward(tokens.clone());
         let mut kept = Kept {
             streams: Vec::new(),
-            inputs: plain.per_layer_inputs(tokens, &stream),
+            inputs: plain.per_layer_inputs(tokens, &stream, linear::project),
             sources: BTreeMap::new(),
         };
         let is_read = |source| {

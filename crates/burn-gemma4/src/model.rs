@@ -1,7 +1,12 @@
 //! The model: tokens to logits.
 
+#[cfg(feature = "cube")]
+use crate::decode::{
+    self,
+    position::{Layers, columns_of_layers, rows},
+};
 use crate::{
-    Cache, Gemma4Config, Gemma4Error, LayerType, Packing,
+    Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing,
     layer::{
         DecoderLayer, Embedding, Linear, RmsNorm,
         attention::{KeyValues, Visible},
@@ -12,6 +17,8 @@ use crate::{
     loss::cross_entropy,
     observe::{LayerSite, Observer, Site},
 };
+#[cfg(feature = "cube")]
+use burn::tensor::TensorData;
 use burn::{
     module::Module,
     tensor::{DType, Device, Int, Tensor},
@@ -269,6 +276,11 @@ impl Gemma4Model {
         Cache::new(&self.config, padding)
     }
 
+    /// Goes on from a filled cache, a token of every sequence at a time.
+    pub fn decoder<'a>(&'a self, cache: &'a mut Cache) -> Decoder<'a> {
+        Decoder::new(self, cache)
+    }
+
     /// Reads more tokens, `[batch, positions]`, after those in the cache, and gives the logits
     /// asked for, `[batch, asked, vocabulary]`.
     ///
@@ -313,7 +325,7 @@ impl Gemma4Model {
 
         let mut stream = self.embed_tokens.forward(tokens.clone());
         observer.observe(Site::Embedding, || stream.clone());
-        let mut inputs = self.per_layer_inputs(tokens, &stream);
+        let mut inputs = self.per_layer_inputs(tokens, &stream, linear::project);
         if let Some(inputs) = &inputs {
             observer.observe(Site::PerLayerInputs, || inputs.clone());
         }
@@ -341,6 +353,19 @@ impl Gemma4Model {
                 // From here on, positions only read what earlier layers have left.
                 if asked == 0 {
                     break;
+                }
+                #[cfg(feature = "cube")]
+                if asked == 1
+                    && let (Context::After(cache), Some(step)) = (&mut context, &step)
+                    && decode::serves(self, cache.batch())
+                {
+                    let last = |tensor: Tensor<3>| rows(tensor.narrow(1, count - 1, 1));
+                    let inputs =
+                        inputs.map(|inputs| columns_of_layers(inputs.narrow(1, count - 1, 1)));
+                    let hidden =
+                        self.rest_of_last(index, last(stream), inputs, &positions, sources);
+                    cache.advance(step);
+                    return hidden.unsqueeze_dim(1);
                 }
                 stream = stream.narrow(1, count - asked, asked);
                 inputs = inputs.map(|inputs| inputs.narrow(1, count - asked, asked));
@@ -391,11 +416,48 @@ impl Gemma4Model {
         hidden
     }
 
-    /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the embedding.
+    /// The layers from `first` on, which read earlier ones' keys and values, of each sequence's last position alone, by the
+    /// kernels for that: `[batch, hidden]`, normalised for the logits.
+    #[cfg(feature = "cube")]
+    fn rest_of_last(
+        &self,
+        first: usize,
+        stream: Tensor<2>,
+        own_inputs: Option<Tensor<2>>,
+        positions: &Positions,
+        mut sources: Sources,
+    ) -> Tensor<2> {
+        let (device, dtype) = (stream.device(), stream.dtype());
+        let [batch, _] = stream.dims();
+        let last: Vec<i32> = match positions {
+            Positions::Range { first, count } => vec![(first + count - 1) as i32; batch],
+            Positions::Each(rows) => rows
+                .iter()
+                .filter_map(|row| row.last())
+                .map(|p| *p as i32)
+                .collect(),
+        };
+        let reach = positions.end();
+        let tables = |kind| self.rope.tables(kind, reach, dtype, &device);
+        let layers = Layers {
+            model: self,
+            positions: Tensor::from_data(TensorData::new(last, [batch]), (&device, DType::I32)),
+            sliding: tables(LayerType::Sliding),
+            full: tables(LayerType::Full),
+            own_inputs,
+        };
+        let norm = &self.layers[first].input_layernorm;
+        let normed = norm.forward(stream.clone());
+        layers.run(first, stream, normed, &mut sources, None, &mut |_| ())
+    }
+
+    /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the
+    /// embedding, by `project` times the transpose of a weight.
     pub(crate) fn per_layer_inputs(
         &self,
         tokens: Tensor<2, Int>,
         stream: &Tensor<3>,
+        project: impl FnOnce(Tensor<3>, Tensor<2>) -> Tensor<3>,
     ) -> Option<Tensor<4>> {
         let table = self.embed_tokens_per_layer.as_ref()?;
         let projection = self.per_layer_model_projection.as_ref()?;
@@ -409,27 +471,40 @@ impl Gemma4Model {
         ];
         let of_token = table.forward(tokens).reshape(shape);
         // Constants that bf16 does not hold are applied in f32.
-        let of_stream =
-            projection.forward(stream.clone()).cast(DType::F32) * (hidden as f64).powf(-0.5);
+        let of_stream = project(stream.clone(), projection.weight.val());
+        let of_stream = of_stream.cast(DType::F32) * (hidden as f64).powf(-0.5);
         let of_stream = norm.forward(of_stream.reshape(shape));
         let sum = of_stream + of_token.cast(DType::F32);
         Some((sum * std::f64::consts::FRAC_1_SQRT_2).cast(stream.dtype()))
     }
 
+    /// `[vocabulary, hidden]`: from the normalised stream to logits.
+    pub(crate) fn head(&self) -> Tensor<2> {
+        match &self.lm_head {
+            Some(head) => head.weight.val(),
+            None => self.embed_tokens.weight.val(),
+        }
+    }
+
+    /// The tables of rotations.
+    #[cfg(feature = "cube")]
+    pub(crate) fn rope(&self) -> &Rope {
+        &self.rope
+    }
+
     /// `[batch, positions, hidden]`, normalised, to logits.
     fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        #[cfg(feature = "cube")]
+        if let [batch, 1, _] = hidden.dims()
+            && decode::serves(self, batch)
+        {
+            let cap = self.config.final_logit_softcapping;
+            return crate::kernel::project(rows(hidden), self.head(), cap).unsqueeze_dim(1);
+        }
         let logits = linear::project(hidden, self.head());
         match self.config.final_logit_softcapping {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,
-        }
-    }
-
-    /// `[vocabulary, hidden]`.
-    fn head(&self) -> Tensor<2> {
-        match &self.lm_head {
-            Some(head) => head.weight.val(),
-            None => self.embed_tokens.weight.val(),
         }
     }
 }
@@ -446,20 +521,20 @@ enum Context<'a> {
 
 /// The keys and values that layers read: of each type those of the last layer that made its own.
 #[derive(Default)]
-struct Sources {
+pub(crate) struct Sources {
     sliding: Option<KeyValues>,
     full: Option<KeyValues>,
 }
 
 impl Sources {
-    fn set(&mut self, kind: LayerType, key_values: KeyValues) {
+    pub fn set(&mut self, kind: LayerType, key_values: KeyValues) {
         match kind {
             LayerType::Sliding => self.sliding = Some(key_values),
             LayerType::Full => self.full = Some(key_values),
         }
     }
 
-    fn get(&self, kind: LayerType) -> &KeyValues {
+    pub fn get(&self, kind: LayerType) -> &KeyValues {
         match kind {
             LayerType::Sliding => &self.sliding,
             LayerType::Full => &self.full,

@@ -4,6 +4,8 @@ mod backward;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
+#[cfg(feature = "cuda")]
+mod hopper_backward;
 mod integers;
 #[cfg(feature = "cuda")]
 mod mask_bits;
@@ -12,6 +14,8 @@ use super::*;
 use crate::kernel::schedule::GridLaunch;
 use crate::kernel::score::{ScoreArgumentsLaunch, ScoreKind};
 use crate::kernel::visibility::Structure;
+#[cfg(feature = "cuda")]
+use crate::plan::wgmma::WgmmaPlan;
 use crate::plan::{
     DeviceProfile, Kernel, Layouts, Pass, select,
     unit::{UnitPlan, UnitTiles},
@@ -22,7 +26,9 @@ use burn::backend::{
 };
 use burn::tensor::{Device, Shape};
 use burn_cubecl::{
-    CubeBackend, cubecl, kernel::untile, ops::numeric::empty_device_contiguous_dtype,
+    CubeBackend, cubecl,
+    kernel::{into_contiguous, untile},
+    ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
 use cubecl::client::Client;
@@ -95,13 +101,11 @@ impl AttentionBackend for CubeBackend {
             vectors: [&inputs.query, &inputs.key, &inputs.value]
                 .into_iter()
                 .all(is_vectorized),
-            boxes: is_boxed(&inputs.query, 1)
-                && is_boxed(&inputs.key, 2)
-                && is_boxed(&inputs.value, 2),
+            boxes: inputs_are_boxed(&inputs),
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Forward) {
             #[cfg(feature = "cuda")]
-            Kernel::Wgmma(plan) => hopper::forward(inputs, &problem, plan),
+            Kernel::Wgmma(WgmmaPlan::Forward(plan)) => hopper::forward(inputs, &problem, plan),
             Kernel::Unit(UnitPlan::Forward(plan)) => forward::launch(inputs, &problem, plan),
             _ => reference::forward::<Self>(inputs, &problem),
         }
@@ -117,9 +121,14 @@ impl AttentionBackend for CubeBackend {
             return reference::backward_of_nothing::<Self>(inputs, saved, &problem, request);
         }
         let inputs = rows_of(inputs);
+        let output_gradient = untile(saved.output_gradient);
         let saved = AttentionSaved {
             output: untile(saved.output),
-            output_gradient: untile(saved.output_gradient),
+            // Often broadcast: that of a sum is.
+            output_gradient: match is_boxed(&output_gradient, 1) {
+                true => output_gradient,
+                false => into_contiguous(output_gradient),
+            },
             ..saved
         };
         let layouts = Layouts {
@@ -132,9 +141,13 @@ impl AttentionBackend for CubeBackend {
             ]
             .into_iter()
             .all(is_vectorized),
-            boxes: false,
+            boxes: inputs_are_boxed(&inputs) && is_boxed(&saved.output_gradient, 1),
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Backward) {
+            #[cfg(feature = "cuda")]
+            Kernel::Wgmma(WgmmaPlan::Backward(plan)) => {
+                hopper_backward::launch(inputs, saved, &problem, *plan, request)
+            }
             Kernel::Unit(UnitPlan::Backward(plan)) => {
                 backward::launch(inputs, saved, &problem, plan, request)
             }
@@ -168,6 +181,11 @@ fn is_vectorized(tensor: &CubeTensor) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
     strides[3] == 1 && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(4))
+}
+
+/// Whether Hopper's copy engine can read the inputs.
+fn inputs_are_boxed(inputs: &AttentionInputs<CubeBackend>) -> bool {
+    is_boxed(&inputs.query, 1) && is_boxed(&inputs.key, 2) && is_boxed(&inputs.value, 2)
 }
 
 /// Whether Hopper's copy engine can read boxes of the tensor, whose first `broadcast` dimensions may have

@@ -316,6 +316,19 @@ pub(crate) fn load_shared(address: u32) -> u32 {
     x
 }
 
+/// Two numbers that lie together, at a multiple of 8 bytes.
+#[cube]
+pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
+    let text = comptime!("ld.shared::cta.v2.f32 {%0, %1}, [%2];\n".to_string());
+    let pair: Vector<f32, Const<2>>;
+    gpu_asm!(
+        "{text} // {pair} {x}\n",
+        pair = out(_) pair,
+        x = in(_) value_of::<u32>(address)
+    );
+    pair
+}
+
 /// Stores four 8 × 8 matrices of halves, a row's 16 bytes at each lane's address.
 #[cube]
 pub(crate) fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {

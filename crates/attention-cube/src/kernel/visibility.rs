@@ -107,7 +107,7 @@ fn end_key(sight: &Sight, i: i32) -> i32 {
     )
 }
 
-/// One query's run of keys.
+/// One query's run of keys, or one key's of queries.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Keys {
@@ -135,6 +135,16 @@ fn first_query(sight: &Sight, j: i32) -> i32 {
 #[cube]
 fn end_query(sight: &Sight, j: i32) -> i32 {
     max(min(j - sight.offset + sight.left + 1i32, sight.q_len), 0i32)
+}
+
+/// The queries that see key `j` by window and length; none if it does not exist.
+#[cfg(feature = "cuda")]
+#[cube]
+pub(crate) fn queries_of(sight: &Sight, j: i32) -> Keys {
+    Keys {
+        first: first_query(sight, j),
+        end: select(j < sight.length, end_query(sight, j), 0i32),
+    }
 }
 
 /// What the rows of a tile see on the other side: the keys of a tile of queries, or the queries of a

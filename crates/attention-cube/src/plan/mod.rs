@@ -57,9 +57,11 @@ impl Kernel {
     /// Parts that the keys are split into, side by side, whose results are merged: 1 where they are not.
     pub fn splits(&self) -> usize {
         match self {
-            Self::Wgmma(plan) => plan.splits,
+            Self::Wgmma(WgmmaPlan::Forward(plan)) => plan.splits,
             Self::Unit(UnitPlan::Forward(plan)) => plan.splits,
-            Self::Unit(UnitPlan::Backward(_)) | Self::Reference => 1,
+            Self::Wgmma(WgmmaPlan::Backward(_))
+            | Self::Unit(UnitPlan::Backward(_))
+            | Self::Reference => 1,
         }
     }
 }
@@ -122,9 +124,6 @@ pub enum Refusal {
     /// The matrix unit multiplies half precision.
     #[error("it multiplies F16 and BF16, not {0:?}")]
     NotHalf(DType),
-    /// It computes outputs, not gradients.
-    #[error("it has no backward")]
-    NoBackward,
     /// The copy engine cannot read the inputs.
     #[error(
         "the copy engine reads contiguous rows that start at multiples of 16 bytes, and a query, key or value has others"
@@ -132,9 +131,13 @@ pub enum Refusal {
     Strides,
     /// The rows are too wide for the registers.
     #[error(
-        "it has tiles for head_dim up to 576 and value_dim up to 512, not for {head_dim} and {value_dim}"
+        "it has tiles for head_dim up to {widest_head} and value_dim up to {widest_value}, not for {head_dim} and {value_dim}"
     )]
     Width {
+        /// The widest queries and keys that it has tiles for.
+        widest_head: usize,
+        /// The widest values.
+        widest_value: usize,
         /// Columns of queries and keys.
         head_dim: usize,
         /// Columns of values.

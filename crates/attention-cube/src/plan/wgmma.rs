@@ -1,18 +1,35 @@
 //! The plan of the `wgmma` engine, for NVIDIA's Hopper: tiles from tables by head size, and the shared
 //! memory that they take.
 
+mod gradient;
 mod tiles;
 
 use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
 use crate::AttentionProblem;
 
-pub use tiles::{ColumnTiles, ForwardTiles, Half, OutputShape, RowTiles};
+use gradient::backward;
+pub use gradient::{
+    BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Side, Sums,
+};
+pub use tiles::{
+    ChunkedProduct, ChunkedScores, ColumnTiles, ForwardTiles, Half, OutputShape, Product,
+    RingShape, RowTiles, ScoreProduct,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use tiles::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP, is_whole};
 
 /// What the wgmma engine launches.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum WgmmaPlan {
+    /// Output and logsumexp.
+    Forward(ForwardPlan),
+    /// The gradients.
+    Backward(Box<BackwardPlan>),
+}
+
+/// The kernel of the forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct WgmmaPlan {
+pub struct ForwardPlan {
     /// The tiles.
     pub tiles: ForwardTiles,
     /// Query heads of a group that share a tile, one after the other; 1 where a tile has one head.
@@ -86,7 +103,10 @@ const BY_ROWS: &[RowShape] = &[
 ];
 
 /// By columns: the widest keys, and how many stages fit beside them.
-const BY_COLUMNS: &[(usize, usize)] = &[(512, 8), (576, 7)];
+const BY_COLUMNS: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
+
+/// The widest queries and keys that leave room for a ring.
+const WIDEST_DOTS: usize = 576;
 
 /// The widest values that two warpgroups hold by columns.
 const WIDEST_VALUES: usize = 512;
@@ -112,9 +132,6 @@ pub fn plan(
         return Err(Refusal::NotHopper);
     }
     let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
-    if pass == Pass::Backward {
-        return Err(Refusal::NoBackward);
-    }
     let length = problem.q_len.max(problem.kv_len);
     if length > MAX_LENGTH {
         return Err(Refusal::Length {
@@ -125,6 +142,20 @@ pub fn plan(
     if !layouts.boxes {
         return Err(Refusal::Strides);
     }
+    match pass {
+        Pass::Forward => forward(problem, device, half).map(WgmmaPlan::Forward),
+        Pass::Backward => {
+            backward(problem, device, layouts, half).map(|plan| WgmmaPlan::Backward(Box::new(plan)))
+        }
+    }
+}
+
+/// The kernel of the forward.
+fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    half: Half,
+) -> Result<ForwardPlan, Refusal> {
     let tiles = forward_tiles(
         problem.head_dim,
         problem.value_dim,
@@ -133,6 +164,8 @@ pub fn plan(
         problem.mask.is_some() || problem.bias.is_some(),
     )
     .ok_or(Refusal::Width {
+        widest_head: WIDEST_DOTS,
+        widest_value: WIDEST_VALUES,
         head_dim: problem.head_dim,
         value_dim: problem.value_dim,
     })?;
@@ -158,7 +191,7 @@ pub fn plan(
         heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
     };
     let splits = splits(problem, device, &tiles, planes * tile_count);
-    Ok(WgmmaPlan {
+    Ok(ForwardPlan {
         tiles,
         heads,
         splits,
@@ -251,7 +284,12 @@ fn together(problem: &AttentionProblem, planes: usize, heads: usize) -> usize {
     } else {
         1
     };
-    (CACHE_BYTES / key_value_bytes.max(1) * sharing).clamp(sharing, planes.max(1))
+    cached(key_value_bytes, sharing, planes)
+}
+
+/// Heads whose tiles' operands, `bytes` for every `sharing` of them, fit the cache together.
+fn cached(bytes: usize, sharing: usize, planes: usize) -> usize {
+    (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
 }
 
 #[cfg(test)]

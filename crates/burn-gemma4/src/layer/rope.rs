@@ -55,7 +55,7 @@ pub enum Positions {
 
 impl Positions {
     /// One more than the largest position.
-    fn end(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         match self {
             Self::Range { first, count } => first + count,
             Self::Each(rows) => rows
@@ -92,6 +92,29 @@ impl Rope {
         }
     }
 
+    /// Cosines and sines of at least `positions` positions in layers of `kind`, rounded to `dtype`.
+    #[cfg(feature = "cube")]
+    pub fn tables(
+        &self,
+        kind: LayerType,
+        positions: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> crate::kernel::RotationTables {
+        let table = self.of(kind).reaching(positions, dtype, device);
+        crate::kernel::RotationTables {
+            cos: table.cos,
+            sin: table.sin,
+        }
+    }
+
+    fn of(&self, kind: LayerType) -> &Tables {
+        match kind {
+            LayerType::Sliding => &self.sliding,
+            LayerType::Full => &self.global,
+        }
+    }
+
     /// The rotation of `positions` in layers of `kind`, rounded to `dtype`.
     pub fn rotation(
         &self,
@@ -100,11 +123,8 @@ impl Rope {
         dtype: DType,
         device: &Device,
     ) -> Rotation {
-        let tables = match kind {
-            LayerType::Sliding => &self.sliding,
-            LayerType::Full => &self.global,
-        };
-        let table = tables.reaching(positions.end(), dtype, &device.clone().without_autodiff());
+        let device = device.clone().without_autodiff();
+        let table = self.of(kind).reaching(positions.end(), dtype, &device);
         match positions {
             Positions::Range { first, count } => {
                 let rows =

@@ -6,7 +6,7 @@ use crate::kernel::backward::{
     bias::{Broadcast, bias_gradient},
     key_value::key_value_gradient,
     query::query_gradient,
-    rows::{ROWS, UNITS, row_terms},
+    rows::{MULTIPLE, ROWS, UNITS, row_terms},
     together::{
         OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch, sum_parts,
     },
@@ -23,15 +23,8 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let AttentionProblem {
-        batch,
-        q_heads,
-        q_len,
-        ..
-    } = *problem;
-    let rows = empty(&inputs.query, [batch, q_heads, q_len, 2], DType::F32);
     let output_gradient = saved.output_gradient.clone();
-    launch_rows(saved, &rows, problem, plan.query.vector);
+    let rows = rows_of_queries(saved, problem, plan.query.vector);
     let blocks = [
         Blocks::of_queries(&plan.query),
         Blocks::of_keys(&plan.key_value),
@@ -53,27 +46,25 @@ pub(super) fn launch(
             (query, key, value)
         }
     };
-    let bias = pass.inputs.bias.as_option().filter(|_| request.bias);
-    let bias = bias.map(|bias| pass.bias(bias, plan.query, query_places));
-    let sinks = pass.inputs.sinks.as_option().filter(|_| request.sinks);
-    let sinks = sinks.map(|sinks| pass.sinks(sinks));
-    AttentionGradients {
-        query,
-        key,
-        value,
-        bias: bias.into(),
-        sinks: sinks.into(),
-    }
+    pass.with_rest([query, key, value], plan.query, query_places, request)
 }
 
-fn launch_rows(
+/// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
+pub(super) fn rows_of_queries(
     saved: AttentionSaved<CubeBackend>,
-    target: &CubeTensor,
     problem: &AttentionProblem,
     vector: usize,
-) {
+) -> CubeTensor {
+    let AttentionProblem {
+        batch,
+        q_heads,
+        q_len,
+        ..
+    } = *problem;
+    let padded = q_len.next_multiple_of(MULTIPLE);
+    let target = empty(&saved.output, [batch, q_heads, 2, padded], DType::F32);
     let client = target.client.clone();
-    let row_count = problem.batch * problem.q_heads * problem.q_len;
+    let row_count = batch * q_heads * padded;
     let logsumexp_gradient = saved.logsumexp_gradient.into_option();
     // SAFETY: rows past `row_count` are neither read nor written.
     unsafe {
@@ -87,14 +78,16 @@ fn launch_rows(
             saved.logsumexp.into_tensor_arg(),
             logsumexp_gradient.map(CubeTensor::into_tensor_arg).into(),
             target.clone().into_tensor_arg(),
-            problem.q_heads as u32,
-            problem.q_len as u32,
+            q_heads as u32,
+            q_len as u32,
+            padded as u32,
             row_count as u32,
             problem.value_dim as u32,
             dtype_to_storage_type(problem.dtype),
             vector,
         );
     }
+    target
 }
 
 /// Elements from one row of an operand to the next: an odd number of the processor's cache lines, so that
@@ -134,12 +127,12 @@ fn windows(
 }
 
 /// What every kernel of one backward reads.
-struct BackwardPass<'a> {
-    inputs: AttentionInputs<CubeBackend>,
-    output_gradient: CubeTensor,
-    rows: CubeTensor,
-    extras: Extras,
-    problem: &'a AttentionProblem,
+pub(super) struct BackwardPass<'a> {
+    pub inputs: AttentionInputs<CubeBackend>,
+    pub output_gradient: CubeTensor,
+    pub rows: CubeTensor,
+    pub extras: Extras,
+    pub problem: &'a AttentionProblem,
 }
 
 impl BackwardPass<'_> {
@@ -148,6 +141,27 @@ impl BackwardPass<'_> {
             tiles,
             structure: structure(self.problem),
             score: score_kind(self.problem),
+        }
+    }
+
+    /// All gradients, with those of bias and sinks. The bias's by `tiles`, which find the integers at `places`.
+    pub fn with_rest(
+        &self,
+        [query, key, value]: [CubeTensor; 3],
+        tiles: UnitTiles,
+        places: Places,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend> {
+        let bias = self.inputs.bias.as_option().filter(|_| request.bias);
+        let bias = bias.map(|bias| self.bias(bias, tiles, places));
+        let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
+        let sinks = sinks.map(|sinks| self.sinks(sinks));
+        AttentionGradients {
+            query,
+            key,
+            value,
+            bias: bias.into(),
+            sinks: sinks.into(),
         }
     }
 
@@ -475,17 +489,19 @@ impl BackwardPass<'_> {
     /// One number a head: Burn's own operations do, over the rows' lse and Δ.
     fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
-        let column = |index: usize| {
-            CubeBackend::float_slice(
+        let of_queries = |index: usize| {
+            let terms = CubeBackend::float_slice(
                 self.rows.clone(),
                 &[
                     (0..problem.batch).into(),
                     (0..problem.q_heads).into(),
-                    (0..problem.q_len).into(),
                     (index..index + 1).into(),
+                    (0..problem.q_len).into(),
                 ],
-            )
+            );
+            CubeBackend::float_swap_dims(terms, 2, 3)
         };
-        reference::sinks_gradient::<CubeBackend>(sinks.clone(), column(0), column(1), problem)
+        let [logsumexp, delta] = [0, 1].map(of_queries);
+        reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, delta, problem)
     }
 }

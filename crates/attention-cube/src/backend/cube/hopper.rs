@@ -8,21 +8,21 @@ use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
 use crate::kernel::schedule::TurnsLaunch;
 use crate::plan::wgmma::{
-    ColumnTiles, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, WgmmaPlan, is_whole,
+    ColumnTiles, ForwardPlan, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, Side, is_whole,
 };
 use burn::tensor::Shape;
 use cubecl::prelude::TensorMapSwizzle;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
 
 /// Scales within which scores can stay unscaled until the exponential: beyond, f32 could overflow.
-const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
+pub(super) const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
 pub(super) fn forward(
     inputs: AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
-    plan: WgmmaPlan,
+    plan: ForwardPlan,
 ) -> AttentionOutput<CubeBackend> {
-    let WgmmaPlan {
+    let ForwardPlan {
         tiles,
         heads: shared_heads,
         splits,
@@ -47,7 +47,8 @@ pub(super) fn forward(
     };
     let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
     let tile_rows = (!shares_tile).then_some(tiles.rows());
-    let (mask, mask_places) = mask_bits::pack(&inputs, problem, tile_rows, tiles.keys());
+    let (mask, mask_places) =
+        mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
     let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
         dtype_to_storage_type(sinks.dtype)
@@ -78,6 +79,7 @@ pub(super) fn forward(
     let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
     let kind = HopperKind {
         fragment: FragmentKind {
+            side: Side::Queries,
             structure: structure(problem),
             score,
             raw,
@@ -207,7 +209,7 @@ pub(super) fn forward(
 }
 
 /// Whether every row lies together and consists of pairs.
-fn is_in_pairs(tensor: &CubeTensor) -> bool {
+pub(super) fn is_in_pairs(tensor: &CubeTensor) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
     strides[3] == 1
@@ -216,14 +218,14 @@ fn is_in_pairs(tensor: &CubeTensor) -> bool {
 }
 
 /// Whether all of a dimension is the same: there is one, or it is broadcast.
-fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
+pub(super) fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
 /// How the copy engine sees a tensor: boxes of `[1, heads, rows, 64]` elements, or of `[1, heads, subtiles, rows,
 /// 64]` where `subtiles` are asked for and rows are whole subtiles. Beyond the shape it reads zeros, and writes
 /// nothing.
-fn map(
+pub(super) fn map(
     tensor: &CubeTensor,
     [heads, rows]: [usize; 2],
     subtiles: Option<usize>,

@@ -2,29 +2,35 @@
 
 use super::*;
 use crate::kernel::mask_bits::{MaskPlacesLaunch, WORDS_PER_PLANE, pack_mask, sum_up_mask};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::CubeDim;
 
 const UNITS: usize = 256;
 const PLANE: usize = 32;
 
-/// The packed mask, if there is one, for tiles of `tile_rows` queries and blocks of `block_keys` keys; without
-/// `tile_rows` tiles are not told what they see of blocks.
+/// The packed mask, if there is one, for tiles of `tile_rows` rows of one side and blocks of `block_keys` rows of
+/// the other; without `tile_rows` tiles are not told what they see of blocks.
 pub(super) fn pack(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
+    side: Side,
     tile_rows: Option<usize>,
     block_keys: usize,
 ) -> (Option<CubeTensor>, MaskPlacesLaunch) {
     let Some(mask) = inputs.mask.as_option() else {
         return (None, MaskPlacesLaunch::new(0, 0, 0, 0, 0, 0, 0));
     };
+    let (mask, columns) = match side {
+        Side::Queries => (mask.clone(), problem.kv_len),
+        Side::Keys => (
+            CubeBackend::bool_swap_dims(mask.clone(), 2, 3),
+            problem.q_len,
+        ),
+    };
     let shape = mask.meta.shape();
     let [batch, heads, rows] = [shape[0], shape[1], shape[2]];
-    let mask = CubeBackend::bool_expand(
-        mask.clone(),
-        Shape::new([batch, heads, rows, problem.kv_len]),
-    );
-    let blocks = problem.kv_len.div_ceil(block_keys);
+    let mask = CubeBackend::bool_expand(mask, Shape::new([batch, heads, rows, columns]));
+    let blocks = columns.div_ceil(block_keys);
     let pieces = (blocks * block_keys.div_ceil(32)).div_ceil(WORDS_PER_PLANE);
     let words = pieces * WORDS_PER_PLANE;
     let bits_end = batch * heads * rows * words;
@@ -42,7 +48,7 @@ pub(super) fn pack(
     let count = batch * heads * rows * pieces;
     let (cubes, units) = launch(count);
     let element = dtype_to_storage_type(mask.dtype);
-    // SAFETY: a plane a piece of a row, the rest does nothing; keys stay below `kv_len`.
+    // SAFETY: a plane a piece of a row, the rest does nothing; columns stay below their number.
     unsafe {
         pack_mask::launch_unchecked(
             &client,
@@ -52,7 +58,7 @@ pub(super) fn pack(
             bits.clone().into_tensor_arg(),
             heads as u32,
             rows as u32,
-            problem.kv_len as u32,
+            columns as u32,
             pieces as u32,
             count as u32,
             block_keys as u32,
@@ -70,7 +76,7 @@ pub(super) fn pack(
                 bits.clone().into_tensor_arg(),
                 bits_end as u32,
                 rows as u32,
-                problem.kv_len as u32,
+                columns as u32,
                 words as u32,
                 tiles as u32,
                 blocks as u32,

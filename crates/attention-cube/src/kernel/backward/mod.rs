@@ -11,14 +11,26 @@
 //! | `together` | keys | S, dP, dV, dK, dQ | all three, where few cubes are enough |
 //! | `bias` | scores | S, dP | `dbias = Σ ds` over what the bias is broadcast along |
 //!
+//!
+//! Those of the wgmma engine, `by_rows` and `by_columns`, hold either side: queries, keys, or keys twice, once for
+//! each of their gradients.
+//!
 //! Two kernels instead of one recompute S and dP: 7 products where 5 would do with atomic additions to dQ,
 //! which are neither deterministic nor on every device, and were the bound where they were measured.
 
 pub(crate) mod bias;
+#[cfg(feature = "cuda")]
+pub(crate) mod by_columns;
+#[cfg(feature = "cuda")]
+pub(crate) mod by_rows;
+#[cfg(feature = "cuda")]
+pub(crate) mod held;
 pub(crate) mod key_value;
 pub(crate) mod query;
 pub(crate) mod rows;
 pub(crate) mod together;
+#[cfg(feature = "cuda")]
+pub(crate) mod weights;
 
 use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use super::visibility::Structure;
@@ -72,7 +84,7 @@ pub(crate) fn score_gradient<F: Float>(
     ScoreGradient { p, ds, ddot }
 }
 
-/// What `rows` leaves of a query, in `[batch, q_heads, q_len, 2]`.
+/// What `rows` leaves of a query, in `[batch, q_heads, 2, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowTerms {
@@ -92,11 +104,9 @@ pub(crate) fn row_terms_of(
     let mut logsumexp = 0.0f32;
     let mut delta = 0.0f32;
     if query < q_len {
-        let at = batch as usize * rows.stride(0)
-            + head as usize * rows.stride(1)
-            + query as usize * rows.stride(2);
+        let at = batch as usize * rows.stride(0) + head as usize * rows.stride(1) + query as usize;
         logsumexp = rows[at];
-        delta = rows[at + 1];
+        delta = rows[at + rows.stride(2)];
     }
     RowTerms { logsumexp, delta }
 }

@@ -1,4 +1,5 @@
-//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query, side by side.
+//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: all of a head's logsumexps,
+//! and then all of its Δ, each padded with zeros to a multiple of [`MULTIPLE`].
 //!
 //! Budget: 1 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
@@ -13,6 +14,8 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// Rows of a cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
+/// Hopper's copy engine reads rows that start at multiples of 16 bytes.
+pub(crate) const MULTIPLE: usize = 4;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn row_terms<E: Float, N: Size>(
@@ -23,6 +26,7 @@ pub(crate) fn row_terms<E: Float, N: Size>(
     target: &mut Tensor<f32>,
     q_heads: u32,
     q_len: u32,
+    padded: u32,
     row_count: u32,
     value_dim: u32,
     #[define(E)] _element: ElemType,
@@ -30,11 +34,13 @@ pub(crate) fn row_terms<E: Float, N: Size>(
 ) {
     let row = CUBE_POS as u32 * ROWS + UNIT_POS / ROW_UNITS;
     let lane = UNIT_POS % ROW_UNITS;
-    let query = row % q_len;
-    let head = (row / q_len) % q_heads;
-    let batch = row / q_len / q_heads;
+    let query = row % padded;
+    let plane = row / padded;
+    let head = plane % q_heads;
+    let batch = plane / q_heads;
+    let exists = row < row_count && query < q_len;
     let mut sum = 0.0f32;
-    if row < row_count {
+    if exists {
         let end = q_len as i32;
         let output_rows = head_rows(output, batch, head, 0i32, end, value_dim);
         let gradient_rows = head_rows(output_gradient, batch, head, 0i32, end, value_dim);
@@ -58,27 +64,32 @@ pub(crate) fn row_terms<E: Float, N: Size>(
     partial[UNIT_POS as usize] = sum;
     sync_cube();
     if lane == 0u32 && row < row_count {
+        let at = (2u32 * plane) as usize * padded as usize + query as usize;
+        target[at] = 0.0f32;
+        target[at + padded as usize] = 0.0f32;
+    }
+    if lane == 0u32 && exists {
         let mut delta = 0.0f32;
         #[unroll]
         for other in 0..comptime!(ROW_UNITS as usize) {
             delta += partial[UNIT_POS as usize + other];
         }
-        let (batch, head, query) = (batch as usize, head as usize, query as usize);
-        let logsumexp = logsumexp[batch * logsumexp.stride(0)
-            + head * logsumexp.stride(1)
-            + query * logsumexp.stride(2)];
+        let logsumexp = logsumexp[batch as usize * logsumexp.stride(0)
+            + head as usize * logsumexp.stride(1)
+            + query as usize * logsumexp.stride(2)];
         #[comptime]
         match &logsumexp_gradient {
             ComptimeOption::Some(gradient) => {
-                delta -= gradient[batch * gradient.stride(0)
-                    + head * gradient.stride(1)
-                    + query * gradient.stride(2)];
+                delta -= gradient[batch as usize * gradient.stride(0)
+                    + head as usize * gradient.stride(1)
+                    + query as usize * gradient.stride(2)];
             }
             ComptimeOption::None => {}
         }
         // A query that sees nothing has no probabilities to recompute.
         let sees_nothing = logsumexp < f32::new(HIDDEN);
-        target[row as usize * 2] = select(sees_nothing, 0.0f32, logsumexp);
-        target[row as usize * 2 + 1] = select(sees_nothing, 0.0f32, delta);
+        let at = (2u32 * plane) as usize * padded as usize + query as usize;
+        target[at] = select(sees_nothing, 0.0f32, logsumexp);
+        target[at + padded as usize] = select(sees_nothing, 0.0f32, delta);
     }
 }

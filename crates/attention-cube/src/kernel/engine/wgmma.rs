@@ -12,7 +12,10 @@
 //! product's left operand, has the same layout, two columns a register.
 
 use crate::kernel::ptx::{arrive_text, load_matrices, value_of, wait_text};
-use crate::plan::wgmma::{ColumnTiles, Half, PRODUCT_ROWS, ROW_BYTES, RowTiles};
+use crate::plan::wgmma::{
+    ChunkedProduct, ChunkedScores, ColumnTiles, Half, PRODUCT_ROWS, Product, ROW_BYTES, RingShape,
+    RowTiles, SUBTILE, ScoreProduct,
+};
 use cubecl::prelude::*;
 
 /// Columns of one step of a product.
@@ -71,21 +74,21 @@ fn instruction(columns: usize, half: Half) -> String {
 }
 
 /// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors, full barrier, its parity.
-fn scores_text(tiles: &RowTiles, fragment: usize) -> String {
-    let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", fragment + i));
+fn scores_text(product: &ScoreProduct) -> String {
+    let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", product.fragment() + i));
     let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
     text += &wait_text("", &full, 0, &parity);
     text += "setp.ne.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
-    for step in 0..tiles.head_dim.div_ceil(STEP) {
+    for step in 0..product.depth.div_ceil(STEP) {
         let (subtile, within) = (step / 4, step % 4 * STEP_BYTES);
-        let a = units(subtile * tiles.rows() * ROW_BYTES + within);
-        let b = units(subtile * tiles.keys * ROW_BYTES + within);
+        let a = units(subtile * product.left_rows * ROW_BYTES + within);
+        let b = units(subtile * product.right_rows * ROW_BYTES + within);
         text += &descriptor_text("a", &query, a);
         text += &descriptor_text("b", &key, b);
         text += &format!(
             "{} {{{}}}, a, b, sum, 1, 1, 0, 0;\n",
-            instruction(tiles.keys, tiles.half),
-            registers(0, tiles.keys / 2),
+            instruction(product.right_rows, product.half),
+            registers(0, product.right_rows / 2),
         );
         if step == 0 {
             text += "setp.eq.b32 sum, 0, 0;\n";
@@ -96,19 +99,20 @@ fn scores_text(tiles: &RowTiles, fragment: usize) -> String {
 
 /// `O += P V` of a whole block, P in registers: registers of O | O, P, values' descriptor, full barrier,
 /// its parity.
-fn output_text(tiles: &RowTiles, [p_fragment, o_fragment]: [usize; 2]) -> String {
+fn output_text(product: &Product) -> String {
+    let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
     let [value, full, parity] = [0, 1, 2].map(|i| format!("%{}", p + p_fragment + i));
-    let columns = tiles.value_columns();
+    let columns = product.columns;
     let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 b;\n.reg .b32 low;\n");
     text += &moves(columns / 2, o_fragment);
     text += &wait_text("", &full, 0, &parity);
     text += "setp.eq.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
-    for step in 0..tiles.keys / STEP {
+    for step in 0..product.depth / STEP {
         text += &descriptor_text("b", &value, units(step * STEP_ROWS_BYTES));
         text += &format!(
             "{} {{{}}}, {{{}}}, b, sum, 1, 1, 1;\n",
-            instruction(columns, tiles.half),
+            instruction(columns, product.half),
             registers(0, columns / 2),
             registers(p + 4 * step, 4),
         );
@@ -134,9 +138,9 @@ pub(crate) fn multiply_scores<NS: Size>(
     key: u32,
     full: u32,
     parity: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] product: ScoreProduct,
 ) -> Vector<f32, NS> {
-    let text = comptime!(scores_text(&tiles, tiles.fragments()[0]));
+    let text = comptime!(scores_text(&product));
     let s: Vector<f32, NS>;
     gpu_asm!(
         "{text} // {s} {query} {key} {full} {parity}\n",
@@ -178,12 +182,9 @@ pub(crate) fn multiply_output<NO: Size, NP: Size>(
     value: u32,
     full: u32,
     parity: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] product: Product,
 ) -> Vector<f32, NO> {
-    let text = comptime!({
-        let [_, p, o] = tiles.fragments();
-        output_text(&tiles, [p, o])
-    });
+    let text = comptime!(output_text(&product));
     let sum: Vector<f32, NO>;
     gpu_asm!(
         "{text} // {sum} {o} {p} {value} {full} {parity}\n",
@@ -233,8 +234,8 @@ const SUBTILE_STEPS: usize = 4;
 ///
 /// Where a block is whole rounds of the ring, every block starts at the first stage, and a chunk is a
 /// constant away from it. Elsewhere each step is computed.
-struct Walk<'a> {
-    tiles: &'a ColumnTiles,
+struct Walk {
+    ring: RingShape,
     /// Registers: the first barrier of the full and of the empty ones, the ring's descriptor.
     full: String,
     empty: String,
@@ -246,19 +247,15 @@ struct Walk<'a> {
     text: String,
 }
 
-impl<'a> Walk<'a> {
+impl Walk {
     /// From `stage` in the phase of parity `parity` on.
-    fn new(
-        tiles: &'a ColumnTiles,
-        [stage, parity, full, empty, data]: [String; 5],
-        step: usize,
-    ) -> Self {
+    fn new(ring: RingShape, [stage, parity, full, empty, data]: [String; 5], step: usize) -> Self {
         let text = format!(
             ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\
              mov.b32 stage, {stage};\nmov.b32 parity, {parity};\n"
         );
         let mut walk = Self {
-            tiles,
+            ring,
             full,
             empty,
             data,
@@ -294,8 +291,8 @@ impl<'a> Walk<'a> {
 
     /// Goes to the next chunk.
     fn advance(&mut self) {
-        let stages = self.tiles.stages;
-        if self.tiles.has_whole_rounds() {
+        let stages = self.ring.stages;
+        if self.ring.whole_rounds {
             self.offset += self.step;
             if self.offset >= stages {
                 self.offset -= stages;
@@ -316,16 +313,19 @@ impl<'a> Walk<'a> {
 /// queries' and the ring's descriptors, the first full and the first empty barrier, elected, stage and
 /// parity of the first chunk. A chunk is free when the one after the next is issued; the last is left to
 /// whoever waits for S.
-fn chunked_scores_text(tiles: &ColumnTiles) -> String {
+///
+/// Where it says so, the last chunk of what was multiplied before, of an empty barrier and elected in two more
+/// registers, is freed once the first of these is issued.
+fn chunked_scores_text(product: &ChunkedScores) -> String {
     let first_query = HALF_KEYS / 2;
-    let after = first_query + tiles.query_fragment();
+    let after = first_query + product.query_fragment;
     let [query, key, full, empty, elected, stage, parity] =
         [0, 1, 2, 3, 4, 5, 6].map(|i| format!("%{}", after + i));
-    let chunks = tiles.key_chunks();
-    let steps = tiles.head_dim.div_ceil(STEP);
+    let chunks = product.depth.div_ceil(SUBTILE);
+    let steps = product.depth.div_ceil(STEP);
     let scores = registers(0, HALF_KEYS / 2);
-    let instruction = instruction(HALF_KEYS, tiles.half);
-    let mut walk = Walk::new(tiles, [stage, parity, full, empty, key], 1);
+    let instruction = instruction(HALF_KEYS, product.half);
+    let mut walk = Walk::new(product.ring, [stage, parity, full, empty, key], 1);
     walk.text += &format!(
         ".reg .pred sum, elected;\n.reg .b64 a, b;\n.reg .b32 free;\n\
          setp.ne.b32 elected, {elected}, 0;\nsetp.ne.b32 sum, 0, 0;\n"
@@ -335,7 +335,7 @@ fn chunked_scores_text(tiles: &ColumnTiles) -> String {
         for step in chunk * SUBTILE_STEPS..steps.min((chunk + 1) * SUBTILE_STEPS) {
             let within = units(step % SUBTILE_STEPS * STEP_BYTES);
             walk.text += &descriptor_text("b", "chunk", walk.data() + within);
-            walk.text += &if chunk < tiles.register_chunks() {
+            walk.text += &if chunk < product.register_chunks {
                 let a = registers(first_query + 4 * step, 4);
                 format!("{instruction} {{{scores}}}, {{{a}}}, b, sum, 1, 1, 0;\n")
             } else {
@@ -351,6 +351,60 @@ fn chunked_scores_text(tiles: &ColumnTiles) -> String {
         if chunk > 0 {
             walk.text += "wgmma.wait_group.sync.aligned 1;\n";
             walk.text += &arrive_text("free", 1);
+        } else if product.frees_before {
+            let [before, before_elected] = [7, 8].map(|i| format!("%{}", after + i));
+            walk.text += &format!(
+                "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {before_elected}, 0;\n{}\
+                 setp.ne.b32 elected, {elected}, 0;\n",
+                arrive_text(&before, 1)
+            );
+        }
+        walk.text += &format!("add.u32 free, is_empty, {};\n", 8 * walk.offset);
+        walk.advance();
+    }
+    format!("{{\n{}}}\n", walk.text)
+}
+
+/// Multiplies P, or dS, with the chunk that is there.
+fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize) {
+    for part in 0..ColumnTiles::VALUE_KEYS / STEP {
+        let step = chunk * (ColumnTiles::VALUE_KEYS / STEP) + part;
+        let in_p =
+            step / SUBTILE_STEPS * ColumnTiles::HALF_BYTES + step % SUBTILE_STEPS * STEP_BYTES;
+        walk.text += &descriptor_text("a", p, units(in_p));
+        walk.text += &descriptor_text("b", "chunk", walk.data() + units(part * STEP_ROWS_BYTES));
+        walk.text += &format!(
+            "{} {{{}}}, a, b, sum, 1, 1, 0, 1;\n",
+            instruction(columns, half),
+            registers(0, columns / 2),
+        );
+    }
+}
+
+/// `sum += P V` of `chunks` of a warpgroup's, from the `first` on: registers of the sum | the same, P's and the
+/// ring's descriptors, the first full and the first empty barrier, elected, stage and parity of the first of these
+/// chunks. A chunk is free when the one after the next is issued; the last is left to whoever waits for the sum.
+fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
+    let fragment = product.fragment();
+    let [p, value, full, empty, elected, stage, parity] =
+        [0, 1, 2, 3, 4, 5, 6].map(|i| format!("%{}", 2 * fragment + i));
+    let mut walk = Walk::new(
+        product.ring,
+        [stage, parity, full, empty, value],
+        ColumnTiles::WARPGROUPS,
+    );
+    walk.text += &format!(
+        ".reg .pred sum, elected;\n.reg .b64 a, b;\n.reg .b32 free;\nsetp.eq.b32 sum, 0, 0;\n\
+         setp.ne.b32 elected, {elected}, 0;\n{}",
+        moves(product.columns / 2, fragment)
+    );
+    for chunk in 0..chunks {
+        walk.wait(chunk);
+        add_chunk(&mut walk, &p, product.columns, product.half, first + chunk);
+        walk.text += "wgmma.commit_group.sync.aligned;\n";
+        if chunk > 0 {
+            walk.text += "wgmma.wait_group.sync.aligned 1;\n";
+            walk.text += &arrive_text("free", ColumnTiles::WARPGROUPS);
         }
         walk.text += &format!("add.u32 free, is_empty, {};\n", 8 * walk.offset);
         walk.advance();
@@ -377,7 +431,7 @@ fn chunked_output_text(tiles: &ColumnTiles) -> String {
     let columns = tiles.value_columns();
     let chunks = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
     let mut walk = Walk::new(
-        tiles,
+        tiles.ring(),
         [stage, parity, full, empty, value],
         ColumnTiles::WARPGROUPS,
     );
@@ -387,19 +441,7 @@ fn chunked_output_text(tiles: &ColumnTiles) -> String {
     );
     for chunk in 0..chunks {
         walk.wait(chunk);
-        for part in 0..ColumnTiles::VALUE_KEYS / STEP {
-            let step = chunk * (ColumnTiles::VALUE_KEYS / STEP) + part;
-            let in_p =
-                step / SUBTILE_STEPS * ColumnTiles::HALF_BYTES + step % SUBTILE_STEPS * STEP_BYTES;
-            walk.text += &descriptor_text("a", &p, units(in_p));
-            walk.text +=
-                &descriptor_text("b", "chunk", walk.data() + units(part * STEP_ROWS_BYTES));
-            walk.text += &format!(
-                "{} {{{}}}, a, b, sum, 1, 1, 0, 1;\n",
-                instruction(columns, tiles.half),
-                registers(0, columns / 2),
-            );
-        }
+        add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
             // Everything before this product, that is S, is done.
@@ -463,7 +505,7 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     at: Chunk,
     #[comptime] tiles: ColumnTiles,
 ) -> Vector<f32, NS> {
-    let text = comptime!(chunked_scores_text(&tiles));
+    let text = comptime!(chunked_scores_text(&tiles.chunked_scores()));
     let s: Vector<f32, NS>;
     gpu_asm!(
         "{text} // {s} {first_queries} {query} {key} {full} {empty} {elected} {stage} {parity}\n",
@@ -478,6 +520,65 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
         parity = in(_) value_of::<u32>(at.parity)
     );
     s
+}
+
+/// The same without queries in registers, of any operands; once the first chunk is issued, frees the last one of
+/// what was multiplied `before`.
+#[cube]
+pub(crate) fn multiply_chunks<NS: Size>(
+    left: u32,
+    right: u32,
+    ring: Ring,
+    at: Chunk,
+    before: u32,
+    before_elected: u32,
+    #[comptime] product: ChunkedScores,
+) -> Vector<f32, NS> {
+    let text = comptime!(chunked_scores_text(&product));
+    let s: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {s} {left} {right} {full} {empty} {elected} {stage} {parity} {before} {before_elected}\n",
+        s = out(_) s,
+        left = in(_) value_of::<u32>(left),
+        right = in(_) value_of::<u32>(right),
+        full = in(_) value_of::<u32>(ring.full),
+        empty = in(_) value_of::<u32>(ring.empty),
+        elected = in(_) value_of::<u32>(ring.elected),
+        stage = in(_) value_of::<u32>(at.stage),
+        parity = in(_) value_of::<u32>(at.parity),
+        before = in(_) value_of::<u32>(before),
+        before_elected = in(_) value_of::<u32>(before_elected)
+    );
+    s
+}
+
+/// Starts `sum += P V` of `chunks` of the warpgroup's from the `first` on, the first of which is `at`.
+#[cube]
+pub(crate) fn add_chunks<NO: Size>(
+    sum: Vector<f32, NO>,
+    p: u32,
+    value: u32,
+    ring: Ring,
+    at: Chunk,
+    #[comptime] first: usize,
+    #[comptime] chunks: usize,
+    #[comptime] product: ChunkedProduct,
+) -> Vector<f32, NO> {
+    let text = comptime!(chunked_sum_text(&product, first, chunks));
+    let added: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {added} {sum} {p} {value} {full} {empty} {elected} {stage} {parity}\n",
+        added = out(_) added,
+        sum = in(_) value_of::<Vector<f32, NO>>(sum),
+        p = in(_) value_of::<u32>(p),
+        value = in(_) value_of::<u32>(value),
+        full = in(_) value_of::<u32>(ring.full),
+        empty = in(_) value_of::<u32>(ring.empty),
+        elected = in(_) value_of::<u32>(ring.elected),
+        stage = in(_) value_of::<u32>(at.stage),
+        parity = in(_) value_of::<u32>(at.parity)
+    );
+    added
 }
 
 /// Where the thread's row of a warp's matrices lies: of the warpgroup's 64 rows of the subtile at `subtile`, 16
@@ -554,6 +655,26 @@ pub(crate) fn take_fragment<NF: Size>(
         "{text} // {taken} {fragment}\n",
         taken = out(_) taken,
         fragment = in(_) value_of::<Vector<f32, NF>>(fragment)
+    );
+    taken
+}
+
+/// The same of a product whose left operand is `p`, which outlives it.
+#[cube]
+pub(crate) fn take_sums<NF: Size, NP: Size>(
+    fragment: Vector<f32, NF>,
+    p: Vector<u32, NP>,
+    #[comptime] used: usize,
+    #[comptime] size: usize,
+    #[comptime] pending: usize,
+) -> Vector<f32, NF> {
+    let text = comptime!(fence_text(used, size, pending));
+    let taken: Vector<f32, NF>;
+    gpu_asm!(
+        "{text} // {taken} {fragment} {p}\n",
+        taken = out(_) taken,
+        fragment = in(_) value_of::<Vector<f32, NF>>(fragment),
+        p = in(_) value_of::<Vector<u32, NP>>(p)
     );
     taken
 }

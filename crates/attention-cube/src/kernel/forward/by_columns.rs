@@ -21,8 +21,8 @@ use super::fragment::{
 };
 use super::output::{Finished, Target, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen_values, forget_used, has_holes,
-    has_strangers, next_block, row_pair, tell_used, used_words, view, warpgroup_barrier,
+    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,
+    has_strangers, next_block, row_pair, standing, tell_used, used_words, view, warpgroup_barrier,
 };
 use crate::kernel::engine::wgmma::{
     Ring, chunk, descriptor, free_chunk, load_first_queries, matrix_row, multiply_chunked_output,
@@ -252,6 +252,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
 ) -> Attended<NO> {
     let sight = &assigned.sight;
     let tile = &assigned.tile;
+    let standing = standing(tile);
     let negative_infinity = arguments.negative_infinity;
     let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
     let query_operand = uniform(descriptor(places.queries));
@@ -284,7 +285,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             tiles,
         );
         let seen = view(
-            tile,
+            &standing,
             rows,
             block,
             warpgroup * comptime!((HALF_KEYS / 32) as u32),
@@ -379,7 +380,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 tiles,
             );
             let seen = view(
-                tile,
+                &standing,
                 rows,
                 next,
                 warpgroup * comptime!((HALF_KEYS / 32) as u32),
@@ -688,7 +689,7 @@ fn clean_values(
 ) -> bool {
     let first_key = block * comptime!(ColumnTiles::KEYS as i32);
     let words = used_words(places.used, count);
-    let mut dirty = has_strangers(tile, extent, first_key, ColumnTiles::KEYS);
+    let mut dirty = has_strangers(&tile.keys, extent.kv_len, first_key, ColumnTiles::KEYS);
     if comptime!(kind.leaves_holes()) {
         dirty = has_holes(words, ColumnTiles::KEYS);
         forget_used(places.used, count);
@@ -704,9 +705,9 @@ fn clean_values(
                 tiles.stages,
             );
             barrier_wait(places.full + 8u32 * chunk.stage, chunk.parity);
-            clear_unseen_values(
+            clear_unseen(
                 places.stages + chunk.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
-                tile,
+                &tile.keys,
                 first_key,
                 words,
                 UNIT_POS % comptime!(WARPGROUP as u32),

@@ -20,8 +20,9 @@ use super::fragment::{
 };
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen_values, forget_used, has_holes,
-    has_strangers, next_block, row_pair, tell_used, used_words, view,
+    Assigned, HopperKind, Steps, Tile, assigned, await_turn, clear_unseen, forget_used, has_holes,
+    has_strangers, next_block, pass_turn, row_pair, standing, tell_used, used_columns, used_words,
+    view,
 };
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
@@ -29,7 +30,7 @@ use crate::kernel::engine::wgmma::{
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    named_barrier_arrive, shared_address, store_shared, take_registers, uniform,
+    shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -37,9 +38,6 @@ use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
-
-/// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
-const FIRST_TURN: usize = 6;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn forward_by_rows<
@@ -269,6 +267,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
 ) -> Attended<NO> {
     let sight = &assigned.sight;
     let tile = &assigned.tile;
+    let standing = standing(tile);
     let negative_infinity = arguments.negative_infinity;
     let query_operand = uniform(descriptor(
         places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -294,10 +293,10 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             uniform(key_operand + turn.stage * key_stage),
             places.key_full + 8u32 * turn.stage,
             turn.parity,
-            tiles,
+            comptime!(tiles.score_product()),
         );
         let seen = view(
-            tile,
+            &standing,
             rows,
             block,
             0u32,
@@ -384,7 +383,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 uniform(key_operand + next_turn.stage * key_stage),
                 places.key_full + 8u32 * next_turn.stage,
                 next_turn.parity,
-                tiles,
+                comptime!(tiles.score_product()),
             );
             o = rescale::<NO>(
                 o,
@@ -397,13 +396,13 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 uniform(value_operand + turn.stage * value_stage),
                 places.value_full + 8u32 * turn.stage,
                 turn.parity,
-                tiles,
+                comptime!(tiles.output_product()),
             );
             if comptime!(tiles.takes_turns) {
                 pass_turn(warpgroup, tiles.warpgroups);
             }
             let seen = view(
-                tile,
+                &standing,
                 rows,
                 next,
                 0u32,
@@ -494,7 +493,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             uniform(value_operand + turn.stage * value_stage),
             places.value_full + 8u32 * turn.stage,
             turn.parity,
-            tiles,
+            comptime!(tiles.output_product()),
         );
         o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
         count += 1u32;
@@ -509,29 +508,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         },
         visited: count,
         holes,
-    }
-}
-
-/// Waits until the warpgroup before this one has issued its products.
-#[cube]
-fn await_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
-    #[unroll]
-    for own in 0..warpgroups {
-        if warpgroup == comptime!(own as u32) {
-            named_barrier(comptime!(FIRST_TURN + own), comptime!(2 * WARPGROUP));
-        }
-    }
-}
-
-/// Lets the next warpgroup issue its products.
-#[cube]
-fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
-    #[unroll]
-    for own in 0..warpgroups {
-        if warpgroup == comptime!(own as u32) {
-            let next = comptime!((own + 1) % warpgroups);
-            named_barrier_arrive(comptime!(FIRST_TURN + next), comptime!(2 * WARPGROUP));
-        }
     }
 }
 
@@ -606,16 +582,7 @@ fn tell_used_by<NP: Size>(
     elected: u32,
     #[comptime] tiles: RowTiles,
 ) {
-    let mut used = 0u32;
-    #[unroll]
-    for pair in 0..comptime!(tiles.keys / 8) {
-        let both = p.extract(comptime!(2 * pair)) | p.extract(comptime!(2 * pair + 1));
-        used |= select(
-            both & 0xFFFFu32 != 0u32,
-            comptime!(1u32 << (2 * pair)),
-            0u32,
-        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * pair)), 0u32);
-    }
+    let used = used_columns::<NP>(p, tiles.keys);
     tell_used(places.used, used, 0u32, count);
     sync_plane();
     barrier_arrive(places.used_told + 8u32 * (count % 3u32), elected);
@@ -648,10 +615,10 @@ fn clean_values(
             if dirty {
                 clear(places, tile, first_key, turn, words, true, tiles);
             }
-        } else if has_strangers(tile, extent, first_key, tiles.keys) {
+        } else if has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys) {
             clear(places, tile, first_key, turn, 0u32, false, tiles);
         }
-    } else if has_strangers(tile, extent, first_key, tiles.keys) {
+    } else if has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys) {
         clear(places, tile, first_key, turn, 0u32, false, tiles);
     }
 }
@@ -669,9 +636,9 @@ fn clear(
 ) {
     let units = comptime!(tiles.warpgroups * WARPGROUP);
     barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-    clear_unseen_values(
+    clear_unseen(
         places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
-        tile,
+        &tile.keys,
         first_key,
         words,
         UNIT_POS,

@@ -9,8 +9,8 @@
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, pack, reciprocal};
 use crate::kernel::score::{ScoreArguments, ScoreKind, plus_bias};
-use crate::kernel::visibility::{Extent, Sight, Structure, keys_of, sees};
-use crate::plan::wgmma::Half;
+use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
+use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
 
 /// A reference may fall behind the maximum by this power of two.
@@ -23,14 +23,16 @@ pub(crate) struct RowPair {
     pub batch: u32,
     pub head_0: u32,
     pub head_1: u32,
-    /// The number of queries, where the row does not exist.
-    pub query_0: i32,
-    pub query_1: i32,
+    /// Queries, or keys where the fragment's rows are keys; their number, where the row does not exist.
+    pub position_0: i32,
+    pub position_1: i32,
 }
 
 /// What is compiled in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct FragmentKind {
+    /// What the rows are.
+    pub side: Side,
     pub structure: Structure,
     pub score: ScoreKind,
     /// The score is the product, to be scaled in the exponential: no softcap, no bias, a positive scale.
@@ -43,16 +45,16 @@ const fn column(index: usize) -> usize {
 }
 
 /// Whether register `index` is of the second row.
-const fn is_second(index: usize) -> bool {
+pub(crate) const fn is_second(index: usize) -> bool {
     index / 2 % 2 == 1
 }
 
-/// The scores of `columns` keys from `first_key` on, −∞ where hidden. In a `whole` block nothing is, but by a
-/// bias.
+/// The scores of `columns` columns from `first_column` on, −∞ where hidden. In a `whole` block nothing is, but by
+/// a bias.
 #[cube]
 pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
-    first_key: i32,
+    first_column: i32,
     whole: bool,
     rows: &RowPair,
     mask_words: MaskWords,
@@ -65,110 +67,223 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
     let mut s = s;
-    let own_key = first_key + ((UNIT_POS % 4u32) * 2u32) as i32;
-    // Of a row that does not exist, another's are read, and hidden.
-    let last_query = extent.q_len - 1i32;
-    let query_0 = min(rows.query_0, last_query) as u32;
-    let query_1 = min(rows.query_1, last_query) as u32;
     if whole {
         if comptime!(!kind.raw) {
-            let bias_0 = bias_row(bias, rows.batch, rows.head_0, query_0);
-            let bias_1 = bias_row(bias, rows.batch, rows.head_1, query_1);
+            let known = known::<F, NB>(rows, bias, sight, extent, kind);
             #[unroll]
             for pair in 0..columns / 4 {
-                let key = own_key as u32 + comptime!(column(2 * pair) as u32);
-                let row = if comptime!(is_second(2 * pair)) {
-                    bias_1
-                } else {
-                    bias_0
-                };
-                let values = scored::<F, NB, NS>(s, bias, row, key, arguments, pair, kind);
+                let dots = pair_of::<NS>(s, pair);
+                let capped = capped(dots, arguments, kind.score);
+                let at = own_column(first_column, pair) as u32;
+                let values =
+                    with_bias::<F, NB>(capped, bias, &known, at, arguments.negative_infinity, pair);
                 s.insert(comptime!(2 * pair), values.first);
                 s.insert(comptime!(2 * pair + 1), values.second);
             }
         }
     } else {
-        let keys_0 = keys_of(sight, rows.query_0);
-        let keys_1 = keys_of(sight, rows.query_1);
-        let bias_0 = bias_row(bias, rows.batch, rows.head_0, query_0);
-        let bias_1 = bias_row(bias, rows.batch, rows.head_1, query_1);
-        // Pairs of keys, of which the last may be half.
-        let last_key = ((extent.kv_len - 1i32) / 2i32 * 2i32) as u32;
+        let known = known::<F, NB>(rows, bias, sight, extent, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.structure.mask && pair % PAIRS_PER_WORD == 0) {
-                let first = first_key + comptime!(column(2 * pair) as i32);
-                let shift = UNIT_POS % 4u32 * 2u32;
-                let word = comptime!(pair / PAIRS_PER_WORD);
-                let own_0 = mask_words.extract(comptime!(2 * word));
-                let own_1 = mask_words.extract(comptime!(2 * word + 1));
-                bits_0 = (own_0 & bits_of_run(keys_0, first)) >> shift;
-                bits_1 = (own_1 & bits_of_run(keys_1, first)) >> shift;
-            }
-            let second_row = comptime!(is_second(2 * pair));
-            let keys = if comptime!(second_row) {
-                keys_1
-            } else {
-                keys_0
-            };
-            let bits = if comptime!(second_row) {
-                bits_1
-            } else {
-                bits_0
-            };
-            let row = if comptime!(second_row) {
-                bias_1
-            } else {
-                bias_0
-            };
-            let query = if comptime!(second_row) {
-                rows.query_1
-            } else {
-                rows.query_0
-            };
-            let key = own_key + comptime!(column(2 * pair) as i32);
-            let values = if comptime!(kind.raw) {
-                pair_of(s, pair)
-            } else {
-                let existing = min(key as u32, last_key);
-                scored::<F, NB, NS>(s, bias, row, existing, arguments, pair, kind)
-            };
-            #[unroll]
-            for i in 0..2usize {
-                let key = key + comptime!(i as i32);
-                // The mask's bits have been restricted to the run.
-                let mut visible = if comptime!(kind.structure.mask) {
-                    bits & comptime!(1u32 << (column(2 * pair) % 32 + i)) != 0u32
-                } else {
-                    key >= keys.first && key < keys.end
-                };
-                if comptime!(kind.structure.segments) {
-                    visible = visible
-                        && sees(
-                            sight,
-                            extent,
-                            integers,
-                            rows.batch,
-                            query,
-                            key,
-                            kind.structure,
-                        );
-                }
-                let value = if comptime!(i == 0) {
-                    values.first
-                } else {
-                    values.second
-                };
-                s.insert(
-                    comptime!(2 * pair + i),
-                    select(visible, value, arguments.negative_infinity),
+                let bits = bits_of_word(
+                    mask_words,
+                    &known,
+                    first_column,
+                    comptime!(pair / PAIRS_PER_WORD),
                 );
+                bits_0 = bits.first;
+                bits_1 = bits.second;
             }
+            let dots = pair_of::<NS>(s, pair);
+            let at = own_column(first_column, pair);
+            let values = if comptime!(kind.raw) {
+                dots
+            } else {
+                let capped = capped(dots, arguments, kind.score);
+                let existing = min(at as u32, known.last_pair);
+                let hidden = arguments.negative_infinity;
+                with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair)
+            };
+            let shown = shown(
+                values,
+                &known,
+                if comptime!(is_second(2 * pair)) {
+                    bits_1
+                } else {
+                    bits_0
+                },
+                rows,
+                at,
+                integers,
+                sight,
+                extent,
+                arguments.negative_infinity,
+                pair,
+                kind,
+            );
+            s.insert(comptime!(2 * pair), shown.first);
+            s.insert(comptime!(2 * pair + 1), shown.second);
         }
     }
     s
+}
+
+/// The column of a thread's `pair`-th two registers.
+#[cube]
+pub(crate) fn own_column(first_column: i32, #[comptime] pair: usize) -> i32 {
+    first_column + ((UNIT_POS % 4u32) * 2u32) as i32 + comptime!(column(2 * pair) as i32)
+}
+
+/// What a thread's rows see, and where their biases are.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Known {
+    pub run_0: Keys,
+    pub run_1: Keys,
+    pub bias_0: usize,
+    pub bias_1: usize,
+    /// The last pair of columns that exists, of which the second may not.
+    pub last_pair: u32,
+}
+
+#[cube]
+pub(crate) fn known<F: Float, NB: Size>(
+    rows: &RowPair,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    sight: &Sight,
+    extent: &Extent,
+    #[comptime] kind: FragmentKind,
+) -> Known {
+    // Of a row that does not exist, another's are read, and hidden.
+    let last_row = rows_end(extent, kind.side) - 1i32;
+    let row_0 = min(rows.position_0, last_row) as u32;
+    let row_1 = min(rows.position_1, last_row) as u32;
+    Known {
+        run_0: run_of(sight, rows.position_0, kind.side),
+        run_1: run_of(sight, rows.position_1, kind.side),
+        bias_0: bias_row(bias, rows.batch, rows.head_0, row_0),
+        bias_1: bias_row(bias, rows.batch, rows.head_1, row_1),
+        last_pair: ((columns_end(extent, kind.side) - 1i32) / 2i32 * 2i32) as u32,
+    }
+}
+
+/// How many rows there are.
+#[cube]
+pub(crate) fn rows_end(extent: &Extent, #[comptime] side: Side) -> i32 {
+    if comptime!(side == Side::Queries) {
+        extent.q_len
+    } else {
+        extent.kv_len
+    }
+}
+
+/// How many columns there are.
+#[cube]
+pub(crate) fn columns_end(extent: &Extent, #[comptime] side: Side) -> i32 {
+    if comptime!(side == Side::Queries) {
+        extent.kv_len
+    } else {
+        extent.q_len
+    }
+}
+
+/// What the row at `position` sees, or what sees it, by window and length.
+#[cube]
+fn run_of(sight: &Sight, position: i32, #[comptime] side: Side) -> Keys {
+    if comptime!(side == Side::Queries) {
+        keys_of(sight, position)
+    } else {
+        queries_of(sight, position)
+    }
+}
+
+/// Bits of the thread's two rows.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct BitPair {
+    pub first: u32,
+    pub second: u32,
+}
+
+/// What the rows see of the columns of the fragment's `word`-th 32, from the thread's own on.
+#[cube]
+pub(crate) fn bits_of_word(
+    mask_words: MaskWords,
+    known: &Known,
+    first_column: i32,
+    #[comptime] word: usize,
+) -> BitPair {
+    let first = first_column + comptime!(32 * word as i32);
+    let shift = UNIT_POS % 4u32 * 2u32;
+    let own_0 = mask_words.extract(comptime!(2 * word));
+    let own_1 = mask_words.extract(comptime!(2 * word + 1));
+    BitPair {
+        first: (own_0 & bits_of_run(known.run_0, first)) >> shift,
+        second: (own_1 & bits_of_run(known.run_1, first)) >> shift,
+    }
+}
+
+/// The `pair`-th two registers' values, `hidden` where the row does not see the column. `bits` have the mask's,
+/// restricted to the run.
+#[cube]
+pub(crate) fn shown(
+    values: Pair,
+    known: &Known,
+    bits: u32,
+    rows: &RowPair,
+    at: i32,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    sight: &Sight,
+    extent: &Extent,
+    hidden: f32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let run = if comptime!(is_second(2 * pair)) {
+        known.run_1
+    } else {
+        known.run_0
+    };
+    let row = if comptime!(is_second(2 * pair)) {
+        rows.position_1
+    } else {
+        rows.position_0
+    };
+    let mut first = at >= run.first && at < run.end;
+    let mut second = at + 1i32 >= run.first && at + 1i32 < run.end;
+    if comptime!(kind.structure.mask) {
+        first = bits & comptime!(1u32 << (column(2 * pair) % 32)) != 0u32;
+        second = bits & comptime!(2u32 << (column(2 * pair) % 32)) != 0u32;
+    }
+    if comptime!(kind.structure.segments) {
+        first = first && row_sees(sight, extent, integers, rows.batch, row, at, kind);
+        second = second && row_sees(sight, extent, integers, rows.batch, row, at + 1i32, kind);
+    }
+    Pair {
+        first: select(first, values.first, hidden),
+        second: select(second, values.second, hidden),
+    }
+}
+
+/// Whether the row sees the column, or is seen by it, by window, length and segments.
+#[cube]
+fn row_sees(
+    sight: &Sight,
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
+    row: i32,
+    column: i32,
+    #[comptime] kind: FragmentKind,
+) -> bool {
+    if comptime!(kind.side == Side::Queries) {
+        sees(sight, extent, integers, batch, row, column, kind.structure)
+    } else {
+        sees(sight, extent, integers, batch, column, row, kind.structure)
+    }
 }
 
 /// Words of the mask: a thread's two rows, of up to 128 keys.
@@ -193,14 +308,14 @@ pub(crate) fn mask_words(
     let mut words = Vector::<u32, Const<8>>::zeroed();
     if comptime!(kind.structure.mask) {
         if !whole {
-            let last_query = extent.q_len - 1i32;
-            let query_0 = min(rows.query_0, last_query) as u32;
-            let query_1 = min(rows.query_1, last_query) as u32;
+            let last_row = rows_end(extent, kind.side) - 1i32;
+            let row_0 = min(rows.position_0, last_row) as u32;
+            let row_1 = min(rows.position_1, last_row) as u32;
             #[unroll]
             for word in 0..columns.div_ceil(32) {
                 let at = first_word + comptime!(word as u32);
-                let own_0 = word_of(mask, places, rows.batch, rows.head_0, query_0, at);
-                let own_1 = word_of(mask, places, rows.batch, rows.head_1, query_1, at);
+                let own_0 = word_of(mask, places, rows.batch, rows.head_0, row_0, at);
+                let own_1 = word_of(mask, places, rows.batch, rows.head_1, row_1, at);
                 words.insert(comptime!(2 * word), own_0);
                 words.insert(comptime!(2 * word + 1), own_1);
             }
@@ -210,7 +325,7 @@ pub(crate) fn mask_words(
 }
 
 /// Pairs of registers that the keys of a word of the mask take: two rows, and a quarter of the columns.
-const PAIRS_PER_WORD: usize = 8;
+pub(crate) const PAIRS_PER_WORD: usize = 8;
 
 /// Where a row's biases start, in elements.
 #[cube]
@@ -218,14 +333,14 @@ fn bias_row<F: Float, NB: Size>(
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     batch: u32,
     head: u32,
-    query: u32,
+    row: u32,
 ) -> usize {
     #[comptime]
     match bias {
         ComptimeOption::Some(bias) => {
             batch as usize * bias.stride(0)
                 + head as usize * bias.stride(1)
-                + query as usize * bias.stride(2)
+                + row as usize * bias.stride(2)
         }
         ComptimeOption::None => 0usize.runtime(),
     }
@@ -233,50 +348,61 @@ fn bias_row<F: Float, NB: Size>(
 
 /// Two registers of S.
 #[cube]
-fn pair_of<NS: Size>(s: Vector<f32, NS>, #[comptime] pair: usize) -> Pair {
+pub(crate) fn pair_of<NS: Size>(s: Vector<f32, NS>, #[comptime] pair: usize) -> Pair {
     Pair {
         first: s.extract(comptime!(2 * pair)),
         second: s.extract(comptime!(2 * pair + 1)),
     }
 }
 
-/// The scores of the `pair`-th two registers, of the keys from `key` on. Biases of two keys are read at once
-/// where they lie together.
+/// The scores without bias.
 #[cube]
-fn scored<F: Float, NB: Size, NS: Size>(
-    s: Vector<f32, NS>,
+pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> Pair {
+    Pair {
+        first: cap(dots.first, arguments, kind),
+        second: cap(dots.second, arguments, kind),
+    }
+}
+
+/// The scores of the `pair`-th two registers with their biases, of the columns from `at` on. Two biases are read
+/// at once where they lie together.
+#[cube]
+pub(crate) fn with_bias<F: Float, NB: Size>(
+    capped: Pair,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    row: usize,
-    key: u32,
-    arguments: &ScoreArguments,
+    known: &Known,
+    at: u32,
+    hidden: f32,
     #[comptime] pair: usize,
-    #[comptime] kind: FragmentKind,
 ) -> Pair {
-    let dots = pair_of(s, pair);
-    let first = cap(dots.first, arguments, kind.score);
-    let second = cap(dots.second, arguments, kind.score);
     #[comptime]
     match bias {
         ComptimeOption::Some(bias) => {
-            let hidden = arguments.negative_infinity;
+            let row = if comptime!(is_second(2 * pair)) {
+                known.bias_1
+            } else {
+                known.bias_0
+            };
             let vector = bias.vector_size();
             if comptime!(vector == 2) {
-                let both = bias[(row + key as usize) / 2];
+                let both = bias[(row + at as usize) / 2];
                 Pair {
-                    first: plus_bias(first, f32::cast_from(both.extract(0usize)), hidden),
-                    second: plus_bias(second, f32::cast_from(both.extract(1usize)), hidden),
+                    first: plus_bias(capped.first, f32::cast_from(both.extract(0usize)), hidden),
+                    second: plus_bias(capped.second, f32::cast_from(both.extract(1usize)), hidden),
                 }
             } else {
-                let at = row + key as usize * bias.stride(3);
-                // The last key may have no neighbour.
-                let next = select(key + 1u32 < bias.shape(3) as u32, at + bias.stride(3), at);
+                let own = row + at as usize * bias.stride(3);
+                // The last column may have no neighbour.
+                let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
+                let first = f32::cast_from(bias[own].extract(0usize));
+                let second = f32::cast_from(bias[next].extract(0usize));
                 Pair {
-                    first: plus_bias(first, f32::cast_from(bias[at].extract(0usize)), hidden),
-                    second: plus_bias(second, f32::cast_from(bias[next].extract(0usize)), hidden),
+                    first: plus_bias(capped.first, first, hidden),
+                    second: plus_bias(capped.second, second, hidden),
                 }
             }
         }
-        ComptimeOption::None => Pair { first, second },
+        ComptimeOption::None => capped,
     }
 }
 

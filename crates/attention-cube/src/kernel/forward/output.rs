@@ -75,7 +75,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             first,
             tile.part,
             rows.head_0,
-            rows.query_0,
+            rows.position_0,
             exists_0,
         );
         write_logsumexp(
@@ -83,7 +83,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             second,
             tile.part,
             rows.head_1,
-            rows.query_1,
+            rows.position_1,
             exists_1,
         );
     }
@@ -108,11 +108,11 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     } else {
         write_row::<O, N, NO>(
             finished.o,
-            first,
+            first.factor,
             output,
             tile.part,
             rows.head_0,
-            rows.query_0,
+            rows.position_0,
             exists_0,
             0usize,
             target.first_column,
@@ -121,11 +121,11 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
         );
         write_row::<O, N, NO>(
             finished.o,
-            second,
+            second.factor,
             output,
             tile.part,
             rows.head_1,
-            rows.query_1,
+            rows.position_1,
             exists_1,
             1usize,
             target.first_column,
@@ -213,9 +213,9 @@ fn write_logsumexp(
 /// Writes the first or the second of the thread's rows: `columns` columns from `first_column` on, as far as the
 /// tensor's `value_dim` goes.
 #[cube]
-fn write_row<O: Float, N: Size, NO: Size>(
+pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
     o: Vector<f32, NO>,
-    row: Normalised,
+    factor: f32,
     output: &mut Tensor<Vector<O, N>>,
     part: u32,
     head: u32,
@@ -236,8 +236,8 @@ fn write_row<O: Float, N: Size, NO: Size>(
         for tile in 0..columns / 8 {
             let column = first_column + comptime!(8 * tile as u32) + UNIT_POS % 4u32 * 2u32;
             let register = comptime!(4 * tile + 2 * which);
-            let low = O::cast_from(o.extract(register) * row.factor);
-            let high = O::cast_from(o.extract(comptime!(register + 1)) * row.factor);
+            let low = O::cast_from(o.extract(register) * factor);
+            let high = O::cast_from(o.extract(comptime!(register + 1)) * factor);
             if comptime!(vector == 2) {
                 if column < end {
                     let mut both = Vector::<O, N>::cast_from(low);
@@ -260,7 +260,7 @@ fn write_row<O: Float, N: Size, NO: Size>(
 /// and from there to the tensor. The whole warpgroup must be done with what was there, but for what it last
 /// stored from its own place.
 #[cube]
-fn store_boxes<NO: Size>(
+pub(crate) fn store_boxes<NO: Size>(
     o: Vector<f32, NO>,
     factors: Pair,
     target: u32,

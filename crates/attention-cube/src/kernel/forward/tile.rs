@@ -3,14 +3,14 @@
 use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words};
 use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
 use crate::kernel::ptx::{
-    async_proxy_fence, clear_shared, load_shared, named_barrier, or_shared, store_shared, tma_load,
-    tma_load_subtiles,
+    async_proxy_fence, clear_shared, load_shared, named_barrier, named_barrier_arrive, or_shared,
+    store_shared, tma_load, tma_load_subtiles,
 };
 use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
 use crate::kernel::visibility::{
     Extent, Run, Sight, is_inside, segments_meet, share_segment, sight, visible_keys,
 };
-use crate::plan::wgmma::{ROW_BYTES, SUBTILE, WARPGROUP};
+use crate::plan::wgmma::{ROW_BYTES, SUBTILE, Side, WARPGROUP};
 use cubecl::prelude::*;
 
 /// What the Hopper kernels are compiled for, besides their tiles.
@@ -245,6 +245,32 @@ pub(crate) fn warpgroup_barrier() {
     }
 }
 
+/// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
+const FIRST_TURN: usize = 6;
+
+/// Waits until the warpgroup before this one has issued its products.
+#[cube]
+pub(crate) fn await_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+    #[unroll]
+    for own in 0..warpgroups {
+        if warpgroup == comptime!(own as u32) {
+            named_barrier(comptime!(FIRST_TURN + own), comptime!(2 * WARPGROUP));
+        }
+    }
+}
+
+/// Lets the next warpgroup issue its products.
+#[cube]
+pub(crate) fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+    #[unroll]
+    for own in 0..warpgroups {
+        if warpgroup == comptime!(own as u32) {
+            let next = comptime!((own + 1) % warpgroups);
+            named_barrier_arrive(comptime!(FIRST_TURN + next), comptime!(2 * WARPGROUP));
+        }
+    }
+}
+
 /// Rows that the copy engine brings for a tile.
 #[cube]
 pub(crate) fn copied_rows(
@@ -270,20 +296,42 @@ pub(crate) fn row_pair(
     let second = first + 8i32;
     let mut head_0 = tile.first_head;
     let mut head_1 = tile.first_head;
-    let mut query_0 = tile.first_query + first;
-    let mut query_1 = tile.first_query + second;
+    let mut position_0 = tile.first_query + first;
+    let mut position_1 = tile.first_query + second;
     if comptime!(kind.heads > 1) {
         head_0 = tile.first_head + (first / tile.head_rows) as u32;
         head_1 = tile.first_head + (second / tile.head_rows) as u32;
-        query_0 = first % tile.head_rows;
-        query_1 = second % tile.head_rows;
+        position_0 = first % tile.head_rows;
+        position_1 = second % tile.head_rows;
     }
     RowPair {
         batch: tile.batch,
         head_0,
         head_1,
-        query_0: select(first < tile.rows, query_0, extent.q_len),
-        query_1: select(second < tile.rows, query_1, extent.q_len),
+        position_0: select(first < tile.rows, position_0, extent.q_len),
+        position_1: select(second < tile.rows, position_1, extent.q_len),
+    }
+}
+
+/// Where a tile stands among the blocks of the other side.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Standing {
+    pub batch: u32,
+    pub head: u32,
+    /// The number of the tile among the blocks that segments are bounded by.
+    pub row_block: u32,
+    pub run: Run,
+}
+
+/// Where a tile of queries stands.
+#[cube]
+pub(crate) fn standing(tile: &Tile) -> Standing {
+    Standing {
+        batch: tile.batch,
+        head: tile.first_head,
+        row_block: tile.query_block,
+        run: tile.keys,
     }
 }
 
@@ -298,23 +346,12 @@ pub(crate) fn next_block(
     integers: &ComptimeOption<&Tensor<i32>>,
     #[comptime] kind: HopperKind,
 ) -> i32 {
-    let structure = comptime!(kind.fragment.structure);
     let mut block = block;
-    if comptime!(structure.segments || kind.sums_up_mask()) {
+    if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
+        let standing = standing(tile);
         let mut searching = block < tile.end_block;
         while searching {
-            let mut visits = segments_meet(
-                extent,
-                integers,
-                tile.batch,
-                tile.query_block,
-                block as u32,
-                structure,
-            );
-            if comptime!(kind.sums_up_mask()) {
-                visits = visits && mask_sight(tile, block, mask, mask_places) != NOTHING;
-            }
-            if visits {
+            if meets(&standing, block, extent, mask, mask_places, integers, kind) {
                 searching = false;
             } else {
                 block += 1i32;
@@ -325,10 +362,61 @@ pub(crate) fn next_block(
     block
 }
 
+/// Whether the tile may see something of a block in its run, by segments and mask.
+#[cube]
+pub(crate) fn meets(
+    standing: &Standing,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] kind: HopperKind,
+) -> bool {
+    let structure = comptime!(kind.fragment.structure);
+    let blocks = block_pair(standing, block, kind.fragment.side);
+    let mut meets = segments_meet(
+        extent,
+        integers,
+        standing.batch,
+        blocks.query,
+        blocks.key,
+        structure,
+    );
+    if comptime!(kind.sums_up_mask()) {
+        meets = meets && mask_sight(standing, block, mask, mask_places) != NOTHING;
+    }
+    meets
+}
+
+/// A block of queries and one of keys.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct BlockPair {
+    query: u32,
+    key: u32,
+}
+
+/// The tile and a block, each by its number on its side.
+#[cube]
+fn block_pair(standing: &Standing, block: i32, #[comptime] side: Side) -> BlockPair {
+    if comptime!(side == Side::Queries) {
+        BlockPair {
+            query: standing.row_block,
+            key: block as u32,
+        }
+    } else {
+        BlockPair {
+            query: block as u32,
+            key: standing.row_block,
+        }
+    }
+}
+
 /// What the mask lets the tile see of a block.
 #[cube]
 fn mask_sight(
-    tile: &Tile,
+    standing: &Standing,
     block: i32,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
@@ -336,9 +424,9 @@ fn mask_sight(
     sight_of_block(
         mask,
         mask_places,
-        tile.batch,
-        tile.first_head,
-        tile.query_block,
+        standing.batch,
+        standing.head,
+        standing.row_block,
         block as u32,
     )
 }
@@ -358,7 +446,7 @@ pub(crate) struct View {
 /// rows, for `columns` keys from the `first_word`-th of the block's words on, come while these are computed.
 #[cube]
 pub(crate) fn view(
-    tile: &Tile,
+    standing: &Standing,
     rows: &RowPair,
     block: i32,
     first_word: u32,
@@ -373,17 +461,18 @@ pub(crate) fn view(
     let structure = comptime!(kind.fragment.structure);
     let block_words = comptime!(size.div_ceil(32) as u32);
     let size = comptime!(size as i32);
-    let inside = is_inside(&tile.keys, block * size, size);
+    let inside = is_inside(&standing.run, block * size, size);
     let mut whole = inside;
     // A mask and a run hide different keys from different queries, and together one from all.
     let mut may_have_holes = false;
     if comptime!(structure.segments) {
-        let shared = share_segment(extent, integers, tile.batch, tile.query_block, block as u32);
+        let blocks = block_pair(standing, block, kind.fragment.side);
+        let shared = share_segment(extent, integers, standing.batch, blocks.query, blocks.key);
         whole = whole && shared;
         may_have_holes = !shared;
     }
     if comptime!(kind.sums_up_mask()) {
-        let sight = mask_sight(tile, block, mask, mask_places);
+        let sight = mask_sight(standing, block, mask, mask_places);
         whole = whole && sight == EVERYTHING;
         may_have_holes = may_have_holes || !inside || sight < EVERY_KEY;
     }
@@ -409,17 +498,27 @@ pub(crate) fn view(
     }
 }
 
-/// Whether values lie in the block from `first_key` on that nobody in the tile may see, by its run of keys
-/// alone. Past the last key the copy engine writes zeros.
+/// Whether rows lie in the block from `first` on that nobody in the tile may see, by its `run` alone. Past the
+/// `length` of the block's side the copy engine writes zeros.
 #[cube]
-pub(crate) fn has_strangers(
-    tile: &Tile,
-    extent: &Extent,
-    first_key: i32,
-    #[comptime] block: usize,
-) -> bool {
-    first_key < tile.keys.first
-        || (first_key + comptime!(block as i32) > tile.keys.end && tile.keys.end < extent.kv_len)
+pub(crate) fn has_strangers(run: &Run, length: i32, first: i32, #[comptime] block: usize) -> bool {
+    first < run.first || (first + comptime!(block as i32) > run.end && run.end < length)
+}
+
+/// Which of the thread's columns are not zero, of P as the left operand of a product: a bit each.
+#[cube]
+pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: usize) -> u32 {
+    let mut used = 0u32;
+    #[unroll]
+    for pair in 0..columns / 8 {
+        let both = p.extract(comptime!(2 * pair)) | p.extract(comptime!(2 * pair + 1));
+        used |= select(
+            both & 0xFFFFu32 != 0u32,
+            comptime!(1u32 << (2 * pair)),
+            0u32,
+        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * pair)), 0u32);
+    }
+    used
 }
 
 /// Tells the cube which keys of the `count`-th visited block the thread's rows see, bits from `shift` on.
@@ -460,13 +559,13 @@ pub(crate) fn has_holes(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// Writes zeros over the values, `count` rows of a block from its `first_row` on at `address`, that nobody
-/// in the tile sees: 0 · NaN must not reach the output. Shared by `units` threads, of which this is `unit`.
+/// Writes zeros over those of `count` rows, of the block from `first` on from its `first_row` on at `address`, that
+/// nobody in the tile sees: 0 · NaN must not reach a sum. Shared by `units` threads, of which this is `unit`.
 #[cube]
-pub(crate) fn clear_unseen_values(
+pub(crate) fn clear_unseen(
     address: u32,
-    tile: &Tile,
-    first_key: i32,
+    run: &Run,
+    first: i32,
     words: u32,
     unit: u32,
     #[comptime] first_row: usize,
@@ -480,8 +579,8 @@ pub(crate) fn clear_unseen_values(
     while index < comptime!((count * subtiles * ROW_BYTES / 16) as u32) {
         let row_here = index / pieces;
         let row = row_here + comptime!(first_row as u32);
-        let key = first_key + row as i32;
-        let mut seen = key >= tile.keys.first && key < tile.keys.end;
+        let position = first + row as i32;
+        let mut seen = position >= run.first && position < run.end;
         if comptime!(holes) {
             let word = load_shared(words + row % 8u32 / 2u32 * 4u32);
             seen = (word >> (row / 8u32 * 2u32 + row % 2u32)) & 1u32 == 1u32;

@@ -11,6 +11,20 @@ pub enum Half {
     Bf16,
 }
 
+impl ScoreProduct {
+    /// Size of the product's vector of registers.
+    pub const fn fragment(&self) -> usize {
+        registers(self.right_rows / 2)
+    }
+}
+
+impl Product {
+    /// Sizes of the vectors of registers of the left operand, and of the product.
+    pub const fn fragments(&self) -> [usize; 2] {
+        [registers(self.depth / 4), registers(self.columns / 2)]
+    }
+}
+
 impl Half {
     /// Its name in PTX.
     pub const fn ptx(self) -> &'static str {
@@ -67,8 +81,76 @@ pub struct OutputShape {
     pub half: Half,
 }
 
+/// `left · rightᵀ`, both in shared memory in subtiles of their rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ScoreProduct {
+    /// Columns of both, which are summed over.
+    pub depth: usize,
+    /// Rows of a subtile of the left operand.
+    pub left_rows: usize,
+    /// Rows of the right operand: columns of the product.
+    pub right_rows: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// `left · right`, the left operand in registers, the right one in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Product {
+    /// Rows of the right operand, which are summed over.
+    pub depth: usize,
+    /// Columns of the product.
+    pub columns: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// A ring of stages that chunks of operands come through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RingShape {
+    /// Chunks in shared memory.
+    pub stages: usize,
+    /// Whether every operand of a block is whole rounds of the ring, and so starts at its first stage.
+    pub whole_rounds: bool,
+}
+
+/// `left · rightᵀ`, 64 rows of either; the right operand comes by chunks of columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkedScores {
+    /// Columns of both, which are summed over.
+    pub depth: usize,
+    /// Chunks of the left operand that are in registers.
+    pub register_chunks: usize,
+    /// Size of their vector of registers.
+    pub query_fragment: usize,
+    /// Whether it frees a chunk of what was multiplied before.
+    pub frees_before: bool,
+    /// What the chunks come through.
+    pub ring: RingShape,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// `left · right`; the right operand comes by chunks of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkedProduct {
+    /// Columns of the product.
+    pub columns: usize,
+    /// What the chunks come through.
+    pub ring: RingShape,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+impl ChunkedProduct {
+    /// Size of the product's vector of registers.
+    pub const fn fragment(&self) -> usize {
+        registers(self.columns / 2)
+    }
+}
+
 /// A vector of registers has a power of two of them.
-const fn registers(used: usize) -> usize {
+pub(super) const fn registers(used: usize) -> usize {
     used.next_power_of_two()
 }
 
@@ -189,6 +271,25 @@ impl RowTiles {
             registers(self.keys / 4),
             registers(self.value_columns() / 2),
         ]
+    }
+
+    /// The product that makes S.
+    pub const fn score_product(&self) -> ScoreProduct {
+        ScoreProduct {
+            depth: self.head_dim,
+            left_rows: self.rows(),
+            right_rows: self.keys,
+            half: self.half,
+        }
+    }
+
+    /// The product that adds to O.
+    pub const fn output_product(&self) -> Product {
+        Product {
+            depth: self.keys,
+            columns: self.value_columns(),
+            half: self.half,
+        }
     }
 
     /// Whether the output leaves through shared memory: its own place there or the queries'.
@@ -360,6 +461,26 @@ impl ColumnTiles {
     pub const fn has_whole_rounds(&self) -> bool {
         self.key_chunks().is_multiple_of(self.stages)
             && self.value_chunks().is_multiple_of(self.stages)
+    }
+
+    /// The ring of chunks of keys and of values.
+    pub const fn ring(&self) -> RingShape {
+        RingShape {
+            stages: self.stages,
+            whole_rounds: self.has_whole_rounds(),
+        }
+    }
+
+    /// The product that makes S.
+    pub const fn chunked_scores(&self) -> ChunkedScores {
+        ChunkedScores {
+            depth: self.head_dim,
+            register_chunks: self.register_chunks(),
+            query_fragment: self.query_fragment(),
+            frees_before: false,
+            ring: self.ring(),
+            half: self.half,
+        }
     }
 
     /// Sizes of the vectors of registers of S, of the first queries, and of O.

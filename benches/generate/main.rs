@@ -1,0 +1,305 @@
+//! Times of generation with random weights: `cargo bench --bench generate`.
+//!
+//! Prefill: from a prompt on the host to the first token on the host. Decode: greedy, each token on the host before the
+//! next is asked for. The floor is what weights, keys and values take to come through memory once, at the rate of an
+//! elementwise operation over a large tensor.
+//!
+//! The parts of a token are timed in a second pass that waits for the device after each of them, which takes time itself:
+//! they say where a token's time goes, not how much of it there is.
+
+mod launches;
+mod models;
+mod parts;
+mod report;
+
+use attention_workspace::{
+    Dtype, Error,
+    device::{Chosen, DeviceName, choose},
+    guarded,
+    report::{now, save},
+    timing::{Effort, Timer},
+};
+use burn::{
+    module::Module,
+    tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
+};
+use burn_gemma4::{Cache, Gemma4Model, Logits};
+use clap::Parser;
+use launches::observe;
+use models::{Shape, keys_read, weights_read};
+use parts::Parts;
+use report::{Measured, Outcome, Report, Row, print_header};
+use std::{path::PathBuf, process::ExitCode, time::Instant};
+
+/// Times generation with random weights.
+#[derive(Parser)]
+struct Cli {
+    /// The shapes of models [default: e2b on a GPU, small ones on a processor].
+    models: Vec<Shape>,
+    /// Where to run.
+    #[arg(long, value_enum, default_value_t)]
+    device: DeviceName,
+    /// Of weights and activations [default: bf16 or f16 on a GPU that has it, else f32].
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    /// Tokens of the prompt [default: 128,2048,8192; 24,96 on a processor].
+    #[arg(long, value_delimiter = ',')]
+    contexts: Vec<usize>,
+    /// Sequences at once [default: 1,8; 1,2 on a processor].
+    #[arg(long, value_delimiter = ',')]
+    batches: Vec<usize>,
+    /// Tokens to generate [default: 128; 8 on a processor].
+    #[arg(long)]
+    tokens: Option<usize>,
+    /// Tokens of the prompt that are read at a time.
+    #[arg(long, default_value_t = 8192)]
+    prefill_chunk: usize,
+    /// Prompts to take the fastest of.
+    #[arg(long, default_value_t = 3)]
+    prefills: usize,
+    /// Put every token's launches on the device one by one.
+    #[arg(long)]
+    launch_each: bool,
+    /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
+    #[arg(long)]
+    no_parts: bool,
+    /// Write all rows to this file.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whether every row is measured.
+fn run(cli: Cli) -> Result<bool, Error> {
+    let chosen = choose(cli.device)?;
+    let software = chosen.software;
+    let dtype = chosen.dtype(cli.dtype)?;
+    let mut device = chosen.device.clone();
+    let float = FloatDType::from(dtype.burn());
+    device.configure(DeviceConfig::default().float_dtype(float))?;
+    let timer = Timer::new(&device, software);
+    let effort = Effort {
+        launches: 10,
+        sustained: 1,
+        seconds: 1.0,
+    };
+    let memory_rate = guarded(|| timer.memory_rate(dtype, effort))??;
+    drop(timer);
+    println!("{chosen}, {dtype}, memory {:.0} GB/s\n", memory_rate / 1e9);
+
+    let or = |given: Vec<usize>, small: &[usize], full: &[usize]| match (given.is_empty(), software)
+    {
+        (false, _) => given,
+        (true, true) => small.into(),
+        (true, false) => full.into(),
+    };
+    let bench = Bench {
+        device,
+        chosen,
+        dtype,
+        memory_rate,
+        contexts: or(cli.contexts, &[24, 96], &[128, 2048, 8192]),
+        batches: or(cli.batches, &[1, 2], &[1, 8]),
+        tokens: cli.tokens.unwrap_or(if software { 8 } else { 128 }).max(1),
+        prefill_chunk: cli.prefill_chunk.max(1),
+        prefills: cli.prefills.max(1),
+        launch_each: cli.launch_each,
+        parts: !cli.no_parts,
+        json: cli.json,
+    };
+    let models = match (cli.models.is_empty(), software) {
+        (false, _) => cli.models,
+        (true, true) => vec![Shape::Small, Shape::SmallDense],
+        (true, false) => vec![Shape::E2b],
+    };
+    bench.run(&models)
+}
+
+struct Bench {
+    device: Device,
+    chosen: Chosen,
+    dtype: Dtype,
+    memory_rate: f64,
+    contexts: Vec<usize>,
+    batches: Vec<usize>,
+    tokens: usize,
+    prefill_chunk: usize,
+    prefills: usize,
+    launch_each: bool,
+    parts: bool,
+    json: Option<PathBuf>,
+}
+
+impl Bench {
+    fn run(&self, models: &[Shape]) -> Result<bool, Error> {
+        let mut report = Report {
+            date: now(),
+            device: self.chosen.to_string(),
+            dtype: self.dtype,
+            memory_rate: self.memory_rate,
+            rows: Vec::new(),
+        };
+        print_header();
+        for &shape in models {
+            let model = Gemma4Model::new(&shape.config(), &self.device);
+            for &batch in &self.batches {
+                for &context in &self.contexts {
+                    let outcome = match guarded(|| self.measure(&model, batch, context)) {
+                        Ok(Ok(measured)) => Outcome::Measured(measured),
+                        Ok(Err(error)) => Outcome::Failed(error.to_string()),
+                        Err(panic) => Outcome::Failed(panic),
+                    };
+                    let row = Row {
+                        model: shape,
+                        batch,
+                        context,
+                        outcome,
+                    };
+                    row.print();
+                    report.rows.push(row);
+                    if let Some(path) = &self.json {
+                        save(&report, path)?;
+                    }
+                    self.device.memory_cleanup();
+                }
+            }
+        }
+        let measured = |row: &Row| matches!(row.outcome, Outcome::Measured(_));
+        Ok(report.rows.iter().all(measured))
+    }
+
+    fn measure(
+        &self,
+        model: &Gemma4Model,
+        batch: usize,
+        context: usize,
+    ) -> Result<Measured, Error> {
+        let prompt = prompt(model, batch, context);
+        let mut fastest = f64::INFINITY;
+        let mut last = None;
+        // The first also compiles and tunes.
+        for _ in 0..=self.prefills {
+            drop(last.take());
+            self.device.sync()?;
+            let start = Instant::now();
+            let (cache, tokens) = self.prefill(model, &prompt, batch)?;
+            fastest = fastest.min(start.elapsed().as_secs_f64());
+            last = Some((cache, tokens));
+        }
+        let (mut cache, mut tokens) = last.ok_or("no prompt was read")?;
+        let prefill_launches = match self.parts {
+            true => {
+                let (read, launches) = observe(|| self.prefill(model, &prompt, batch));
+                (cache, tokens) = read?;
+                launches
+            }
+            false => None,
+        };
+
+        let mut decoder = model.decoder(&mut cache);
+        if self.launch_each {
+            decoder = decoder.without_recording();
+        }
+        // Some go to compiling, tuning and recording.
+        let warm_up = self.tokens.div_ceil(8).max(6);
+        let mut times = Vec::with_capacity(warm_up + self.tokens);
+        for _ in 0..warm_up + self.tokens {
+            let start = Instant::now();
+            tokens = decoder.step(&tokens)?.likeliest()?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        let mode = decoder.mode();
+        let first_tokens = times[..warm_up].iter().map(|time| time * 1e3).collect();
+        let times = &times[warm_up..];
+        let (mut parts, mut token_launches) = (Parts::default(), None);
+        if self.parts {
+            parts = parts::measure(&mut decoder, &mut tokens, &self.device)?;
+            let by_parts = || -> Result<Vec<u32>, Error> {
+                Ok(decoder.step_by_parts(&tokens, &mut |_| ())?.likeliest()?)
+            };
+            let (read, launches) = observe(by_parts);
+            read?;
+            token_launches = launches;
+        }
+        let token = times.iter().sum::<f64>() / times.len() as f64;
+        let config = model.config();
+        let read = weights_read(config, model.num_params()) + batch * keys_read(config, context);
+        let floor = (read * self.dtype.burn().size()) as f64 / self.memory_rate;
+        Ok(Measured {
+            prefill_rate: (batch * context) as f64 / fastest,
+            first_token_milliseconds: fastest * 1e3,
+            decode_rate: batch as f64 / token,
+            token_milliseconds: token * 1e3,
+            fastest_token_milliseconds: times.iter().copied().fold(f64::INFINITY, f64::min) * 1e3,
+            floor_milliseconds: floor * 1e3,
+            mode: format!("{mode:?}").to_lowercase(),
+            first_tokens_milliseconds: first_tokens,
+            parts,
+            token_launches,
+            prefill_launches,
+            memory_bytes: self
+                .device
+                .memory_pool_usage()
+                .map(|usage| usage.bytes_in_use),
+            cache_bytes: cache.bytes(),
+        })
+    }
+
+    fn prefill(
+        &self,
+        model: &Gemma4Model,
+        prompt: &[i32],
+        batch: usize,
+    ) -> Result<(Cache, Vec<u32>), Error> {
+        let context = prompt.len() / batch;
+        let mut cache = model.cache(vec![0; batch]);
+        loop {
+            let columns = cache.len()..(cache.len() + self.prefill_chunk).min(context);
+            let last = columns.end == context;
+            let tokens: Vec<i32> = prompt
+                .chunks(context)
+                .flat_map(|row| &row[columns.clone()])
+                .copied()
+                .collect();
+            let tokens = TensorData::new(tokens, [batch, columns.len()]);
+            let tokens = Tensor::<2, Int>::from_data(tokens, &self.device);
+            let asked = if last { Logits::Last(1) } else { Logits::None };
+            let logits = model.step(tokens, &mut cache, asked)?;
+            if last {
+                return Ok((cache, likeliest(logits)?));
+            }
+        }
+    }
+}
+
+/// Tokens in no order, `[batch · context]`.
+fn prompt(model: &Gemma4Model, batch: usize, context: usize) -> Vec<i32> {
+    let vocabulary = model.config().vocab_size;
+    (0..batch * context)
+        .map(|index| (index * 7919 % vocabulary) as i32)
+        .collect()
+}
+
+/// The likeliest tokens, on the host.
+fn likeliest(logits: Option<Tensor<3>>) -> Result<Vec<u32>, Error> {
+    let logits = logits.ok_or("logits were asked for")?;
+    Ok(logits
+        .argmax(2)
+        .try_into_data()?
+        .iter::<i64>()
+        .map(|token| token as u32)
+        .collect())
+}

@@ -1,0 +1,95 @@
+//! The shapes that are measured, and what a token must read of them.
+
+use burn_gemma4::{Gemma4Config, LayerType};
+
+/// A model's shape by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Shape {
+    E2b,
+    E4b,
+    #[value(name = "12b")]
+    Dense12b,
+    #[value(name = "26b")]
+    Moe26b,
+    #[value(name = "31b")]
+    Dense31b,
+    /// E2B's kinds of layers at a size for a processor.
+    Small,
+    /// The larger dense models' kinds of layers at a size for a processor.
+    SmallDense,
+}
+
+impl Shape {
+    pub fn config(self) -> Gemma4Config {
+        match self {
+            Self::E2b => Gemma4Config::e2b(),
+            Self::E4b => Gemma4Config::e4b(),
+            Self::Dense12b => Gemma4Config::dense_12b(),
+            Self::Moe26b => Gemma4Config::moe_26b_a4b(),
+            Self::Dense31b => Gemma4Config::dense_31b(),
+            Self::Small => Gemma4Config {
+                num_kv_shared_layers: 3,
+                hidden_size_per_layer_input: 16,
+                use_double_wide_mlp: true,
+                ..small()
+            },
+            Self::SmallDense => Gemma4Config {
+                num_kv_shared_layers: 0,
+                hidden_size_per_layer_input: 0,
+                use_double_wide_mlp: false,
+                attention_k_eq_v: true,
+                num_key_value_heads: 2,
+                num_global_key_value_heads: 1,
+                ..small()
+            },
+        }
+    }
+}
+
+fn small() -> Gemma4Config {
+    use LayerType::{Full, Sliding};
+    Gemma4Config {
+        vocab_size: 2048,
+        vocab_size_per_layer_input: 2048,
+        hidden_size: 128,
+        intermediate_size: 256,
+        layer_types: vec![Sliding, Sliding, Full, Sliding, Sliding, Full],
+        num_attention_heads: 4,
+        sliding_head_dim: 64,
+        global_head_dim: 128,
+        sliding_window: 64,
+        ..Gemma4Config::e2b()
+    }
+}
+
+/// Weights that a token goes through, of `all` parameters: not the tables that it takes a row of, nor the experts that its
+/// router leaves out.
+pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
+    let layers = config.num_layers();
+    let own_inputs = match config.has_per_layer_inputs() {
+        true => config.vocab_size_per_layer_input * layers * config.hidden_size_per_layer_input,
+        false => 0,
+    };
+    let untied = match config.tie_word_embeddings {
+        true => 0,
+        false => config.vocab_size * config.hidden_size,
+    };
+    let idle_experts = config.experts.as_ref().map_or(0, |experts| {
+        let expert = 3 * experts.moe_intermediate_size * config.hidden_size;
+        layers * (experts.num_experts - experts.top_k_experts) * expert
+    });
+    all - own_inputs - untied - idle_experts
+}
+
+/// Elements of keys and values that one more token of a sequence reads after `context` others, in all layers.
+pub fn keys_read(config: &Gemma4Config, context: usize) -> usize {
+    let of_layer = |layer: usize| {
+        let columns = match config.layer_types[layer] {
+            LayerType::Sliding => (context + 1).min(config.sliding_window),
+            LayerType::Full => context + 1,
+        };
+        2 * columns * config.key_value_heads(layer) * config.head_dim(layer)
+    };
+    (0..config.num_layers()).map(of_layer).sum()
+}

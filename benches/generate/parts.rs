@@ -1,0 +1,89 @@
+//! Where a token's time goes: the parts that a decoder names, each with a wait for the device behind it.
+
+use attention_workspace::Error;
+use burn::tensor::Device;
+use burn_gemma4::{Decoder, Part};
+use serde::Serialize;
+use std::{collections::BTreeMap, time::Instant};
+
+/// Of one token.
+#[derive(Default, Serialize)]
+pub struct Parts(BTreeMap<String, Time>);
+
+#[derive(Clone, Copy, Default, Serialize)]
+pub struct Time {
+    /// Of all places together, less as many waits for an idle device.
+    pub milliseconds: f64,
+    /// How often the part comes.
+    pub places: usize,
+}
+
+/// Tokens to take the mean of, after a first one.
+const TOKENS: usize = 5;
+
+/// Goes on by a few tokens.
+pub fn measure(
+    decoder: &mut Decoder<'_>,
+    tokens: &mut Vec<u32>,
+    device: &Device,
+) -> Result<Parts, Error> {
+    let wait = idle_wait(device)?;
+    let mut parts = Parts::default();
+    for token in 0..=TOKENS {
+        let mut found: BTreeMap<String, (f64, usize)> = BTreeMap::new();
+        let mut fault = None;
+        device.sync()?;
+        let mut start = Instant::now();
+        let mut after = |part: Part| {
+            if let Err(error) = device.sync() {
+                fault = Some(error);
+            }
+            let (seconds, places) = found.entry(format!("{part:?}").to_lowercase()).or_default();
+            *seconds += start.elapsed().as_secs_f64() - wait;
+            *places += 1;
+            start = Instant::now();
+        };
+        *tokens = decoder.step_by_parts(tokens, &mut after)?.likeliest()?;
+        if let Some(fault) = fault {
+            return Err(fault.into());
+        }
+        if token == 0 {
+            continue;
+        }
+        for (part, (seconds, places)) in found {
+            let time = parts.0.entry(part).or_default();
+            time.milliseconds += seconds * 1e3 / TOKENS as f64;
+            time.places = places;
+        }
+    }
+    Ok(parts)
+}
+
+/// How long waiting for an idle device takes.
+fn idle_wait(device: &Device) -> Result<f64, Error> {
+    const WAITS: usize = 100;
+    device.sync()?;
+    let start = Instant::now();
+    for _ in 0..WAITS {
+        device.sync()?;
+    }
+    Ok(start.elapsed().as_secs_f64() / WAITS as f64)
+}
+
+impl std::fmt::Display for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut parts: Vec<_> = self.0.iter().collect();
+        parts.sort_by(|a, b| b.1.milliseconds.total_cmp(&a.1.milliseconds));
+        let texts = parts
+            .iter()
+            .map(|(part, time)| format!("{part} {:.3} ms / {}", time.milliseconds, time.places));
+        f.write_str(&texts.collect::<Vec<_>>().join(", "))
+    }
+}
+
+impl Parts {
+    /// Whether nothing was measured.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}

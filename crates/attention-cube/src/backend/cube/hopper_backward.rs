@@ -1,0 +1,272 @@
+//! Launches the backward of the wgmma engine: the queries' terms, then a kernel for each side, or two for that of
+//! keys.
+
+use super::backward::{BackwardPass, rows_of_queries};
+use super::hopper::{RAW_SCALES, is_in_pairs, is_single, map};
+use super::*;
+use crate::kernel::backward::by_columns::gradient_by_columns;
+use crate::kernel::backward::by_rows::gradient_by_rows;
+use crate::kernel::backward::held::GradientStepsLaunch;
+use crate::kernel::forward::fragment::FragmentKind;
+use crate::kernel::forward::tile::HopperKind;
+use crate::plan::wgmma::{
+    BackwardPlan, ColumnTiles, GradientColumnTiles, GradientTiles, PRODUCT_ROWS, Side, Sums,
+};
+use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
+
+pub(super) fn launch(
+    inputs: AttentionInputs<CubeBackend>,
+    saved: AttentionSaved<CubeBackend>,
+    problem: &AttentionProblem,
+    plan: BackwardPlan,
+    request: BackwardRequest,
+) -> AttentionGradients<CubeBackend> {
+    let output_gradient = saved.output_gradient.clone();
+    let rows = rows_of_queries(saved, problem, plan.rest.query.vector);
+    let value_tiles = plan.value.unwrap_or(plan.key);
+    let (extras, [query_places, key_places, value_places, bias_places]) = Extras::new(
+        &inputs,
+        problem,
+        [
+            blocks(&plan.query),
+            blocks(&plan.key),
+            blocks(&value_tiles),
+            Blocks::of_queries(&plan.rest.query),
+        ],
+    );
+    let pass = BackwardPass {
+        inputs,
+        output_gradient,
+        rows,
+        extras,
+        problem,
+    };
+    let kernel = |tiles, places, together| Gradient {
+        pass: &pass,
+        tiles,
+        places,
+        together,
+    };
+    let [query, _] = kernel(plan.query, query_places, plan.queries_together).launch();
+    let [key, value] = kernel(plan.key, key_places, plan.keys_together).launch();
+    let value = match plan.value {
+        Some(tiles) => {
+            let [_, value] = kernel(tiles, value_places, plan.keys_together).launch();
+            value
+        }
+        None => value,
+    };
+    let made = [query, key, value].map(|gradient| gradient.expect("the plan has a kernel for it"));
+    pass.with_rest(made, plan.rest.query, bias_places, request)
+}
+
+fn blocks(tiles: &GradientTiles) -> Blocks {
+    match tiles.side() {
+        Side::Queries => Blocks {
+            queries: tiles.rows(),
+            keys: tiles.columns(),
+        },
+        Side::Keys => Blocks {
+            queries: tiles.columns(),
+            keys: tiles.rows(),
+        },
+    }
+}
+
+/// How the copy engine sees the terms: both of `columns` queries are a box.
+fn term_map(terms: &CubeTensor, columns: usize) -> TensorMapArg<Tiled> {
+    let args = TiledArgs {
+        tile_size: Shape::new([1, 1, 2, columns]),
+    };
+    TensorMapArg::new(
+        args,
+        terms.clone().into_tensor_arg(),
+        dtype_to_storage_type(DType::F32),
+    )
+}
+
+/// One kernel's launch.
+struct Gradient<'a> {
+    pass: &'a BackwardPass<'a>,
+    tiles: GradientTiles,
+    places: Places,
+    together: usize,
+}
+
+impl Gradient<'_> {
+    /// The gradients of what it holds: of dots and of values, as far as it sums them.
+    fn launch(&self) -> [Option<CubeTensor>; 2] {
+        let BackwardPass {
+            inputs,
+            output_gradient,
+            rows: terms,
+            extras,
+            problem,
+            ..
+        } = self.pass;
+        let client = terms.client.clone();
+        let side = self.tiles.side();
+        let sums = self.tiles.sums();
+        let (held_dots, held_values, dots, values) = match side {
+            Side::Queries => (&inputs.query, output_gradient, &inputs.key, &inputs.value),
+            Side::Keys => (&inputs.key, &inputs.value, &inputs.query, output_gradient),
+        };
+        let gradient = |wanted: bool, of: &CubeTensor| {
+            wanted.then(|| empty(terms, of.meta.shape().clone(), problem.dtype))
+        };
+        let dot_gradient = gradient(sums.has_dots(), held_dots);
+        let value_gradient = gradient(sums.has_values(), held_values);
+        // Where there is none, there must be some argument.
+        let [dot_target, value_target] =
+            [(&dot_gradient, held_dots), (&value_gradient, held_values)]
+                .map(|(gradient, held)| gradient.clone().unwrap_or_else(|| held.clone()));
+
+        let (length, heads) = match side {
+            Side::Queries => (problem.q_len, problem.q_heads),
+            Side::Keys => (problem.kv_len, problem.kv_heads),
+        };
+        let (cubes, grid) = grid(
+            length.div_ceil(self.tiles.rows()),
+            1,
+            heads,
+            problem.batch,
+            self.together,
+        );
+        let (mask, mask_places) = mask_bits::pack(
+            inputs,
+            problem,
+            side,
+            Some(self.tiles.rows()),
+            self.tiles.columns(),
+        );
+        let bias = extras.bias.clone().map(|bias| match side {
+            Side::Queries => bias,
+            Side::Keys => CubeBackend::float_swap_dims(bias, 2, 3),
+        });
+        let score = score_kind(problem);
+        let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
+        let kind = HopperKind {
+            fragment: FragmentKind {
+                side,
+                structure: structure(problem),
+                score,
+                raw,
+            },
+            heads: 1,
+            split: false,
+            boxes_output: false,
+        };
+        let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
+        let steps = GradientStepsLaunch::new(
+            step(held_dots, 0),
+            step(held_dots, 1),
+            step(held_values, 0),
+            step(held_values, 1),
+            step(dots, 0),
+            step(dots, 1),
+            step(values, 0),
+            step(values, 1),
+        );
+        let pairs = |width: usize| width.is_multiple_of(2);
+        let vector = match pairs(problem.head_dim) && pairs(problem.value_dim) {
+            true => 2,
+            false => 1,
+        };
+        let bias_vector = match &bias {
+            Some(bias) if is_in_pairs(bias) => 2,
+            _ => 1,
+        };
+        // A gradient that leaves without the copy engine has no map, and its rows may not be legal for one.
+        let boxes = |boxed: bool, target: &CubeTensor| {
+            map(
+                if boxed { target } else { held_dots },
+                [1, PRODUCT_ROWS],
+                None,
+            )
+        };
+        let addresses = address_type(
+            [&dot_target, &value_target, terms]
+                .into_iter()
+                .chain(&mask)
+                .chain(extras.tensors()),
+        );
+        match self.tiles {
+            // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
+            // that the kernel was given; what stands for a gradient that is not summed is not written.
+            GradientTiles::Rows(tiles) => unsafe {
+                gradient_by_rows::launch_unchecked(
+                    &client,
+                    cube_count(&client, cubes),
+                    CubeDim::new_1d(tiles.units() as u32),
+                    addresses,
+                    map(held_dots, [1, tiles.rows()], Some(tiles.dot_subtiles())),
+                    map(held_values, [1, tiles.rows()], Some(tiles.value_subtiles())),
+                    map(dots, [1, tiles.columns], Some(tiles.dot_subtiles())),
+                    map(values, [1, tiles.columns], Some(tiles.value_subtiles())),
+                    term_map(terms, tiles.columns),
+                    terms.clone().into_tensor_arg(),
+                    mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                    bias.clone().map(CubeTensor::into_tensor_arg).into(),
+                    extras.integers().into(),
+                    boxes(sums.has_dots() && tiles.boxes_dots(), &dot_target),
+                    dot_target.clone().into_tensor_arg(),
+                    boxes(sums.has_values() && tiles.boxes_values(), &value_target),
+                    value_target.clone().into_tensor_arg(),
+                    grid,
+                    self.places.extent(problem),
+                    score_arguments(problem),
+                    steps,
+                    mask_places,
+                    problem.group() as u32,
+                    tiles,
+                    kind,
+                    dtype_to_storage_type(problem.dtype),
+                    extras.bias_element,
+                    vector,
+                    bias_vector,
+                    tiles.fragments(),
+                );
+            },
+            // SAFETY: as above.
+            GradientTiles::Columns(tiles) => unsafe {
+                let (summed, target) = match sums {
+                    Sums::Values => (values, &value_target),
+                    Sums::Dots | Sums::Both => (dots, &dot_target),
+                };
+                let whole_sums = tiles.has_whole_sums().then_some(tiles.own_subtiles());
+                gradient_by_columns::launch_unchecked(
+                    &client,
+                    cube_count(&client, cubes),
+                    CubeDim::new_1d(ColumnTiles::UNITS as u32),
+                    addresses,
+                    map(held_dots, [1, PRODUCT_ROWS], Some(tiles.dot_chunks())),
+                    map(held_values, [1, PRODUCT_ROWS], Some(tiles.value_chunks())),
+                    map(dots, [1, GradientColumnTiles::COLUMNS], Some(1)),
+                    map(values, [1, GradientColumnTiles::COLUMNS], Some(1)),
+                    map(summed, [1, ColumnTiles::VALUE_KEYS], whole_sums),
+                    term_map(terms, GradientColumnTiles::COLUMNS),
+                    terms.clone().into_tensor_arg(),
+                    mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                    bias.clone().map(CubeTensor::into_tensor_arg).into(),
+                    extras.integers().into(),
+                    boxes(tiles.boxes_gradient(), target),
+                    target.clone().into_tensor_arg(),
+                    grid,
+                    self.places.extent(problem),
+                    score_arguments(problem),
+                    steps,
+                    mask_places,
+                    problem.group() as u32,
+                    tiles,
+                    kind,
+                    dtype_to_storage_type(problem.dtype),
+                    extras.bias_element,
+                    vector,
+                    bias_vector,
+                    tiles.fragments(),
+                );
+            },
+        }
+        [dot_gradient, value_gradient]
+    }
+}

@@ -1,0 +1,798 @@
+//! The backward on Hopper for heads up to 256 wide: each warpgroup has 64 rows, of queries or of keys, and all
+//! columns of their gradients.
+//!
+//! Budget. Shared memory ([`GradientRowTiles::shared_memory`]): the dots and values of the tile, a ring of
+//! blocks of dots and one of blocks of values. Registers a thread, at head size 256: 128 of the gradient, 32 of
+//! S, 32 of dP, 16 of dS. A block takes the tensor cores `rows · columns · head_dim / 2048` clocks a product of
+//! dots, and as many a product of values; S and dP read both operands from shared memory, which at 64 columns
+//! takes as long as the product.
+//!
+//! Schedule. One thread of the fetching warpgroup keeps the rings full; everybody else, block by block: issue the
+//! products of P and dS, and S' of the next block behind them; wait for those, free the block, and issue dP' behind
+//! S'; make P' and dS' of S' and dP'. Warpgroups take turns to issue, so that one makes these while the other
+//! multiplies.
+
+mod producer;
+
+use self::producer::{Places, fetch, places, stage_of};
+use super::held::{
+    GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of, visit_from,
+};
+use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
+use crate::kernel::engine::wgmma::{
+    descriptor, free_chunk, multiply_output, multiply_scores, take_fragment, take_sums,
+    transposed_descriptor,
+};
+use crate::kernel::forward::fragment::columns_end;
+use crate::kernel::forward::fragment::{Pair, RowPair};
+use crate::kernel::forward::output::{await_stores, store_boxes, write_row};
+use crate::kernel::forward::tile::{
+    HopperKind, View, await_turn, clear_unseen, forget_used, has_holes, has_strangers, pass_turn,
+    tell_used, used_columns, used_words, view,
+};
+use crate::kernel::mask_bits::MaskPlaces;
+use crate::kernel::ptx::{
+    barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier, shared_address,
+    store_shared, take_registers, uniform,
+};
+use crate::kernel::schedule::Grid;
+use crate::kernel::score::ScoreArguments;
+use crate::kernel::visibility::{Extent, Sight, sight};
+use crate::plan::wgmma::{GradientRowTiles, PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Where all warps that multiply meet, before a block is cleaned and after.
+const MEETING: usize = 1;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn gradient_by_rows<
+    E: Float,
+    F: Float,
+    N: Size,
+    NB: Size,
+    NS: Size,
+    NP: Size,
+    ND: Size,
+    NV: Size,
+>(
+    held_dots: &TensorMap<E, Tiled>,
+    held_values: &TensorMap<E, Tiled>,
+    dots: &TensorMap<E, Tiled>,
+    values: &TensorMap<E, Tiled>,
+    term_boxes: &TensorMap<f32, Tiled>,
+    terms: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<u32>>,
+    bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: ComptimeOption<&Tensor<i32>>,
+    dot_gradient_boxes: &TensorMap<E, Tiled>,
+    dot_gradient: &mut Tensor<Vector<E, N>>,
+    value_gradient_boxes: &TensorMap<E, Tiled>,
+    value_gradient: &mut Tensor<Vector<E, N>>,
+    grid: Grid,
+    extent: Extent,
+    arguments: ScoreArguments,
+    steps: GradientSteps,
+    mask_places: MaskPlaces,
+    group: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+    #[define(E)] _element: ElemType,
+    #[define(F)] _bias_element: ElemType,
+    #[define(N)] _vector: usize,
+    #[define(NB)] _bias_vector: usize,
+    #[define(NS, NP, ND, NV)] _fragments: [usize; 4],
+) {
+    let memory =
+        Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
+    let places = places(shared_address(&memory), tiles);
+    let consumers = comptime!(tiles.warpgroups * WARPGROUP);
+    if UNIT_POS == 0u32 {
+        #[unroll]
+        for stage in 0..tiles.dot_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.dot_full + at, 1usize);
+            barrier_init(places.dot_empty + at, comptime!(4 * tiles.warpgroups));
+        }
+        #[unroll]
+        for stage in 0..tiles.value_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.value_full + at, 1usize);
+            barrier_init(places.value_empty + at, comptime!(4 * tiles.warpgroups));
+        }
+        barrier_init(places.held_full, 1usize);
+        barrier_init_fence();
+        if comptime!(kind.leaves_holes()) {
+            #[unroll]
+            for word in 0..12usize {
+                store_shared(places.used + comptime!(4 * word as u32), 0u32);
+            }
+        }
+    }
+    sync_cube();
+
+    let index = CUBE_POS as u32;
+    if index < grid.cubes {
+        let share = held_share(&grid, index, kind.fragment.side);
+        let sight = sight(&extent, &integers, share.batch, kind.fragment.structure);
+        let tile = held(
+            share,
+            &extent,
+            &sight,
+            group,
+            comptime!(tiles.rows()),
+            tiles.columns,
+            kind,
+        );
+        if UNIT_POS >= comptime!(consumers as u32) {
+            give_registers(comptime!(tiles.thread_registers()[0]));
+            if UNIT_POS == comptime!(consumers as u32) {
+                fetch(
+                    held_dots,
+                    held_values,
+                    dots,
+                    values,
+                    term_boxes,
+                    &mask,
+                    &mask_places,
+                    &integers,
+                    &tile,
+                    &extent,
+                    &steps,
+                    &places,
+                    tiles,
+                    kind,
+                );
+            }
+        } else {
+            take_registers(comptime!(tiles.thread_registers()[1]));
+            let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
+            // The row of the thread's first register, in the tile.
+            let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
+            let sums = sum::<F, NB, NS, NP, ND, NV>(
+                &tile,
+                &sight,
+                row,
+                terms,
+                &mask,
+                &mask_places,
+                &bias,
+                &integers,
+                &extent,
+                &arguments,
+                &places,
+                warpgroup,
+                tiles,
+                kind,
+            );
+            let staging = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+            if comptime!(tiles.sums.has_dots()) {
+                write_gradient::<E, N, ND>(
+                    sums.dots,
+                    arguments.scale,
+                    places.held_dots + staging,
+                    tensor_map_address(dot_gradient_boxes),
+                    dot_gradient,
+                    &tile,
+                    row,
+                    comptime!(tiles.dot_columns()),
+                    tiles.head_dim,
+                    comptime!(tiles.boxes_dots()),
+                    tiles,
+                );
+            }
+            if comptime!(tiles.sums.has_values()) {
+                let place = if comptime!(tiles.sums.has_dots()) {
+                    places.held_values
+                } else {
+                    places.held_dots
+                };
+                write_gradient::<E, N, NV>(
+                    sums.values,
+                    f32::new(1.0),
+                    place + staging,
+                    tensor_map_address(value_gradient_boxes),
+                    value_gradient,
+                    &tile,
+                    row,
+                    comptime!(tiles.value_columns()),
+                    tiles.value_dim,
+                    comptime!(tiles.boxes_values()),
+                    tiles,
+                );
+            }
+            await_stores();
+        }
+    }
+}
+
+/// A warpgroup's gradients, of which only those that are asked for are used.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Gradients<ND: Size, NV: Size> {
+    dots: Vector<f32, ND>,
+    values: Vector<f32, NV>,
+}
+
+/// Passes over the blocks that the tile sees.
+#[cube]
+fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
+    tile: &Held,
+    sight: &Sight,
+    row: i32,
+    terms: &Tensor<f32>,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    warpgroup: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Gradients<ND, NV> {
+    let lane = UNIT_POS % 32u32;
+    let elected = u32::cast_from(lane == 0u32);
+    let operands = operands(places, warpgroup, tiles);
+    let row_terms = terms_of_rows(
+        terms,
+        tile.batch,
+        tile.head,
+        tile.first_row + row,
+        extent,
+        kind.fragment.side,
+    );
+    let mut dots = Vector::<f32, ND>::zeroed();
+    let mut values = Vector::<f32, NV>::zeroed();
+    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    if first.head < tile.heads {
+        barrier_wait(places.held_full, 0u32);
+        // The first turn is the first warpgroup's.
+        if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
+            pass_turn(warpgroup, tiles.warpgroups);
+        }
+        let mut count = u32::new(0);
+        let mut holes = u32::new(0);
+        let mut block = first.block;
+        let s = start_s::<NS>(&operands, places, count, tiles);
+        let dp = start_dp::<NS>(&operands, places, count, tiles);
+        let seen = seen_by(
+            tile,
+            row,
+            first.head,
+            block,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            tiles,
+            kind,
+        );
+        let made = weigh::<F, NB, NS, NP>(
+            s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
+            count, elected, tiles, kind,
+        );
+        let mut p = made.p;
+        let mut ds = made.ds;
+        let mut may_have_holes = seen.view.may_have_holes;
+
+        let next = visit_from(
+            tile,
+            first.head,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        let mut next_head = next.head;
+        let mut next_block = next.block;
+        while next_head < tile.heads {
+            clean::<NP>(
+                p,
+                ds,
+                places,
+                tile,
+                extent,
+                block,
+                count,
+                may_have_holes,
+                holes,
+                tiles,
+                kind,
+            );
+            await_turn(warpgroup, tiles.warpgroups);
+            let added =
+                multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
+            let s = start_s::<NS>(&operands, places, count + 1u32, tiles);
+            let seen = seen_by(
+                tile,
+                row,
+                next_head,
+                next_block,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                tiles,
+                kind,
+            );
+            let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
+            // Only now, since P and dS have given their registers back.
+            let dp = start_dp::<NS>(&operands, places, count + 1u32, tiles);
+            pass_turn(warpgroup, tiles.warpgroups);
+            dots = settled.dots;
+            values = settled.values;
+            if comptime!(kind.leaves_holes()) {
+                holes += u32::cast_from(may_have_holes);
+                may_have_holes = seen.view.may_have_holes;
+            }
+            block = next_block;
+            count += 1u32;
+            let made = weigh::<F, NB, NS, NP>(
+                s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
+                count, elected, tiles, kind,
+            );
+            p = made.p;
+            ds = made.ds;
+            let next = visit_from(
+                tile,
+                next_head,
+                block + 1i32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                kind,
+            );
+            next_head = next.head;
+            next_block = next.block;
+        }
+        clean::<NP>(
+            p,
+            ds,
+            places,
+            tile,
+            extent,
+            block,
+            count,
+            may_have_holes,
+            holes,
+            tiles,
+            kind,
+        );
+        let added = multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
+        let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 0usize, tiles);
+        dots = settled.dots;
+        values = settled.values;
+    }
+    Gradients::<ND, NV> { dots, values }
+}
+
+/// Where a warpgroup's products find their operands: lower halves of descriptors.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Operands {
+    held_dots: u32,
+    held_values: u32,
+    dots: u32,
+    values: u32,
+    summed_dots: u32,
+    summed_values: u32,
+}
+
+#[cube]
+fn operands(places: &Places, warpgroup: u32, #[comptime] tiles: GradientRowTiles) -> Operands {
+    let own_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+    let subtile_bytes = comptime!(tiles.columns * ROW_BYTES);
+    Operands {
+        held_dots: uniform(descriptor(places.held_dots + own_rows)),
+        held_values: uniform(descriptor(places.held_values + own_rows)),
+        dots: descriptor(places.dots),
+        values: descriptor(places.values),
+        summed_dots: transposed_descriptor(places.dots, subtile_bytes),
+        summed_values: transposed_descriptor(places.values, subtile_bytes),
+    }
+}
+
+/// Starts S of the `count`-th block.
+#[cube]
+fn start_s<NS: Size>(
+    operands: &Operands,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientRowTiles,
+) -> Vector<f32, NS> {
+    let turn = stage_of(count, tiles.dot_stages);
+    multiply_scores::<NS>(
+        operands.held_dots,
+        uniform(operands.dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+        places.dot_full + 8u32 * turn.stage,
+        turn.parity,
+        comptime!(tiles.score_product(tiles.head_dim)),
+    )
+}
+
+/// Starts dP of the `count`-th block, where it is needed.
+#[cube]
+fn start_dp<NS: Size>(
+    operands: &Operands,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientRowTiles,
+) -> Vector<f32, NS> {
+    if comptime!(tiles.sums.has_dots()) {
+        let turn = stage_of(count, tiles.value_stages);
+        multiply_scores::<NS>(
+            operands.held_values,
+            uniform(operands.values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32)),
+            places.value_full + 8u32 * turn.stage,
+            turn.parity,
+            comptime!(tiles.score_product(tiles.value_dim)),
+        )
+    } else {
+        Vector::<f32, NS>::zeroed()
+    }
+}
+
+/// How the thread's rows see a block.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Seen {
+    rows: RowPair,
+    view: View,
+}
+
+#[cube]
+fn seen_by(
+    tile: &Held,
+    row: i32,
+    head: u32,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Seen {
+    let side = comptime!(kind.fragment.side);
+    let rows = held_rows(tile, extent, row, head, side);
+    let standing = standing_of(tile, head, side);
+    Seen {
+        rows,
+        view: view(
+            &standing,
+            &rows,
+            block,
+            0u32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            tiles.columns,
+            tiles.columns,
+            kind,
+        ),
+    }
+}
+
+/// P and dS, as left operands of products; each only where it is needed.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Made<NP: Size> {
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+}
+
+/// Waits for S and dP of the `count`-th block, and makes P and dS of them.
+#[cube]
+fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
+    s: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
+    seen: &Seen,
+    row_terms: &Terms,
+    block: i32,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    count: u32,
+    elected: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Made<NP> {
+    let used = comptime!(tiles.columns / 2);
+    let fragment = comptime!(tiles.fragments()[0]);
+    let s = take_fragment::<NS>(
+        s,
+        used,
+        fragment,
+        comptime!(usize::from(tiles.sums.has_dots())),
+    );
+    let dot_stage = stage_of(count, tiles.dot_stages).stage;
+    let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
+    let terms = Terms {
+        logsumexps: row_terms.logsumexps,
+        deltas: row_terms.deltas,
+        logsumexps_at: at,
+        deltas_at: at + comptime!(4 * tiles.columns as u32),
+    };
+    let weights = weights::<F, NB, NS, NP>(
+        s,
+        &terms,
+        block * comptime!(tiles.columns as i32),
+        seen.view.whole,
+        &seen.rows,
+        seen.view.mask_words,
+        bias,
+        integers,
+        sight,
+        extent,
+        arguments,
+        tiles.columns,
+        comptime!(tiles.sums.has_values()),
+        tiles.half,
+        kind.fragment,
+    );
+    let ds = if comptime!(tiles.sums.has_dots()) {
+        let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
+        if comptime!(!tiles.sums.has_values()) {
+            let stage = stage_of(count, tiles.value_stages).stage;
+            free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
+        }
+        dot_gradients::<NS, NP>(
+            weights.w,
+            dp,
+            &terms,
+            seen.view.whole,
+            tiles.columns,
+            tiles.half,
+            kind.fragment,
+        )
+    } else {
+        let stage = stage_of(count, tiles.dot_stages).stage;
+        free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
+        Vector::<u32, NP>::zeroed()
+    };
+    Made::<NP> { p: weights.p, ds }
+}
+
+/// Starts the products that add the `count`-th block's part.
+#[cube]
+fn multiply<NP: Size, ND: Size, NV: Size>(
+    dots: Vector<f32, ND>,
+    values: Vector<f32, NV>,
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    operands: &Operands,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientRowTiles,
+) -> Gradients<ND, NV> {
+    let values = if comptime!(tiles.sums.has_values()) {
+        let turn = stage_of(count, tiles.value_stages);
+        multiply_output::<NV, NP>(
+            values,
+            p,
+            uniform(
+                operands.summed_values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32),
+            ),
+            places.value_full + 8u32 * turn.stage,
+            turn.parity,
+            comptime!(tiles.sum_product(tiles.value_columns())),
+        )
+    } else {
+        values
+    };
+    let dots = if comptime!(tiles.sums.has_dots()) {
+        let turn = stage_of(count, tiles.dot_stages);
+        multiply_output::<ND, NP>(
+            dots,
+            ds,
+            uniform(operands.summed_dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+            places.dot_full + 8u32 * turn.stage,
+            turn.parity,
+            comptime!(tiles.sum_product(tiles.dot_columns())),
+        )
+    } else {
+        dots
+    };
+    Gradients::<ND, NV> { dots, values }
+}
+
+/// The sums, once at most `pending` later products are in flight; frees the stages that were read last.
+#[cube]
+fn settle<NP: Size, ND: Size, NV: Size>(
+    sums: Gradients<ND, NV>,
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    places: &Places,
+    count: u32,
+    elected: u32,
+    #[comptime] pending: usize,
+    #[comptime] tiles: GradientRowTiles,
+) -> Gradients<ND, NV> {
+    let fragments = comptime!(tiles.fragments());
+    let values = if comptime!(tiles.sums.has_values()) {
+        let pending = comptime!(pending + usize::from(tiles.sums.has_dots()));
+        let values = take_sums::<NV, NP>(
+            sums.values,
+            p,
+            comptime!(tiles.value_columns() / 2),
+            comptime!(fragments[3]),
+            pending,
+        );
+        let stage = stage_of(count, tiles.value_stages).stage;
+        free_chunk(places.value_empty + 8u32 * stage, elected, pending, 1usize);
+        values
+    } else {
+        sums.values
+    };
+    let dots = if comptime!(tiles.sums.has_dots()) {
+        let dots = take_sums::<ND, NP>(
+            sums.dots,
+            ds,
+            comptime!(tiles.dot_columns() / 2),
+            comptime!(fragments[2]),
+            pending,
+        );
+        let stage = stage_of(count, tiles.dot_stages).stage;
+        free_chunk(places.dot_empty + 8u32 * stage, elected, pending, 1usize);
+        dots
+    } else {
+        sums.dots
+    };
+    Gradients::<ND, NV> { dots, values }
+}
+
+/// Before the `count`-th block's part is added: zeros over its rows that nobody in the tile sees, whose product
+/// with 0 may be no number. If it may have holes, it is the `holes`-th of that kind.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+fn clean<NP: Size>(
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    places: &Places,
+    tile: &Held,
+    extent: &Extent,
+    block: i32,
+    count: u32,
+    may_have_holes: bool,
+    holes: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    let first = block * comptime!(tiles.columns as i32);
+    let length = columns_end(extent, kind.fragment.side);
+    let words = used_words(places.used, holes);
+    let strangers = has_strangers(&tile.run, length, first, tiles.columns);
+    if comptime!(kind.leaves_holes()) {
+        if may_have_holes {
+            let used = if comptime!(tiles.sums.has_values()) {
+                used_columns::<NP>(p, tiles.columns)
+            } else {
+                used_columns::<NP>(ds, tiles.columns)
+            };
+            tell_used(places.used, used, 0u32, holes);
+            named_barrier(MEETING, comptime!(tiles.warpgroups * WARPGROUP));
+            forget_used(places.used, holes);
+            if has_holes(words, tiles.columns) {
+                clear(places, tile, first, words, count, true, tiles);
+            }
+        } else if strangers {
+            clear(places, tile, first, words, count, false, tiles);
+        }
+    } else if strangers {
+        clear(places, tile, first, words, count, false, tiles);
+    }
+}
+
+/// Writes zeros over rows of the `count`-th block that nobody in the tile sees, by the tile's run or by the `words`
+/// of used rows.
+#[cube]
+fn clear(
+    places: &Places,
+    tile: &Held,
+    first: i32,
+    words: u32,
+    count: u32,
+    #[comptime] holes: bool,
+    #[comptime] tiles: GradientRowTiles,
+) {
+    let units = comptime!(tiles.warpgroups * WARPGROUP);
+    if comptime!(tiles.sums.has_dots()) {
+        let stage = stage_of(count, tiles.dot_stages).stage;
+        clear_unseen(
+            places.dots + stage * comptime!(tiles.dot_bytes() as u32),
+            &tile.run,
+            first,
+            words,
+            UNIT_POS,
+            0usize,
+            units,
+            tiles.columns,
+            comptime!(tiles.dot_subtiles()),
+            holes,
+        );
+    }
+    if comptime!(tiles.sums.has_values()) {
+        let turn = stage_of(count, tiles.value_stages);
+        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+        clear_unseen(
+            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+            &tile.run,
+            first,
+            words,
+            UNIT_POS,
+            0usize,
+            units,
+            tiles.columns,
+            comptime!(tiles.value_subtiles()),
+            holes,
+        );
+    }
+    named_barrier(MEETING, units);
+}
+
+/// Writes a warpgroup's rows of a gradient, times `factor`.
+#[cube]
+fn write_gradient<E: Float, N: Size, NG: Size>(
+    sums: Vector<f32, NG>,
+    factor: f32,
+    staging: u32,
+    map: u64,
+    gradient: &mut Tensor<Vector<E, N>>,
+    tile: &Held,
+    row: i32,
+    #[comptime] columns: usize,
+    #[comptime] width: usize,
+    #[comptime] boxes: bool,
+    #[comptime] tiles: GradientRowTiles,
+) {
+    if comptime!(boxes) {
+        let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
+        store_boxes::<NG>(
+            sums,
+            Pair {
+                first: factor,
+                second: factor,
+            },
+            staging,
+            map,
+            tile.batch,
+            tile.head,
+            tile.first_row + (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
+            0u32,
+            columns,
+            comptime!(tiles.rows() * ROW_BYTES),
+            true,
+            tiles.half,
+        );
+    } else {
+        #[unroll]
+        for which in 0..2usize {
+            let own = row + comptime!(8 * which as i32);
+            write_row::<E, N, NG>(
+                sums,
+                factor,
+                gradient,
+                tile.batch,
+                tile.head,
+                tile.first_row + own,
+                own < tile.rows,
+                which,
+                0u32,
+                columns,
+                width,
+            );
+        }
+    }
+}

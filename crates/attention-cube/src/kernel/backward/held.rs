@@ -1,0 +1,209 @@
+//! What a cube of the Hopper kernels holds for the backward, a tile of queries or of keys, and the blocks of the
+//! other side that it passes over: of one head, or, where it holds keys, of each query head of the group.
+
+use crate::kernel::forward::fragment::{RowPair, rows_end};
+use crate::kernel::forward::tile::{HopperKind, Standing, meets};
+use crate::kernel::mask_bits::MaskPlaces;
+use crate::kernel::schedule::{Grid, Share, block_count, share};
+use crate::kernel::visibility::{Extent, Run, Sight, visible_keys, visible_queries};
+use crate::plan::wgmma::Side;
+use cubecl::prelude::*;
+
+/// Which way sequences and heads lead through the operands: 0 where one is broadcast, else 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct GradientSteps {
+    pub held_dot_batch: u32,
+    pub held_dot_head: u32,
+    pub held_value_batch: u32,
+    pub held_value_head: u32,
+    pub dot_batch: u32,
+    pub dot_head: u32,
+    pub value_batch: u32,
+    pub value_head: u32,
+}
+
+/// A tile that is held.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Held {
+    pub batch: u32,
+    /// Of the tile: a query head, or a head of keys.
+    pub head: u32,
+    pub first_row: i32,
+    /// Rows that exist.
+    pub rows: i32,
+    /// The number of the tile among the blocks that segments are bounded by.
+    pub row_block: u32,
+    /// What any row sees on the other side.
+    pub run: Run,
+    pub first_block: i32,
+    pub end_block: i32,
+    /// Heads of the other side: the first, and how many.
+    pub first_head: u32,
+    pub heads: u32,
+}
+
+/// The tile of a cube with this share.
+#[cube]
+pub(crate) fn held(
+    share: Share,
+    extent: &Extent,
+    sight: &Sight,
+    group: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: HopperKind,
+) -> Held {
+    let side = comptime!(kind.fragment.side);
+    let first_row = (share.tile * comptime!(rows as u32)) as i32;
+    let size = comptime!(columns as i32);
+    let existing = min(comptime!(rows as i32), rows_end(extent, side) - first_row);
+    // Keys past the sequence's length are seen by nobody.
+    let exist = min(first_row + existing, sight.length);
+    let run = if comptime!(side == Side::Queries) {
+        // Rows that do not exist may see what the others see, but they must not read a bias.
+        let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.score.bias);
+        visible_keys(sight, first_row, first_row + existing - 1i32, full)
+    } else {
+        let full = first_row + comptime!(rows as i32) <= exist;
+        visible_queries(sight, first_row, exist - 1i32, full)
+    };
+    let heads = if comptime!(side == Side::Queries) {
+        u32::new(1)
+    } else {
+        group
+    };
+    let first_head = if comptime!(side == Side::Queries) {
+        share.head / group
+    } else {
+        share.head * group
+    };
+    Held {
+        batch: share.batch,
+        head: share.head,
+        first_row,
+        rows: existing,
+        row_block: share.tile,
+        run,
+        first_block: run.first / size,
+        end_block: block_count(run.end, size),
+        first_head,
+        heads,
+    }
+}
+
+/// The share of cube `index`. Under a causal mask the last queries see the most keys, and the first keys are seen by the most queries.
+#[cube]
+pub(crate) fn held_share(grid: &Grid, index: u32, #[comptime] side: Side) -> Share {
+    share(grid, index, comptime!(side == Side::Queries))
+}
+
+/// A block of one of the other side's heads.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Visit {
+    /// Counted from the tile's first; `heads` of it when there is nothing left.
+    pub head: u32,
+    pub block: i32,
+}
+
+/// Where the tile stands towards the blocks of a head.
+#[cube]
+pub(crate) fn standing_of(tile: &Held, head: u32, #[comptime] side: Side) -> Standing {
+    let query_head = if comptime!(side == Side::Queries) {
+        tile.head
+    } else {
+        tile.first_head + head
+    };
+    Standing {
+        batch: tile.batch,
+        head: query_head,
+        row_block: tile.row_block,
+        run: tile.run,
+    }
+}
+
+/// The first visit of a tile.
+#[cube]
+pub(crate) fn first_visit(
+    tile: &Held,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] kind: HopperKind,
+) -> Visit {
+    let head = select(tile.first_block < tile.end_block, 0u32, tile.heads);
+    visit_from(
+        tile,
+        head,
+        tile.first_block,
+        extent,
+        mask,
+        mask_places,
+        integers,
+        kind,
+    )
+}
+
+/// The first visit from a block of a head on.
+#[cube]
+pub(crate) fn visit_from(
+    tile: &Held,
+    head: u32,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] kind: HopperKind,
+) -> Visit {
+    let mut head = head;
+    let mut block = block;
+    if block >= tile.end_block && head < tile.heads {
+        head += 1u32;
+        block = tile.first_block;
+    }
+    if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
+        let mut searching = head < tile.heads;
+        while searching {
+            let standing = standing_of(tile, head, kind.fragment.side);
+            if meets(&standing, block, extent, mask, mask_places, integers, kind) {
+                searching = false;
+            } else {
+                block += 1i32;
+                if block >= tile.end_block {
+                    head += 1u32;
+                    block = tile.first_block;
+                }
+                searching = head < tile.heads;
+            }
+        }
+    }
+    Visit { head, block }
+}
+
+/// Rows `first` and `first + 8` of the tile, as one of the heads sees them.
+#[cube]
+pub(crate) fn held_rows(
+    tile: &Held,
+    extent: &Extent,
+    first: i32,
+    head: u32,
+    #[comptime] side: Side,
+) -> RowPair {
+    let query_head = if comptime!(side == Side::Queries) {
+        tile.head
+    } else {
+        tile.first_head + head
+    };
+    let end = rows_end(extent, side);
+    RowPair {
+        batch: tile.batch,
+        head_0: query_head,
+        head_1: query_head,
+        position_0: min(tile.first_row + first, end),
+        position_1: min(tile.first_row + first + 8i32, end),
+    }
+}

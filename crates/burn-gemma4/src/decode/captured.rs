@@ -1,0 +1,182 @@
+//! The launches of a position, recorded once and replayed for every token.
+
+use super::{
+    DecodeMode, Part, integers,
+    position::{Outputs, Position},
+};
+use crate::{Cache, Gemma4Model, LayerType, kernel};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture},
+};
+use std::{fmt, rc::Rc};
+
+/// Tokens before launches are recorded: recording runs them a few times, which a short text would not earn back.
+const BEFORE_RECORDING: usize = 3;
+
+/// The position's computation, kept as long as its buffers have room.
+pub(super) struct Captured {
+    records: bool,
+    position: Option<Rc<Position>>,
+    /// Since the buffers last grew.
+    steps: usize,
+    graph: Option<Recording>,
+}
+
+type Recording = Graph<Outputs, Box<dyn FnMut() -> Outputs>>;
+
+impl fmt::Debug for Captured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Captured")
+            .field("steps", &self.steps)
+            .field("mode", &self.mode())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Captured {
+    /// `None` where the kernels do not serve the model or the cache.
+    pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
+        let serves = !cache.is_padded() && serves(model, cache.batch());
+        serves.then_some(Self {
+            records: true,
+            position: None,
+            steps: 0,
+            graph: None,
+        })
+    }
+
+    pub fn without_recording(self) -> Self {
+        Self {
+            records: false,
+            graph: None,
+            ..self
+        }
+    }
+
+    pub fn mode(&self) -> DecodeMode {
+        match &self.graph {
+            Some(_) => DecodeMode::Recorded,
+            None => DecodeMode::Kernels,
+        }
+    }
+
+    pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
+        let position = self.prepare(model, cache, tokens);
+        self.steps += 1;
+        let outputs = match &mut self.graph {
+            // SAFETY: the recording owns every tensor that it reads and writes, through its closure and as its output, but
+            // for the handles to the cache's buffers and to the inputs, which the decoder borrows or owns. The decoder
+            // does not leave its thread, whose launches are ordered.
+            Some(graph) => unsafe { graph.replay() }.clone(),
+            None if self.records && self.steps > BEFORE_RECORDING => self.record(position),
+            None => position.compute(&mut |_| ()),
+        };
+        cache.advance_one();
+        outputs
+    }
+
+    pub fn step_by_parts(
+        &mut self,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        after: &mut dyn FnMut(Part),
+    ) -> Outputs {
+        let outputs = self.prepare(model, cache, tokens).compute(after);
+        cache.advance_one();
+        outputs
+    }
+
+    /// Records the launches. Their results are those of this step: computing a position once more changes nothing.
+    fn record(&mut self, position: Rc<Position>) -> Outputs {
+        let device = position.inputs.device();
+        let recorded = position.clone();
+        let compute: Box<dyn FnMut() -> Outputs> = Box::new(move || recorded.compute(&mut |_| ()));
+        let mut graph = capture(&device, compute);
+        if !graph.is_hardware() {
+            log::debug!("decode: the launches could not be recorded");
+            self.records = false;
+            return position.compute(&mut |_| ());
+        }
+        // What was recorded has not run.
+        // SAFETY: as in `step`.
+        let outputs = unsafe { graph.replay() }.clone();
+        self.graph = Some(graph);
+        outputs
+    }
+
+    /// The position's computation, with the tokens and their position on the device and room for its keys and values.
+    fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Rc<Position> {
+        let batch = tokens.len();
+        let mut inputs = integers(tokens);
+        inputs.extend(std::iter::repeat_n(cache.len() as i32, batch));
+        let device = model.device();
+        let inputs = TensorData::new(inputs, [2 * batch]);
+        let inputs = Tensor::<1, Int>::from_data(inputs, (&device, DType::I32));
+        match &self.position {
+            Some(position) if cache.len() < cache.room() => {
+                kernel::overwrite(position.inputs.clone(), inputs);
+                position.clone()
+            }
+            _ => {
+                self.graph = None;
+                self.position = None;
+                self.steps = 0;
+                let position = Rc::new(make(model, cache, inputs, &device));
+                self.position = Some(position.clone());
+                position
+            }
+        }
+    }
+}
+
+/// The computation after what the cache holds, and as many more as it gets room for.
+fn make(
+    model: &Gemma4Model,
+    cache: &mut Cache,
+    inputs: Tensor<1, Int>,
+    device: &Device,
+) -> Position {
+    if cache.len() >= cache.room() {
+        cache.make_room();
+    }
+    let positions = cache.room();
+    let tables = |kind| model.rope().tables(kind, positions, model.dtype(), device);
+    Position {
+        buffers: cache.buffers(),
+        sliding: tables(LayerType::Sliding),
+        full: tables(LayerType::Full),
+        model: model.clone(),
+        inputs,
+    }
+}
+
+/// Whether the kernels compute a position of `batch` sequences.
+pub(crate) fn serves(model: &Gemma4Model, batch: usize) -> bool {
+    let dtype = model.dtype();
+    model.config().experts.is_none()
+        && batch <= kernel::MOST_ROWS
+        && kernel::serves(&model.device(), dtype)
+        && OneDtype::is_of(model, dtype)
+}
+
+/// Looks for parameters of another dtype.
+struct OneDtype {
+    dtype: DType,
+    holds: bool,
+}
+
+impl OneDtype {
+    fn is_of(model: &Gemma4Model, dtype: DType) -> bool {
+        let mut visitor = Self { dtype, holds: true };
+        model.visit(&mut visitor);
+        visitor.holds
+    }
+}
+
+impl ModuleVisitor for OneDtype {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.holds &= param.val().dtype() == self.dtype;
+    }
+}

@@ -1,0 +1,244 @@
+//! A token at a time: what a model computes while it generates.
+
+#[cfg(feature = "cube")]
+mod captured;
+#[cfg(feature = "cube")]
+pub(crate) mod position;
+
+use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits};
+use burn::tensor::{DType, Int, Tensor, TensorData};
+#[cfg(feature = "cube")]
+use captured::Captured;
+#[cfg(feature = "cube")]
+pub(crate) use captured::serves;
+use std::marker::PhantomData;
+
+/// Goes on from a filled [`Cache`], a token of every sequence at a time.
+///
+/// On CubeCL devices it runs kernels of its own, bound by the memory's rate, for up to 8 sequences, and where the device
+/// can, it records their launches once and replays them. That holds for dense models whose parameters all have one of the
+/// dtypes f32, f16 and bf16, and for sequences without padding; all else goes through [`Gemma4Model::step`], which computes
+/// the same.
+///
+/// ```
+/// use burn::tensor::{Device, Int, Tensor};
+/// use burn_gemma4::{Gemma4Config, Gemma4Model, LayerType, Logits};
+///
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// let config = Gemma4Config {
+///     vocab_size: 100,
+///     hidden_size: 32,
+///     intermediate_size: 64,
+///     layer_types: vec![LayerType::Sliding, LayerType::Full],
+///     num_attention_heads: 2,
+///     sliding_head_dim: 16,
+///     global_head_dim: 32,
+///     num_kv_shared_layers: 0,
+///     hidden_size_per_layer_input: 0,
+///     ..Gemma4Config::e2b()
+/// };
+/// let device = Device::flex();
+/// let model = Gemma4Model::new(&config, &device);
+/// let mut cache = model.cache(vec![0]);
+/// let prompt = Tensor::<2, Int>::from_data([[2, 17, 5]], &device);
+/// model.step(prompt, &mut cache, Logits::None)?;
+/// let mut decoder = model.decoder(&mut cache);
+/// let mut token = 44;
+/// for _ in 0..3 {
+///     token = decoder.step(&[token])?.likeliest()?[0];
+/// }
+/// assert_eq!(cache.len(), 6);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Decoder<'a> {
+    model: &'a Gemma4Model,
+    cache: &'a mut Cache,
+    #[cfg(feature = "cube")]
+    captured: Option<Captured>,
+    /// A replay is ordered after what the recording thread has put on the device, and after nothing else.
+    _of_one_thread: PhantomData<*const ()>,
+}
+
+/// What comes after a token: the next one's logits, on the device until they are asked for.
+#[derive(Debug)]
+pub struct Next<'a> {
+    /// `[batch, vocabulary]`.
+    logits: Tensor<2>,
+    /// `[batch]`.
+    likeliest: Option<Tensor<1, Int>>,
+    /// The next step may write over them.
+    _until_the_next: PhantomData<&'a mut ()>,
+}
+
+/// A part of a token's computation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Part {
+    /// Embeddings, and the inputs that layers get of their own.
+    Embedding,
+    /// The products before and after attention.
+    Projections,
+    /// Norms and rotation of heads, and writes into the cache.
+    Heads,
+    /// Attention.
+    Attention,
+    /// The feed-forward network.
+    Mlp,
+    /// The layers' own inputs on their way into the residual stream.
+    PerLayerInputs,
+    /// Norms and sums of the residual stream.
+    Norms,
+    /// Logits.
+    Head,
+    /// The likeliest token.
+    Likeliest,
+}
+
+impl<'a> Decoder<'a> {
+    pub(crate) fn new(model: &'a Gemma4Model, cache: &'a mut Cache) -> Self {
+        Self {
+            #[cfg(feature = "cube")]
+            captured: Captured::new(model, cache),
+            model,
+            cache,
+            _of_one_thread: PhantomData,
+        }
+    }
+
+    /// Reads one more token of each sequence.
+    ///
+    /// # Errors
+    /// Where there is not one token for each of the cache's sequences.
+    pub fn step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
+        self.check(tokens)?;
+        #[cfg(feature = "cube")]
+        if let Some(captured) = &mut self.captured
+            && !self.cache.is_empty()
+        {
+            let (logits, likeliest) = captured.step(self.model, self.cache, tokens);
+            return Ok(Next::new(logits, Some(likeliest)));
+        }
+        self.plain_step(tokens)
+    }
+
+    /// As [`step`](Self::step), with a call after each part of the computation has been put on the device, in its order.
+    /// Without kernels of its own there are no calls.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn step_by_parts(
+        &mut self,
+        tokens: &[u32],
+        after: &mut dyn FnMut(Part),
+    ) -> Result<Next<'_>, Gemma4Error> {
+        self.check(tokens)?;
+        #[cfg(feature = "cube")]
+        if let Some(captured) = &mut self.captured
+            && !self.cache.is_empty()
+        {
+            let (logits, likeliest) = captured.step_by_parts(self.model, self.cache, tokens, after);
+            return Ok(Next::new(logits, Some(likeliest)));
+        }
+        let _ = after;
+        self.plain_step(tokens)
+    }
+
+    /// How tokens are computed at present.
+    pub fn mode(&self) -> DecodeMode {
+        #[cfg(feature = "cube")]
+        if let Some(captured) = &self.captured {
+            return captured.mode();
+        }
+        DecodeMode::Layers
+    }
+
+    /// Puts every token's launches on the device one by one, rather than replay a recording of them.
+    pub fn without_recording(self) -> Self {
+        Self {
+            #[cfg(feature = "cube")]
+            captured: self.captured.map(Captured::without_recording),
+            ..self
+        }
+    }
+
+    fn check(&self, tokens: &[u32]) -> Result<(), Gemma4Error> {
+        let batch = self.cache.batch();
+        if tokens.len() == batch {
+            return Ok(());
+        }
+        Err(Gemma4Error::Argument {
+            argument: "tokens",
+            reason: format!("are {}, but the cache has {batch} sequences", tokens.len()),
+        })
+    }
+
+    fn plain_step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
+        let device = self.model.device();
+        let data = TensorData::new(integers(tokens), [tokens.len(), 1]);
+        let tokens = Tensor::<2, Int>::from_data(data, &device);
+        let logits = self.model.step(tokens, self.cache, Logits::Last(1))?;
+        Ok(Next::of(logits.expect("one position is asked for")))
+    }
+}
+
+/// How a [`Decoder`] computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DecodeMode {
+    /// Through [`Gemma4Model::step`].
+    Layers,
+    /// By kernels of its own.
+    Kernels,
+    /// By the same kernels, in one launch that replays them all.
+    Recorded,
+}
+
+impl Next<'_> {
+    fn new(logits: Tensor<2>, likeliest: Option<Tensor<1, Int>>) -> Self {
+        Self {
+            logits,
+            likeliest,
+            _until_the_next: PhantomData,
+        }
+    }
+
+    /// What `[batch, 1, vocabulary]` says.
+    pub(crate) fn of(logits: Tensor<3>) -> Self {
+        Self::new(logits.squeeze_dim(1), None)
+    }
+
+    /// The likeliest token of each sequence. Only their numbers leave the device.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Device`] where the device failed.
+    pub fn likeliest(self) -> Result<Vec<u32>, Gemma4Error> {
+        let tokens = match self.likeliest {
+            Some(tokens) => tokens,
+            None => self.logits.argmax(1).squeeze_dim(1),
+        };
+        let tokens = tokens.try_into_data().map_err(failed)?;
+        Ok(tokens.iter::<i64>().map(|token| token as u32).collect())
+    }
+
+    /// The logits, `[batch · vocabulary]`, on the host.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Device`] where the device failed.
+    pub fn logits(self) -> Result<Vec<f32>, Gemma4Error> {
+        let logits = self
+            .logits
+            .cast(DType::F32)
+            .try_into_data()
+            .map_err(failed)?;
+        Ok(logits.iter::<f32>().collect())
+    }
+}
+
+fn failed(error: impl std::fmt::Display) -> Gemma4Error {
+    Gemma4Error::Device(format!("it computed no logits: {error}"))
+}
+
+fn integers(tokens: &[u32]) -> Vec<i32> {
+    tokens.iter().map(|token| *token as i32).collect()
+}

@@ -1,0 +1,399 @@
+//! Lays the operators out for a CubeCL device and launches them.
+
+mod product;
+
+use super::{
+    DecodeBackend, NUMBERS, Residual,
+    heads::{HeadStridesLaunch, place_heads},
+    likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
+    residual::residual,
+    sums::Team,
+};
+use burn::{
+    backend::{
+        CubeDevice,
+        cubecl::dtype_to_storage_type,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, Shape},
+};
+use burn_cubecl::{
+    CubeBackend, cubecl,
+    kernel::{into_contiguous, untile},
+    ops::numeric::empty_device_contiguous_dtype,
+    tensor::CubeTensor,
+};
+use cubecl::{
+    client::Client,
+    ir::features::{Plane, TypeUsage},
+    prelude::{AddressType, CubeCount, CubeDim},
+};
+
+use product::{ProductOptions, launch_product};
+
+/// Buffers that a kernel binds at most, and what the runtime adds.
+const BINDINGS: u32 = 8;
+
+/// Whether the device has the dtype, and room for every kernel's tensors.
+pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
+    let client = device.client();
+    let properties = client.properties();
+    let usage = properties.type_usage(dtype_to_storage_type(dtype));
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+        && usage.contains(TypeUsage::Buffer)
+        && usage.contains(TypeUsage::Conversion)
+        && properties.hardware.max_bindings >= BINDINGS
+        && properties.hardware.max_units_per_cube >= 256
+}
+
+/// Units that one plane operation adds up; 1 where the device has no such operations, or planes of several sizes.
+fn plane_width(client: &Client) -> usize {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let constant = hardware.plane_size_min == hardware.plane_size_max;
+    match constant && properties.features.plane.contains(Plane::Ops) {
+        true => hardware.plane_size_max as usize,
+        false => 1,
+    }
+}
+
+/// A cube that adds up as one team, for `work` steps.
+fn team(client: &Client, work: usize) -> Team {
+    let width = plane_width(client);
+    // Without plane operations every unit adds up what all the others have found.
+    let limit = client.properties().hardware.max_units_per_cube as usize;
+    let (least, most) = match width {
+        1 => (32, 64),
+        width => (width, limit.min(512).max(width)),
+    };
+    Team {
+        units: work.next_power_of_two().clamp(least, most),
+        width,
+    }
+}
+
+/// The widest vector in which `rows` of so many elements can be read, each row's start included.
+fn vector_size(client: &Client, size: usize, multiples: &[usize]) -> usize {
+    let fits = |width: &usize| multiples.iter().all(|multiple| multiple % width == 0);
+    let widths = client.io_optimized_vector_sizes(size);
+    widths.filter(fits).max().unwrap_or(1)
+}
+
+fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
+    empty_device_contiguous_dtype(
+        like.client.clone(),
+        like.device.clone(),
+        shape.into(),
+        dtype,
+    )
+}
+
+fn cube_count(client: &Client, cubes: usize) -> CubeCount {
+    let limit = client.properties().hardware.max_cube_count.0 as usize;
+    let rows = cubes.div_ceil(limit);
+    assert!(
+        cubes.is_multiple_of(rows),
+        "{cubes} cubes fit no grid of this device"
+    );
+    CubeCount::Static((cubes / rows) as u32, rows as u32, 1)
+}
+
+fn addresses<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
+    tensors
+        .into_iter()
+        .map(|tensor| tensor.required_address_type())
+        .max()
+        .unwrap_or_default()
+}
+
+/// Rows whose elements lie together.
+fn rows_of(tensor: CubeTensor) -> CubeTensor {
+    let tensor = untile(tensor);
+    let last = tensor.meta.strides().len() - 1;
+    match tensor.meta.strides()[last] {
+        1 => tensor,
+        _ => into_contiguous(tensor),
+    }
+}
+
+fn launch_residual(
+    stream: CubeTensor,
+    added: CubeTensor,
+    weight: CubeTensor,
+    scalar: Option<CubeTensor>,
+    next_weight: Option<CubeTensor>,
+    epsilon: f64,
+) -> Residual<CubeBackend> {
+    let client = stream.client.clone();
+    let (stream, added) = (into_contiguous(stream), into_contiguous(added));
+    let shape = [stream.meta.shape()[0], stream.meta.shape()[1]];
+    let [rows, columns] = shape;
+    let vector = vector_size(&client, stream.dtype.size(), &[columns]);
+    let vectors = columns / vector;
+    let sum = empty(&stream, shape, stream.dtype);
+    let normed = empty(&stream, shape, stream.dtype);
+    let element = dtype_to_storage_type(stream.dtype);
+    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
+    unsafe {
+        residual::launch_unchecked(
+            &client,
+            cube_count(&client, rows),
+            CubeDim::new_1d(team(&client, vectors).units as u32),
+            addresses([&stream]),
+            stream.into_tensor_arg(),
+            added.into_tensor_arg(),
+            into_contiguous(weight).into_tensor_arg(),
+            scalar.map(CubeTensor::into_tensor_arg).into(),
+            next_weight
+                .map(|weight| into_contiguous(weight).into_tensor_arg())
+                .into(),
+            sum.clone().into_tensor_arg(),
+            normed.clone().into_tensor_arg(),
+            vectors as u32,
+            columns as f32,
+            epsilon as f32,
+            team(&client, vectors),
+            element,
+            vector,
+        );
+    }
+    Residual {
+        stream: sum,
+        normed,
+    }
+}
+
+/// What turns and scales heads.
+struct HeadWeights {
+    weight: CubeTensor,
+    cos: CubeTensor,
+    sin: CubeTensor,
+}
+
+fn launch_heads(
+    projected: CubeTensor,
+    weights: Option<HeadWeights>,
+    positions: CubeTensor,
+    target: &CubeTensor,
+    epsilon: f64,
+) {
+    let client = projected.client.clone();
+    let projected = into_contiguous(projected);
+    let shape = target.meta.shape();
+    let [rows, heads, slots, head_dim] = [shape[0], shape[1], shape[2], shape[3]];
+    let strides = target.meta.strides();
+    assert_eq!(strides[3], 1, "a head's channels lie together");
+    let team = team(&client, head_dim / 2);
+    let (weight, cos, sin) = match weights {
+        Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
+        None => (None, None, None),
+    };
+    let argument =
+        |tensor: Option<CubeTensor>| tensor.map(|tensor| into_contiguous(tensor).into_tensor_arg());
+    let (element, integer) = (
+        dtype_to_storage_type(projected.dtype),
+        dtype_to_storage_type(positions.dtype),
+    );
+    // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
+    // cache has room for, and writes one slot of that head.
+    unsafe {
+        place_heads::launch_unchecked(
+            &client,
+            cube_count(&client, rows * heads),
+            CubeDim::new_1d(team.units as u32),
+            addresses([&projected, target]),
+            projected.into_tensor_arg(),
+            argument(weight).into(),
+            argument(cos).into(),
+            argument(sin).into(),
+            into_contiguous(positions).into_tensor_arg(),
+            target.clone().into_tensor_arg(),
+            HeadStridesLaunch::new(strides[0] as u32, strides[1] as u32, strides[2] as u32),
+            heads as u32,
+            (head_dim / 2) as u32,
+            slots as u32,
+            epsilon as f32,
+            team,
+            element,
+            integer,
+        );
+    }
+}
+
+fn launch_likeliest(
+    values: CubeTensor,
+    columns_of_values: Option<CubeTensor>,
+    stretches: usize,
+) -> [CubeTensor; 2] {
+    let client = values.client.clone();
+    let values = into_contiguous(values);
+    let [rows, columns] = [values.meta.shape()[0], values.meta.shape()[1]];
+    let largest = empty(&values, [rows, stretches], DType::F32);
+    let numbers = empty(&values, [rows, stretches], NUMBERS);
+    let element = dtype_to_storage_type(values.dtype);
+    // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
+    unsafe {
+        likeliest::launch_unchecked(
+            &client,
+            cube_count(&client, rows * stretches),
+            CubeDim::new_1d(LIKELIEST_UNITS as u32),
+            addresses([&values]),
+            values.into_tensor_arg(),
+            columns_of_values.map(CubeTensor::into_tensor_arg).into(),
+            largest.clone().into_tensor_arg(),
+            numbers.clone().into_tensor_arg(),
+            columns as u32,
+            stretches as u32,
+            element,
+            dtype_to_storage_type(NUMBERS),
+        );
+    }
+    [largest, numbers]
+}
+
+impl DecodeBackend for CubeBackend {
+    fn project_rows(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cap: Option<f64>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            cap,
+            ..ProductOptions::default()
+        };
+        launch_product(input, weight, options)
+    }
+
+    fn project_gated(
+        input: FloatTensor<Self>,
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            through: Some(through),
+            ..ProductOptions::default()
+        };
+        launch_product(input, gate, options)
+    }
+
+    fn project_gate_of(
+        input: FloatTensor<Self>,
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+        start: usize,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            factor: Some((through, start)),
+            ..ProductOptions::default()
+        };
+        launch_product(input, gate, options)
+    }
+
+    fn residual(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        launch_residual(stream, added, weight, None, None, epsilon).stream
+    }
+
+    fn residual_norm(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        next_weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> Residual<Self> {
+        launch_residual(stream, added, weight, None, Some(next_weight), epsilon)
+    }
+
+    fn residual_scale_norm(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        scalar: FloatTensor<Self>,
+        next_weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> Residual<Self> {
+        let next = Some(next_weight);
+        launch_residual(stream, added, weight, Some(scalar), next, epsilon)
+    }
+
+    fn query_heads(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        let head_dim = 2 * cos.meta.shape()[1];
+        let [rows, columns] = [projected.meta.shape()[0], projected.meta.shape()[1]];
+        let shape = [rows, columns / head_dim, 1, head_dim];
+        let target = empty(&projected, shape, projected.dtype);
+        let weights = HeadWeights { weight, cos, sin };
+        launch_heads(projected, Some(weights), positions, &target, epsilon);
+        target
+    }
+
+    fn write_keys(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        buffer: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        let weights = HeadWeights { weight, cos, sin };
+        launch_heads(projected, Some(weights), positions, &buffer, epsilon);
+        buffer
+    }
+
+    fn write_values(
+        projected: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        buffer: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        launch_heads(projected, None, positions, &buffer, epsilon);
+        buffer
+    }
+
+    fn likeliest(logits: FloatTensor<Self>) -> IntTensor<Self> {
+        let rows = logits.meta.shape()[0];
+        let columns = logits.meta.shape()[1];
+        let stretches = columns.div_ceil(16 * LIKELIEST_UNITS);
+        let [largest, numbers] = launch_likeliest(logits, None, stretches);
+        let numbers = match stretches {
+            1 => numbers,
+            _ => launch_likeliest(largest, Some(numbers), 1)[1].clone(),
+        };
+        burn_cubecl::ops::reshape(numbers, Shape::new([rows]))
+    }
+
+    fn overwrite(target: IntTensor<Self>, source: IntTensor<Self>) -> IntTensor<Self> {
+        let client = target.client.clone();
+        let count = target.meta.shape().num_elements();
+        assert_eq!(source.meta.shape(), target.meta.shape(), "one for each");
+        assert_eq!(source.dtype, target.dtype, "of one dtype");
+        let units = 64;
+        let integer = dtype_to_storage_type(target.dtype);
+        // SAFETY: both tensors have `count` elements, side by side.
+        unsafe {
+            overwrite::launch_unchecked(
+                &client,
+                cube_count(&client, count.div_ceil(units)),
+                CubeDim::new_1d(units as u32),
+                into_contiguous(source).into_tensor_arg(),
+                target.clone().into_tensor_arg(),
+                count as u32,
+                integer,
+            );
+        }
+        target
+    }
+}

@@ -1,0 +1,93 @@
+//! The heads of a projection: `norm`, its weight, the rotation of the row's position, and the place where attention reads
+//! them — the queries' tensor or a slot of the cache.
+//!
+//! Budget: a float a part of the cube in shared memory, a pair of channels in registers. Bound by latency: one cube a head,
+//! which it reads twice, the second time from the cache.
+
+use super::sums::{Team, cube_sum};
+use cubecl::prelude::*;
+
+/// The strides of `[rows, heads, slots, channels]`, whose channels lie together.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+pub(super) struct HeadStrides {
+    pub row: u32,
+    pub head: u32,
+    pub slot: u32,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn place_heads<E: Float, I: Int>(
+    projected: &Tensor<E>,
+    weight: ComptimeOption<&Tensor<E>>,
+    cos: ComptimeOption<&Tensor<E>>,
+    sin: ComptimeOption<&Tensor<E>>,
+    positions: &Tensor<I>,
+    target: &mut Tensor<E>,
+    strides: HeadStrides,
+    heads: u32,
+    pairs: u32,
+    slots: u32,
+    epsilon: f32,
+    #[comptime] team: Team,
+    #[define(E)] _element: ElemType,
+    #[define(I)] _integer: ElemType,
+) {
+    let head = CUBE_POS as u32 % heads;
+    let row = CUBE_POS as u32 / heads;
+    let from = CUBE_POS * 2 * pairs as usize;
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
+
+    let mut squares = 0.0f32;
+    let mut pair = UNIT_POS;
+    while pair < pairs {
+        let first = f32::cast_from(projected[from + pair as usize]);
+        let second = f32::cast_from(projected[from + (pair + pairs) as usize]);
+        squares += first * first + second * second;
+        pair += comptime!(team.units as u32);
+    }
+    let mean = cube_sum(squares, &mut partial, team) / (2u32 * pairs) as f32;
+    let factor = 1.0f32 / (mean + epsilon).sqrt();
+
+    let position = u32::cast_from(positions[row as usize]);
+    let to = row as usize * strides.row as usize
+        + head as usize * strides.head as usize
+        + (position % slots) as usize * strides.slot as usize;
+    let mut pair = UNIT_POS;
+    while pair < pairs {
+        let (low, high) = (pair as usize, (pair + pairs) as usize);
+        let mut first = f32::cast_from(projected[from + low]) * factor;
+        let mut second = f32::cast_from(projected[from + high]) * factor;
+        #[comptime]
+        match &weight {
+            ComptimeOption::Some(weight) => {
+                first *= f32::cast_from(weight[low]);
+                second *= f32::cast_from(weight[high]);
+            }
+            ComptimeOption::None => {}
+        }
+        // As the norm leaves them.
+        first = f32::cast_from(E::cast_from(first));
+        second = f32::cast_from(E::cast_from(second));
+        #[comptime]
+        match &cos {
+            ComptimeOption::Some(cos) => {
+                let at = position as usize * pairs as usize + low;
+                let c = f32::cast_from(cos[at]);
+                #[comptime]
+                match &sin {
+                    ComptimeOption::Some(sin) => {
+                        let s = f32::cast_from(sin[at]);
+                        let turned = first * c - second * s;
+                        second = second * c + first * s;
+                        first = turned;
+                    }
+                    ComptimeOption::None => {}
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        target[to + low] = E::cast_from(first);
+        target[to + high] = E::cast_from(second);
+        pair += comptime!(team.units as u32);
+    }
+}

@@ -1,0 +1,47 @@
+//! Sums over the units of a team, by planes where the device has their operations, else by shared memory alone.
+
+use cubecl::prelude::*;
+
+/// Who adds up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Team {
+    /// Units of the team, which divide a cube's.
+    pub units: usize,
+    /// Units whose values one plane operation adds; 1 without such operations.
+    pub width: usize,
+}
+
+impl Team {
+    /// Parts that meet in shared memory.
+    pub fn parts(self) -> usize {
+        self.units / self.width
+    }
+}
+
+/// What the unit's plane, or the unit alone, adds to the sum.
+#[cube]
+pub(super) fn part_of_sum(value: f32, #[comptime] team: Team) -> f32 {
+    if comptime!(team.width > 1) {
+        plane_sum(value)
+    } else {
+        value
+    }
+}
+
+/// The sum over a cube that is one team, for all of its units. `partial` has a place for each part. Syncs.
+#[cube]
+pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
+    let part = part_of_sum(value, team);
+    // Someone may still be reading an earlier sum's parts.
+    sync_cube();
+    if UNIT_POS.is_multiple_of(comptime!(team.width as u32)) {
+        partial[(UNIT_POS / comptime!(team.width as u32)) as usize] = part;
+    }
+    sync_cube();
+    let mut sum = 0.0f32;
+    #[unroll]
+    for index in 0..comptime!(team.parts()) {
+        sum += partial[index];
+    }
+    sum
+}

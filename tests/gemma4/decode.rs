@@ -1,0 +1,102 @@
+//! A token at a time gives what reading them at once gives: by kernels or through the layers, recorded or not, alone or several
+//! sequences at once, past the window, past the room that the buffers had.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, TOLERANCE, largest, tokens, values};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{DecodeMode, Gemma4, Logits};
+
+/// The fixtures without experts, which decoders have kernels for, with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
+const DENSE: [(&str, &[usize]); 3] = [
+    ("dense-ple", &[1, 3, 8, 9]),
+    ("dense-keqv", &[2]),
+    ("realhead-ple", &[1]),
+];
+
+/// Whether the device runs CubeCL kernels.
+fn has_kernels(device: &Device) -> bool {
+    *device != Device::flex()
+}
+
+/// Reads `rows` after `prefix` columns by a decoder; logits of each step, `[batch · vocabulary]`, and the modes.
+fn decode(
+    gemma: &Gemma4,
+    rows: &[Vec<u32>],
+    prefix: usize,
+    records: bool,
+    device: &Device,
+) -> (Vec<Vec<f32>>, Vec<DecodeMode>) {
+    let mut cache = gemma.model().cache(vec![0; rows.len()]);
+    let first: Vec<&[u32]> = rows.iter().map(|row| &row[..prefix]).collect();
+    gemma
+        .model()
+        .step(tokens(&first, device), &mut cache, Logits::None)
+        .expect("a step");
+    let mut decoder = gemma.model().decoder(&mut cache);
+    if !records {
+        decoder = decoder.without_recording();
+    }
+    let (mut logits, mut modes) = (Vec::new(), Vec::new());
+    for column in prefix..rows[0].len() {
+        let column: Vec<u32> = rows.iter().map(|row| row[column]).collect();
+        let next = decoder.step(&column).expect("a step");
+        logits.push(next.logits().expect("logits"));
+        modes.push(decoder.mode());
+    }
+    assert_eq!(cache.len(), rows[0].len());
+    (logits, modes)
+}
+
+fn assert_close(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+    let scale = largest(expected.iter().copied());
+    assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
+}
+
+/// Different texts for the sequences of a batch.
+fn rows(fixture: &Fixture, batch: usize) -> Vec<Vec<u32>> {
+    let whole = [&fixture.prompt[..], &fixture.generated].concat();
+    (0..batch)
+        .map(|row| {
+            let mut text = whole.clone();
+            text.rotate_left(row);
+            text
+        })
+        .collect()
+}
+
+#[test]
+fn by_kernels_as_at_once() {
+    for device in devices() {
+        for (name, batches) in DENSE {
+            let fixture = Fixture::open(name);
+            let gemma = fixture.load(&device.device, DType::F32);
+            let vocabulary = gemma.config().vocab_size;
+            for &batch in batches {
+                let rows = rows(&fixture, batch);
+                let at_once: Vec<Vec<f32>> = rows
+                    .iter()
+                    .map(|row| values(gemma.model().forward(tokens(&[row], &device.device))))
+                    .collect();
+                for records in [true, false] {
+                    let (found, modes) = decode(&gemma, &rows, 5, records, &device.device);
+                    let what = format!("{name} {} batch {batch} {records}", device.name);
+                    for (step, found) in found.iter().enumerate() {
+                        for (found, row) in found.chunks(vocabulary).zip(&at_once) {
+                            let expected = &row[(5 + step) * vocabulary..][..vocabulary];
+                            assert_close(found, expected, &format!("{what} step {step}"));
+                        }
+                    }
+                    let by_kernels = has_kernels(&device.device) && batch <= 8;
+                    let expected = match (by_kernels, records) {
+                        (false, _) => DecodeMode::Layers,
+                        (true, false) => DecodeMode::Kernels,
+                        (true, true) => DecodeMode::Recorded,
+                    };
+                    assert_eq!(modes.last(), Some(&expected), "{what}");
+                }
+            }
+        }
+    }
+}
