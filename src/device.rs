@@ -108,6 +108,47 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
     })
 }
 
+/// The devices with these numbers among those of the chosen one's kind. The processor is any number of them.
+///
+/// # Errors
+/// Where there is none with a number.
+pub fn several(chosen: &Chosen, numbers: &[usize]) -> Result<Vec<Device>, Error> {
+    if chosen.name == DeviceName::Flex {
+        return Ok(vec![chosen.device.clone(); numbers.len()]);
+    }
+    let listed = numbered(chosen.name);
+    let one = |number: &usize| {
+        listed.get(*number).cloned().ok_or_else(|| {
+            let (name, count) = (chosen.name.as_str(), listed.len());
+            format!("{name} has {count} devices, and none with the number {number}").into()
+        })
+    };
+    numbers.iter().map(one).collect()
+}
+
+/// All devices of a kind, in the order of the driver.
+fn numbered(name: DeviceName) -> Vec<Device> {
+    #[cfg(feature = "cube")]
+    {
+        let kind = match name {
+            #[cfg(feature = "cuda")]
+            DeviceName::Cuda => DeviceType::Cuda,
+            #[cfg(feature = "rocm")]
+            DeviceName::Rocm => DeviceType::Rocm,
+            #[cfg(feature = "metal")]
+            DeviceName::Metal => DeviceType::Metal,
+            #[cfg(feature = "vulkan")]
+            DeviceName::Vulkan => DeviceType::Vulkan,
+            #[cfg(feature = "wgpu")]
+            DeviceName::Wgpu => DeviceType::Wgpu,
+            _ => return Vec::new(),
+        };
+        Device::enumerate(kind).into_iter().collect()
+    }
+    #[cfg(not(feature = "cube"))]
+    Vec::new()
+}
+
 /// Which drivers count.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Drivers {

@@ -1,5 +1,5 @@
 //! What the examples, benchmarks and tests share: the choice of a device, a model and its arguments, terminals,
-//! problems with random data, timing, errors against a reference in f64, and what tests are made of.
+//! training, problems with random data, timing, errors against a reference in f64, and what tests are made of.
 
 pub mod accuracy;
 pub mod device;
@@ -9,6 +9,7 @@ pub mod terminal;
 #[cfg(feature = "flex")]
 pub mod testing;
 pub mod timing;
+pub mod training;
 pub mod workload;
 
 use burn::tensor::DType;

@@ -14,6 +14,9 @@ pub struct ModelArguments {
     /// A checkpoint's folder, as Hugging Face has it [default: a tiny checkpoint in this program].
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
+    /// The folder of a low-rank adapter, which is added to the weights.
+    #[arg(long, value_name = "DIR")]
+    pub adapter: Option<PathBuf>,
     /// Where to run.
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceName,
@@ -60,8 +63,12 @@ impl ModelArguments {
             }
         };
         bar.finish_and_clear();
+        let mut gemma = gemma?;
+        if let Some(folder) = &self.adapter {
+            gemma = gemma.merge_adapter(folder)?;
+        }
         Ok(Loaded {
-            gemma: gemma?,
+            gemma,
             chosen,
             time: start.elapsed(),
         })

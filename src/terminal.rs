@@ -14,7 +14,7 @@ use std::time::Duration;
 /// The exit code of wrong arguments, which is also clap's.
 const USAGE: u8 = 2;
 /// The exit code that shells expect of a program ended by Ctrl-C.
-const INTERRUPTED: i32 = 130;
+pub const INTERRUPTED: i32 = 130;
 
 /// An argument that cannot be right, where the command line's parser does not see it.
 #[derive(Debug)]

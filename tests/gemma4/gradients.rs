@@ -6,9 +6,10 @@ use crate::{
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
-    tensor::{DType, Device, Gradients, Int, Tensor, activation::log_softmax},
+    optim::GradientsParams,
+    tensor::{DType, Device, Gradients, Int, Tensor, TensorData, activation::log_softmax},
 };
-use burn_gemma4::Gemma4Model;
+use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
 use std::collections::BTreeMap;
 
 /// How far a gradient may be from transformers', relative to its norm.
@@ -118,6 +119,199 @@ fn are_those_of_transformers() {
                     worst.0, worst.1
                 );
             }
+        }
+    }
+}
+
+#[test]
+fn of_the_loss_in_chunks_are_those_of_transformers() {
+    let device = Device::flex().autodiff();
+    for fixture in Fixture::all() {
+        let Some(expected) = fixture.gradients() else {
+            continue;
+        };
+        let gemma = fixture.load(&device, DType::F32);
+        let count = fixture.prompt.len();
+        let next = [&fixture.prompt[1..], &[0]].concat();
+        let last = Tensor::<2, Int>::from_data([[-1]], &device);
+        let targets = tokens(&[&next], &device).slice_assign([0..1, count - 1..count], last);
+        let hidden = gemma
+            .model()
+            .hidden(tokens(&[&fixture.prompt], &device), Logits::All);
+        let loss = gemma
+            .model()
+            .loss(hidden, targets)
+            .expect("targets that fit");
+        let gradients = loss.backward();
+        let error = relative(&values(loss), &expected["loss"].values);
+        assert!(
+            error <= TOLERANCE,
+            "{}: the loss is off by {error:e}",
+            fixture.name
+        );
+        for (path, found) in gradients_of(gemma.model(), &gradients) {
+            if let (Some(found), Some(expected)) =
+                (found, expected.get(&format!("grad.model.{path}")))
+            {
+                let error = relative(&found, &expected.values);
+                assert!(
+                    error <= TOLERANCE,
+                    "{}: {path} is off by {error:e}",
+                    fixture.name
+                );
+            }
+        }
+    }
+}
+
+/// The head's part is an operator of each backend.
+#[test]
+fn of_the_head_on_every_device() {
+    let fixture = Fixture::open("dense-ple");
+    let outcome = |tracked: &Device| {
+        let gemma = fixture.load(tracked, DType::F32);
+        let columns = gemma.config().hidden_size;
+        let states = (0..5 * columns).map(|index| ((7 * index * index) as f32).sin());
+        let states = TensorData::new(states.collect::<Vec<f32>>(), [1, 5, columns]);
+        let states = Tensor::<3>::from_data(states, tracked).require_grad();
+        let targets = Tensor::<2, Int>::from_data([[3, -1, 300, 7, 0]], tracked);
+        let loss = gemma.model().loss(states.clone(), targets);
+        let loss = loss.expect("targets that fit") * 2.0;
+        let gradients = loss.backward();
+        let of_states = states.grad(&gradients).expect("a gradient");
+        let of_head = gemma.model().embed_tokens.weight.val().grad(&gradients);
+        let of_head = of_head.expect("a gradient");
+        [values(loss), values(of_states), values(of_head)]
+    };
+    let expected = outcome(&Device::flex().autodiff());
+    for device in devices() {
+        for (what, tracked) in tracked(&device) {
+            for (found, expected) in outcome(&tracked).iter().zip(&expected) {
+                let error = relative(found, expected);
+                assert!(error <= 1e-4, "{what} is off by {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn of_the_last_positions_alone() {
+    let device = Device::flex().autodiff();
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&device, DType::F32);
+    let model = gemma.model();
+    let row = tokens(&[&fixture.prompt], &device);
+    let count = fixture.prompt.len();
+    let of_last = |hidden: Tensor<3>| {
+        let targets = row.clone().narrow(1, count - 4, 4);
+        let loss = model.loss(hidden, targets).expect("targets that fit");
+        gradients_of(model, &loss.backward())
+    };
+    let all = model
+        .hidden(row.clone(), Logits::All)
+        .narrow(1, count - 4, 4);
+    let expected = of_last(all);
+    for (path, found) in of_last(model.hidden(row.clone(), Logits::Last(4))) {
+        if let (Some(found), Some(expected)) = (found, &expected[&path]) {
+            let error = relative(&found, expected);
+            assert!(error <= TOLERANCE, "{path} is off by {error:e}");
+        }
+    }
+    let hidden = model.hidden(row.clone(), Logits::Last(4));
+    assert!(model.loss(hidden, row).is_err());
+}
+
+#[test]
+fn of_a_head_of_its_own() {
+    let device = Device::flex().autodiff();
+    let config = Gemma4Config {
+        tie_word_embeddings: false,
+        ..Fixture::open("dense-ple")
+            .load(&device, DType::F32)
+            .config()
+            .clone()
+    };
+    let model = Gemma4Model::new(&config, &device);
+    let row = tokens(&[&[2, 17, 5, 44, 300, 9]], &device);
+    let plain = next_token_loss(&model, row.clone());
+    let hidden = model.hidden(row.clone(), Logits::All).narrow(1, 0, 5);
+    let chunked = model
+        .loss(hidden, row.narrow(1, 1, 5))
+        .expect("targets that fit");
+    let error = relative(&values(chunked.clone()), &values(plain.clone()));
+    assert!(error <= TOLERANCE, "the loss is off by {error:e}");
+    let expected = gradients_of(&model, &plain.backward());
+    let found = gradients_of(&model, &chunked.backward());
+    assert!(found["lm_head.weight"].is_some());
+    for (path, found) in found {
+        if let (Some(found), Some(expected)) = (found, &expected[&path]) {
+            let error = relative(&found, expected);
+            assert!(error <= TOLERANCE, "{path} is off by {error:e}");
+        }
+    }
+}
+
+/// Gradients layer by layer are those of the whole.
+#[test]
+fn of_one_layer_after_the_other() {
+    let plain = Device::flex().autodiff();
+    let checkpointed = plain.clone().gradient_checkpointing();
+    compare_by_layer("dense-ple", &plain, Logits::All);
+    compare_by_layer("dense-ple", &checkpointed, Logits::Last(3));
+    compare_by_layer("dense-keqv", &checkpointed, Logits::All);
+    compare_by_layer("moe", &plain, Logits::Last(3));
+}
+
+fn compare_by_layer(name: &'static str, tracked: &Device, asked: Logits) {
+    let what = format!("{name} {asked:?}");
+    let fixture = Fixture::open(name);
+    let gemma = fixture.load(tracked, DType::F32);
+    let model = gemma.model();
+    let row = tokens(&[&fixture.prompt], tracked);
+    let [_, count] = row.dims();
+    let positions = if asked == Logits::All { count } else { 3 };
+    let targets = row.clone().narrow(1, count - positions, positions);
+    let loss = |hidden| model.loss(hidden, targets.clone());
+    let whole = loss(model.hidden(row.clone(), asked)).expect("targets that fit");
+    let expected = gradients_of(model, &whole.backward());
+    let (by_layer, mut found) = model
+        .gradients(row, None, asked, loss)
+        .expect("targets that fit");
+    let error = relative(&values(by_layer), &values(whole));
+    assert!(error <= 1e-5, "{what}: the loss is off by {error:e}");
+    model.visit(&mut Compared {
+        what,
+        expected: &expected,
+        found: &mut found,
+        path: Vec::new(),
+    });
+}
+
+struct Compared<'a> {
+    what: String,
+    expected: &'a BTreeMap<String, Option<Vec<f32>>>,
+    found: &'a mut GradientsParams,
+    path: Vec<String>,
+}
+
+impl ModuleVisitor for Compared<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let what = format!("{}: {path}", self.what);
+        match (self.found.remove::<D>(param.id), &self.expected[&path]) {
+            (Some(found), Some(expected)) => {
+                let error = relative(&values(found), expected);
+                assert!(error <= 1e-4, "{what} is off by {error:e}");
+            }
+            (found, expected) => assert_eq!(found.is_some(), expected.is_some(), "{what}"),
         }
     }
 }

@@ -5,6 +5,7 @@
 
 mod folder;
 mod refused;
+mod training;
 
 use attention_workspace::testing::program::{Ended, program, run, succeed};
 

@@ -134,6 +134,15 @@ impl Gemma4 {
         })
     }
 
+    /// With the low-rank adapter in `folder` added to the weights.
+    ///
+    /// # Errors
+    /// As [`Gemma4Model::merge_adapter`].
+    pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let model = self.model.merge_adapter(folder)?;
+        Ok(Self { model, ..self })
+    }
+
     /// The model's shape.
     pub fn config(&self) -> &Gemma4Config {
         self.model.config()

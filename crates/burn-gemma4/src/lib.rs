@@ -6,6 +6,7 @@
 pub mod layer;
 pub mod observe;
 
+mod adapter;
 mod cache;
 mod chat;
 mod checkpoint;
@@ -15,13 +16,16 @@ mod defaults;
 mod error;
 mod gemma;
 mod generate;
+mod gradients;
 #[cfg(feature = "cube")]
 mod kernel;
+mod loss;
 mod model;
 mod packing;
 mod sampling;
 mod tokenizer;
 
+pub use adapter::Adapter;
 pub use cache::Cache;
 pub use chat::{ChatOptions, ChatTemplate, Message, Role};
 pub use checkpoint::{LoadOptions, LoadProgress};

@@ -14,6 +14,7 @@ use crate::{
         linear,
         rope::{Positions, Rope, Rotation},
     },
+    loss::cross_entropy,
     observe::{LayerSite, Observer, Site},
 };
 #[cfg(feature = "cube")]
@@ -60,6 +61,9 @@ use std::sync::Arc;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// With a vocabulary such as Gemma's, logits are the largest tensors by far: [`loss`](Self::loss) of
+/// [`hidden`](Self::hidden) does without them.
 #[derive(Module, Debug)]
 pub struct Gemma4Model {
     /// Tokens to the residual stream, and back to logits.
@@ -77,9 +81,9 @@ pub struct Gemma4Model {
     /// To logits, where that is not the embedding's table.
     pub lm_head: Option<Linear>,
     #[module(skip)]
-    config: Arc<Gemma4Config>,
+    pub(crate) config: Arc<Gemma4Config>,
     #[module(skip)]
-    rope: Rope,
+    pub(crate) rope: Rope,
 }
 
 /// The positions whose logits are asked for.
@@ -94,7 +98,7 @@ pub enum Logits {
 }
 
 impl Logits {
-    fn of(self, positions: usize) -> usize {
+    pub(crate) fn of(self, positions: usize) -> usize {
         match self {
             Self::All => positions,
             Self::Last(count) => count.min(positions),
@@ -189,15 +193,81 @@ impl Gemma4Model {
         tokens: Tensor<2, Int>,
         packing: &Packing,
     ) -> Result<Tensor<3>, Gemma4Error> {
-        let (found, expected) = (tokens.dims(), [packing.batch(), packing.positions()]);
-        if found != expected {
+        Ok(self.logits(self.hidden_packed(tokens, packing)?))
+    }
+
+    /// What the logits asked for are made of, `[batch, positions]` to `[batch, asked, hidden]`, normalised:
+    /// [`forward`](Self::forward) before the head. [`loss`](Self::loss) takes it.
+    ///
+    /// Layers that read an earlier layer's keys and values are computed for the positions asked for only.
+    pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Tensor<3> {
+        let [_, positions] = tokens.dims();
+        let asked_positions = asked.of(positions);
+        let hidden = self.run(tokens, Context::Whole, asked, &mut ());
+        hidden.narrow(1, 0, asked_positions)
+    }
+
+    /// [`hidden`](Self::hidden) of every position of packed documents: [`forward_packed`](Self::forward_packed) before the
+    /// head.
+    ///
+    /// # Errors
+    /// Where the tokens' shape is not the packing's.
+    pub fn hidden_packed(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: &Packing,
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        packing.check(&tokens)?;
+        Ok(self.run(tokens, Context::Packed(packing), Logits::All, &mut ()))
+    }
+
+    /// The mean cross entropy of `targets` `[batch, positions]` where the model is in the states `hidden`
+    /// `[batch, positions, hidden]`, as one number in f32; what [`forward`](Self::forward) and a cross entropy give, without
+    /// the memory of the logits, forward and backward.
+    ///
+    /// Negative targets do not count: padding, ends of documents, a prompt. Where none counts, the loss is 0.
+    ///
+    /// ```
+    /// # use burn::tensor::{Device, Int, Tensor};
+    /// # use burn_gemma4::{Gemma4Model, LoadOptions, Logits};
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// let device = Device::flex().autodiff();
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+    /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+    /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
+    /// let next = Tensor::<2, Int>::from_data([[17, 5, 44, -1]], &device);
+    /// let loss = model.loss(model.hidden(tokens, Logits::All), next)?;
+    /// assert!(loss.clone().into_scalar::<f32>() > 0.0);
+    /// let gradients = loss.backward();
+    /// assert!(model.embed_tokens.weight.val().grad(&gradients).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Where the targets' shape is not that of the states. Targets beyond the vocabulary are not looked for.
+    pub fn loss(
+        &self,
+        hidden: Tensor<3>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, Gemma4Error> {
+        let [batch, positions, columns] = hidden.dims();
+        if targets.dims() != [batch, positions] {
             return Err(Gemma4Error::Argument {
-                argument: "tokens",
-                reason: format!("has the shape {found:?}, but the packing has {expected:?}"),
+                argument: "targets",
+                reason: format!(
+                    "has the shape {:?}, but the states are of {:?}",
+                    targets.dims(),
+                    [batch, positions]
+                ),
             });
         }
-        let hidden = self.run(tokens, Context::Packed(packing), Logits::All, &mut ());
-        Ok(self.logits(hidden))
+        Ok(cross_entropy(
+            hidden.reshape([batch * positions, columns]),
+            self.head(),
+            targets.reshape([batch * positions]),
+            self.config.final_logit_softcapping,
+        ))
     }
 
     /// An empty cache for a batch of sequences, `padding[i]` leading columns of which are padding: what fills a

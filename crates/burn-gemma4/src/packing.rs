@@ -77,6 +77,18 @@ impl Packing {
         Tensor::from_data(TensorData::new(predicts, self.shape()), device)
     }
 
+    /// Refuses tokens of another shape.
+    pub(crate) fn check(&self, tokens: &Tensor<2, Int>) -> Result<(), Gemma4Error> {
+        let (found, expected) = (tokens.dims(), self.shape());
+        match found == expected {
+            true => Ok(()),
+            false => Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("has the shape {found:?}, but the packing has {expected:?}"),
+            }),
+        }
+    }
+
     /// The tokens' positions in their documents.
     pub(crate) fn rotary_positions(&self) -> Positions {
         let of_row = |row: &Vec<usize>| row.iter().flat_map(|length| 0..*length).collect();

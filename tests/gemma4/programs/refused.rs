@@ -12,7 +12,7 @@ const TENSOR: &str = "model.layers.1.mlp.up_proj.weight";
 
 /// Checks that a program was refused with `code`, by an error that has all `words`.
 #[track_caller]
-fn check(what: &str, ended: &Ended, code: i32, words: &[&str]) {
+pub fn check(what: &str, ended: &Ended, code: i32, words: &[&str]) {
     let report = format!("{what}: {ended:?}");
     assert_eq!(ended.code, Some(code), "{report}");
     let errors: Vec<&str> = ended

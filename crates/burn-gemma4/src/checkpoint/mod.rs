@@ -1,6 +1,9 @@
 //! Checkpoints from Hugging Face: safetensors files into a model.
 
 mod files;
+mod save;
+
+pub(crate) use save::{create, stored, write_file, write_tensors};
 
 use crate::{Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem};
 use burn::{
@@ -8,7 +11,7 @@ use burn::{
     tensor::{DType, Device, Tensor, TensorData},
 };
 use files::{Entry, TensorFiles};
-use safetensors::Dtype;
+use safetensors::{Dtype, tensor::TensorView};
 use std::{
     collections::BTreeSet,
     path::{Path, PathBuf},
@@ -153,6 +156,11 @@ impl Names {
         Self {
             prefix: if multimodal { MULTIMODAL } else { TEXT },
         }
+    }
+
+    /// Those of a text checkpoint.
+    fn of_text() -> Self {
+        Self { prefix: TEXT }
     }
 
     /// The name in the file of the parameter at `path`.
@@ -334,6 +342,18 @@ impl ModuleMapper for Loader<'_, '_> {
         let id = param.id;
         param.transform_for_load(tensor, id)
     }
+}
+
+/// A small tensor of a file in f32; none where its elements are no floating-point numbers that a model computes in.
+pub(crate) fn upload_f32<const D: usize>(
+    view: &TensorView<'_>,
+    shape: [usize; D],
+    device: &Device,
+) -> Option<Tensor<D>> {
+    let stored = burn_dtype(view.dtype())?;
+    let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, stored);
+    let data = data.convert_dtype(DType::F32);
+    Some(Tensor::from_data(data, (device, DType::F32)))
 }
 
 /// Bytes of a tensor that go to the device at once. On their way they are on the host twice, here and where the driver takes

@@ -2,6 +2,7 @@
 
 mod json;
 mod presets;
+mod write;
 
 pub(crate) use json::Tokens;
 

@@ -105,7 +105,9 @@ impl Attention {
         };
         let hidden = config.hidden_size;
         let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
-        let norm = || RmsNorm::new(shape.head_dim, config.rms_norm_eps, device);
+        // The scale is 1, so that norms of 1 would give scores of a deviation of √head_dim, which no softmax learns from.
+        let weight = (shape.head_dim as f64).powf(-0.25);
+        let norm = || RmsNorm::of(weight, shape.head_dim, config.rms_norm_eps, device);
         let own = !config.is_shared(layer);
         let queries = shape.q_heads * shape.head_dim;
         let keys = shape.kv_heads * shape.head_dim;

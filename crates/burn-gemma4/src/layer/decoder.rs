@@ -1,7 +1,7 @@
 //! One layer: attention and feed-forward networks around the residual stream.
 
 use super::{
-    Attention, Experts, Linear, Mlp, RmsNorm, Router, attention::KeyValues, gelu, ones,
+    Attention, Experts, Linear, Mlp, RmsNorm, Router, attention::KeyValues, constant, gelu,
     rope::Rotation,
 };
 use crate::{
@@ -75,7 +75,7 @@ impl DecoderLayer {
             per_layer_input_gate: own_inputs.then(|| linear(hidden, inputs)),
             per_layer_projection: own_inputs.then(|| linear(inputs, hidden)),
             post_per_layer_input_norm: own_inputs.then(norm),
-            layer_scalar: ones([1], device).set_require_grad(false),
+            layer_scalar: constant(1.0, [1], device).set_require_grad(false),
         }
     }
 

@@ -1,6 +1,6 @@
 //! The mixture of experts: each token goes through the few small networks that its router chooses.
 
-use super::{Linear, gelu, linear, norm, ones, random};
+use super::{Linear, constant, gelu, linear, norm, random};
 use crate::{Gemma4Config, config::ExpertsConfig};
 use burn::{
     module::{Module, Param},
@@ -44,8 +44,8 @@ impl Router {
                 config.initializer_range,
                 device,
             ),
-            scale: ones([config.hidden_size], device),
-            per_expert_scale: ones([experts.num_experts], device),
+            scale: constant(1.0, [config.hidden_size], device),
+            per_expert_scale: constant(1.0, [experts.num_experts], device),
             top_k: experts.top_k_experts,
             epsilon: config.rms_norm_eps,
         }

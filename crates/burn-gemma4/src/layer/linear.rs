@@ -39,11 +39,17 @@ pub(crate) fn project(input: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 pub(crate) fn rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "cuda")]
-    if product::is_rounded(&input) {
-        return match input.dims() {
-            [1, _] => (weight * input).sum_dim(1).transpose(),
-            _ => product::in_f32(input, weight.transpose()),
-        };
+    if product::is_rounded(&input) && input.dims()[0] == 1 {
+        return (weight * input).sum_dim(1).transpose();
     }
-    input.matmul(weight.transpose())
+    product(input, weight.transpose())
+}
+
+/// `[rows, inner]` times `[inner, columns]`, in f32 where that is the dtype.
+pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if product::is_rounded(&lhs) {
+        return product::in_f32(lhs, rhs);
+    }
+    lhs.matmul(rhs)
 }

@@ -34,8 +34,8 @@ fn random<const D: usize>(shape: [usize; D], deviation: f64, device: &Device) ->
     .init(shape, device)
 }
 
-fn ones<const D: usize>(shape: [usize; D], device: &Device) -> Param<Tensor<D>> {
-    Initializer::Ones.init(shape, device)
+fn constant<const D: usize>(value: f64, shape: [usize; D], device: &Device) -> Param<Tensor<D>> {
+    Initializer::Constant { value }.init(shape, device)
 }
 
 /// GELU by its approximation through tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415), in f32, rounded once.

@@ -1,6 +1,6 @@
 //! Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
 
-use super::ones;
+use super::constant;
 use burn::{
     module::{Module, Param},
     tensor::{DType, Device, Tensor},
@@ -17,8 +17,13 @@ pub struct RmsNorm {
 
 impl RmsNorm {
     pub(crate) fn new(columns: usize, epsilon: f64, device: &Device) -> Self {
+        Self::of(1.0, columns, epsilon, device)
+    }
+
+    /// With a weight other than 1 to begin with.
+    pub(crate) fn of(weight: f64, columns: usize, epsilon: f64, device: &Device) -> Self {
         Self {
-            weight: ones([columns], device),
+            weight: constant(weight, [columns], device),
             epsilon,
         }
     }

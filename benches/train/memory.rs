@@ -1,0 +1,53 @@
+//! The memory in use on a device while something else runs.
+
+use burn::tensor::Device;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+/// Between two looks.
+const INTERVAL: Duration = Duration::from_millis(5);
+
+/// Looks at a device's memory until it is stopped.
+pub struct Watch {
+    peak: Arc<AtomicU64>,
+    is_over: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+impl Watch {
+    pub fn start(device: &Device) -> Self {
+        let (peak, is_over) = (
+            Arc::new(AtomicU64::new(0)),
+            Arc::new(AtomicBool::new(false)),
+        );
+        let (device, watched, ends) = (device.clone(), peak.clone(), is_over.clone());
+        let thread = thread::spawn(move || {
+            while !ends.load(Ordering::Relaxed) {
+                let Some(usage) = device.memory_pool_usage() else {
+                    return;
+                };
+                watched.fetch_max(usage.bytes_in_use, Ordering::Relaxed);
+                thread::sleep(INTERVAL);
+            }
+        });
+        Self {
+            peak,
+            is_over,
+            thread,
+        }
+    }
+
+    /// The most that was seen in use; none where the device does not say.
+    pub fn stop(self) -> Option<u64> {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.thread.join().ok()?;
+        let peak = self.peak.load(Ordering::Relaxed);
+        (peak > 0).then_some(peak)
+    }
+}

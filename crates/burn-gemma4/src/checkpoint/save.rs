@@ -1,0 +1,193 @@
+//! A model into a checkpoint as Hugging Face has it.
+
+use super::Names;
+use crate::{Gemma4Config, Gemma4Error, Gemma4Model};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    tensor::{DType, Tensor},
+};
+use safetensors::{Dtype, View, serialize_to_file};
+use std::{
+    borrow::Cow,
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+};
+
+impl Gemma4Model {
+    /// Writes `config.json` and `model.safetensors` into `folder`, which is made where it is not there:
+    /// [`load`](Self::load) and transformers read them. The weights are in `dtype`, or as they are; low-rank adapters are
+    /// merged into them. The tokenizer's files are the caller's.
+    ///
+    /// Tensors leave the device one at a time. A file is complete when it has its name: what was there before stays until
+    /// then.
+    ///
+    /// ```no_run
+    /// use burn::tensor::{DType, Device};
+    /// use burn_gemma4::{Gemma4Model, LoadOptions};
+    ///
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// let model = Gemma4Model::load("trained", &Device::default(), LoadOptions::new())?;
+    /// model.save("smaller", Some(DType::BF16))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Where a file cannot be written, and as [`Gemma4Config::to_json`].
+    ///
+    /// # Panics
+    /// If the dtype is none of f32, f16, bf16, or the device fails.
+    pub fn save(&self, folder: impl AsRef<Path>, dtype: Option<DType>) -> Result<(), Gemma4Error> {
+        let folder = folder.as_ref();
+        let dtype = dtype.unwrap_or_else(|| self.dtype());
+        let config = Gemma4Config {
+            dtype: Some(dtype),
+            ..self.config().clone()
+        };
+        let config = config.to_json()?;
+        create(folder)?;
+        let names = Names::of_text();
+        write_tensors(
+            &folder.join("model.safetensors"),
+            stored(&self.valid().materialize(), dtype)
+                .into_iter()
+                .map(|(path, tensor)| (names.in_file(&path), tensor)),
+        )?;
+        write_file(&folder.join("config.json"), config.as_bytes())
+    }
+}
+
+/// Makes a folder.
+pub(crate) fn create(folder: &Path) -> Result<(), Gemma4Error> {
+    fs::create_dir_all(folder).map_err(|source| Gemma4Error::Io {
+        path: folder.to_owned(),
+        source,
+    })
+}
+
+/// Writes a file under another name and gives it its own when it is complete.
+pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error> {
+    replace(path, |partial| fs::write(partial, contents))
+}
+
+/// [`write_file`] of tensors.
+pub(crate) fn write_tensors(
+    path: &Path,
+    tensors: impl Iterator<Item = (String, Stored)>,
+) -> Result<(), Gemma4Error> {
+    // What transformers looks for in the file.
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    replace(path, |partial| {
+        serialize_to_file(tensors, Some(metadata), partial).map_err(|error| match error {
+            safetensors::SafeTensorError::IoError(error) => error,
+            other => std::io::Error::other(other),
+        })
+    })
+}
+
+fn replace(
+    path: &Path,
+    write: impl FnOnce(&Path) -> std::io::Result<()>,
+) -> Result<(), Gemma4Error> {
+    let mut partial = PathBuf::from(path);
+    partial.add_extension("partial");
+    let written = fs::File::create(&partial)
+        .and_then(|file| Ok(file.metadata()?.permissions()))
+        .and_then(|permissions| {
+            write(&partial)?;
+            // safetensors leaves a file that only its owner may read.
+            fs::set_permissions(&partial, permissions)?;
+            fs::File::open(&partial)?.sync_all()?;
+            fs::rename(&partial, path)
+        });
+    written.map_err(|source| Gemma4Error::Io {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// The parameters of a module by their paths.
+pub(crate) fn stored(module: &impl Module, dtype: DType) -> Vec<(String, Stored)> {
+    let mut collected = Collected {
+        path: Vec::new(),
+        dtype,
+        tensors: Vec::new(),
+    };
+    module.visit(&mut collected);
+    collected.tensors
+}
+
+/// A tensor that is read from its device when it is written.
+pub(crate) struct Stored {
+    shape: Vec<usize>,
+    dtype: DType,
+    read: Box<dyn Fn() -> Vec<u8>>,
+}
+
+impl Stored {
+    /// `tensor`, in `dtype`.
+    fn new<const D: usize>(
+        shape: [usize; D],
+        dtype: DType,
+        tensor: impl Fn() -> Tensor<D> + 'static,
+    ) -> Self {
+        Self {
+            shape: shape.into(),
+            dtype,
+            read: Box::new(move || {
+                let data = tensor().into_data().convert_dtype(dtype);
+                data.into_bytes().to_vec()
+            }),
+        }
+    }
+}
+
+impl View for Stored {
+    fn dtype(&self) -> Dtype {
+        match self.dtype {
+            DType::F32 => Dtype::F32,
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            other => panic!(
+                "a checkpoint is in f32, f16 or bf16, not in {}",
+                other.name()
+            ),
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        Cow::Owned((self.read)())
+    }
+
+    fn data_len(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size()
+    }
+}
+
+struct Collected {
+    path: Vec<String>,
+    dtype: DType,
+    tensors: Vec<(String, Stored)>,
+}
+
+impl ModuleVisitor for Collected {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let shape = param.lazy_shape().dims();
+        let param = param.clone();
+        let stored = Stored::new(shape, self.dtype, move || param.val());
+        self.tensors.push((self.path.join("."), stored));
+    }
+}

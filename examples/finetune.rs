@@ -1,0 +1,195 @@
+//! Fine-tunes a Gemma 4 checkpoint on conversations or texts.
+//!
+//! ```text
+//! cargo run --release --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out adapter
+//! cargo run --release --example generate -- --model gemma-4-E2B-it --adapter adapter --chat --prompt "Hello"
+//! cargo run --release --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out tuned --merge
+//! ```
+
+use attention_workspace::{
+    Dtype, Error,
+    terminal::{WrongArgument, exit_code, note},
+    training::{arguments::TrainingArguments, conversations, loader::Data, rows::whole, run::Run},
+};
+use burn::module::Module;
+use burn_gemma4::{Adapter, Gemma4, LoadOptions};
+use clap::Parser;
+use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+/// The share of the examples that the model is validated on.
+const VALIDATION: f64 = 0.05;
+/// The highest learning rates where nobody says otherwise: of adapters, and of all weights.
+const LEARNING_RATES: [f64; 2] = [2e-4, 1e-5];
+
+/// Fine-tunes a checkpoint on a file of conversations or texts: low-rank adapters, or all weights.
+#[derive(Parser)]
+#[command(args_override_self = true)]
+struct Cli {
+    /// A checkpoint's folder, as Hugging Face has it. It stays as it is.
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// A file with a JSON object in every line: "messages", with roles and contents, of which the assistant's are learned, or
+    /// "text", which is learned as a whole.
+    #[arg(long, value_name = "FILE")]
+    data: PathBuf,
+    /// The folder to write: an adapter as PEFT has it, or with --merge or --full a checkpoint.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Trains all weights rather than an adapter.
+    #[arg(long, conflicts_with_all = ["rank", "alpha", "merge"])]
+    full: bool,
+    /// The adapter's rank.
+    #[arg(long, default_value_t = 16)]
+    rank: usize,
+    /// The adapter counts alpha / rank times.
+    #[arg(long, default_value_t = 32.0)]
+    alpha: f64,
+    /// Writes the checkpoint with the adapter in its weights rather than the adapter.
+    #[arg(long)]
+    merge: bool,
+    /// To train in [default: the checkpoint's]. bf16 loses small changes of weights.
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+    #[command(flatten)]
+    training: TrainingArguments,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    exit_code(|| finetune(&cli))
+}
+
+fn finetune(cli: &Cli) -> Result<(), Error> {
+    let arguments = &cli.training;
+    refuse_same_folder(cli)?;
+    let (chosen, devices) = arguments.choose()?;
+    let parallel = arguments.parallel(&chosen)?;
+    note(&chosen);
+    let mut options = LoadOptions::new();
+    if let Some(dtype) = cli.dtype {
+        options = options.dtype(chosen.dtype(Some(dtype))?.burn());
+    }
+    chosen.device.seed(arguments.seed);
+    let gemma = Gemma4::load(&cli.model, &devices[0], options)?;
+    let (training, validation) = data(cli, &gemma)?;
+
+    let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));
+    let model = gemma.model().clone();
+    // It would hold the weights as they were.
+    drop(gemma);
+    let parameters = model.num_params();
+    let model = match &adapter {
+        Some(adapter) => {
+            let model = adapter.attach(model)?;
+            let added = model.num_params() - parameters;
+            note(format_args!("{added} parameters beside {parameters}"));
+            model
+        }
+        None => {
+            note(format_args!("{parameters} parameters"));
+            model
+        }
+    };
+    let history = cli.out.join("run");
+    let run = Run {
+        arguments,
+        learning_rate: arguments
+            .learning_rate
+            .unwrap_or(LEARNING_RATES[usize::from(cli.full)]),
+        devices,
+        parallel,
+        folder: &history,
+        keeps: false,
+        resume: None,
+    };
+    let outcome = run.train(model, training, validation)?;
+    if outcome.is_interrupted {
+        note("stopped; what it has learned so far is written");
+    }
+    match &adapter {
+        Some(adapter) if !cli.merge => {
+            adapter.save(&outcome.model, &cli.out, &cli.model.display().to_string())?;
+        }
+        _ => {
+            outcome.model.save(&cli.out, None)?;
+            copy_tokenizer(&cli.model, &cli.out)?;
+        }
+    }
+    note(format_args!("written to {}", cli.out.display()));
+    Ok(())
+}
+
+fn refuse_same_folder(cli: &Cli) -> Result<(), Error> {
+    let same = match (cli.model.canonicalize(), cli.out.canonicalize()) {
+        (Ok(model), Ok(out)) => model == out,
+        _ => false,
+    };
+    match same {
+        true => Err(WrongArgument("--out is --model, which is to stay as it is".into()).into()),
+        false => Ok(()),
+    }
+}
+
+/// The rows to train on, and those to validate on.
+fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
+    let length = cli.training.length;
+    let mut examples = conversations::read(&cli.data, gemma)?;
+    examples.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
+    let count = examples.len();
+    let validation = ((count as f64 * VALIDATION).round() as usize).max(1);
+    // A single example is both.
+    let validation = match count {
+        1 => examples.clone(),
+        _ => examples.split_off(count - validation),
+    };
+    let pack = |examples| {
+        let (rows, too_long) = whole(examples, length);
+        let data = Data {
+            rows,
+            positions: length,
+            batch: cli.training.batch,
+            padding: gemma.config().pad_token,
+        };
+        (data, too_long)
+    };
+    let ((training, cut), (validation, also_cut)) = (pack(examples), pack(validation));
+    let cut = cut + also_cut;
+    if cut > 0 {
+        note(format_args!(
+            "{cut} of {count} examples are longer than --length {length}, and cut"
+        ));
+    }
+    if training.rows.is_empty() || validation.rows.is_empty() {
+        let path = cli.data.display();
+        return Err(format!("{path}: nothing to learn within --length {length}").into());
+    }
+    note(format_args!(
+        "{count} examples: {} rows of {length} tokens to train on, {} to validate on",
+        training.rows.len(),
+        validation.rows.len(),
+    ));
+    Ok((training, validation))
+}
+
+/// Copies what belongs to a checkpoint beside its weights and their configuration.
+fn copy_tokenizer(from: &Path, to: &Path) -> Result<(), Error> {
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ] {
+        let path = from.join(name);
+        if path.exists() {
+            fs::copy(&path, to.join(name))
+                .map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+    }
+    Ok(())
+}

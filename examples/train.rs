@@ -1,0 +1,271 @@
+//! Trains a Gemma 4 from scratch on text files.
+//!
+//! ```text
+//! cargo run --release --example train -- --out trained
+//! cargo run --release --example train -- --out trained --data texts --config 55m --steps 20000
+//! cargo run --release --example train -- --out trained --resume
+//! cargo run --release --example generate -- --model trained --prompt "fn main"
+//! ```
+
+use attention_workspace::{
+    Dtype, Error, guarded,
+    terminal::{WrongArgument, exit_code, note},
+    training::{
+        arguments::TrainingArguments,
+        checkpoints, corpus,
+        loader::Data,
+        presets::Preset,
+        rows::{Row, cut},
+        run::Run,
+        vocabulary,
+    },
+};
+use burn::{
+    module::Module,
+    tensor::{Device, DeviceConfig, Tensor},
+};
+use burn_gemma4::{Gemma4Config, Gemma4Model};
+use clap::Parser;
+use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+use tokenizers::Tokenizer;
+
+/// The share of the rows that the model is validated on.
+const VALIDATION: f64 = 0.05;
+
+/// Trains a Gemma 4 from scratch on text files, with a tokenizer trained on them, and writes a checkpoint's folder as Hugging
+/// Face has it.
+#[derive(Parser)]
+#[command(args_override_self = true)]
+struct Cli {
+    /// The folder to write.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Files, and folders with .md, .rs and .txt files [default: this repository].
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    data: Vec<PathBuf>,
+    /// The model's shape.
+    #[arg(long, value_enum, default_value = "1m")]
+    config: Preset,
+    /// Tokens of the vocabulary at most [default: what suits the shape].
+    #[arg(long, value_name = "TOKENS")]
+    vocabulary: Option<usize>,
+    /// Goes on from the last checkpoint in the folder.
+    #[arg(long)]
+    resume: bool,
+    /// To train in.
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
+    /// To write the model in.
+    #[arg(long, value_enum, default_value_t = Dtype::Bf16)]
+    save_dtype: Dtype,
+    #[command(flatten)]
+    training: TrainingArguments,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    exit_code(|| train(&cli))
+}
+
+fn train(cli: &Cli) -> Result<(), Error> {
+    let arguments = &cli.training;
+    let history = cli.out.join("run");
+    let begun = begun(cli, &history)?;
+    let (chosen, devices) = arguments.choose()?;
+    let parallel = arguments.parallel(&chosen)?;
+    let dtype = chosen.dtype(Some(cli.dtype))?;
+    note(&chosen);
+    chosen
+        .device
+        .clone()
+        .configure(DeviceConfig::default().float_dtype(dtype.burn()))?;
+    if begun.is_some() {
+        check_default_device()?;
+    }
+
+    let texts = corpus::read(&match cli.data.is_empty() {
+        true => vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))],
+        false => cli.data.clone(),
+    })?;
+    let tokenizer = match begun {
+        Some(_) => corpus::read_text(&cli.out.join("tokenizer.json"))?,
+        None => {
+            let size = vocabulary_size(cli)?;
+            vocabulary::train(texts.iter().map(|document| document.text.as_str()), size)?
+        }
+    };
+    let trained = Tokenizer::from_bytes(&tokenizer)?;
+    let size = trained.get_vocab_size(true);
+    // A multiple that matrix units like.
+    let config = cli.config.config(size.next_multiple_of(64));
+    let (training, validation) = rows(cli, &texts, trained, &config)?;
+    note(format_args!(
+        "{} files; a vocabulary of {size}; {} rows of {} tokens to train on, {} to validate on",
+        texts.len(),
+        training.rows.len(),
+        arguments.length,
+        validation.rows.len(),
+    ));
+
+    let settings = settings(cli, &training.rows);
+    match begun {
+        Some(number) => check_settings(&history, &settings, number)?,
+        None => {
+            fs::create_dir_all(&history)
+                .map_err(|error| format!("{}: {error}", history.display()))?;
+            vocabulary::write(&cli.out, &tokenizer, &config)?;
+            fs::write(history.join(SETTINGS), format!("{settings:#}\n"))?;
+        }
+    }
+
+    chosen.device.seed(arguments.seed);
+    let model = Gemma4Model::new(&config, &devices[0]);
+    note(format_args!("{} parameters", model.num_params()));
+    let run = Run {
+        arguments,
+        learning_rate: arguments
+            .learning_rate
+            .unwrap_or(cli.config.learning_rate()),
+        devices,
+        parallel,
+        folder: &history,
+        keeps: true,
+        resume: begun,
+    };
+    let outcome = run.train(model, training, validation)?;
+    if outcome.is_interrupted {
+        note("stopped; --resume goes on from the last checkpoint");
+        return Ok(());
+    }
+    outcome.model.save(&cli.out, Some(cli.save_dtype.burn()))?;
+    note(format_args!("written to {}", cli.out.display()));
+    Ok(())
+}
+
+/// Burn restores an optimizer's numbers on its default device, whichever the model is on.
+fn check_default_device() -> Result<(), Error> {
+    let open = || Tensor::<1>::zeros([1], &Device::default()).into_data();
+    guarded(open).map(|_| ()).map_err(|reason| {
+        format!(
+            "Burn's default device, on which it restores optimizers, does not open: BURN_DEVICE=flex chooses the processor. {reason}"
+        )
+        .into()
+    })
+}
+
+/// What a run was begun with.
+const SETTINGS: &str = "settings.json";
+
+/// The checkpoint to go on from, if the run is to go on.
+fn begun(cli: &Cli, history: &Path) -> Result<Option<usize>, Error> {
+    let out = cli.out.display();
+    let last = checkpoints::last(&history.join("checkpoints"))?;
+    match (cli.resume, last) {
+        (true, Some(number)) => Ok(Some(number)),
+        (true, None) => Err(format!("{out}: has no checkpoint to go on from").into()),
+        (false, None) if !cli.out.join("model.safetensors").exists() => Ok(None),
+        (false, _) => {
+            let reason = format!(
+                "{out}: has a model already: --resume goes on with it, and another --out begins anew"
+            );
+            Err(WrongArgument(reason).into())
+        }
+    }
+}
+
+fn vocabulary_size(cli: &Cli) -> Result<usize, Error> {
+    let size = cli.vocabulary.unwrap_or(cli.config.vocabulary());
+    match size < vocabulary::SMALLEST {
+        true => {
+            let reason = format!("--vocabulary has to be at least {}", vocabulary::SMALLEST);
+            Err(WrongArgument(reason).into())
+        }
+        false => Ok(size),
+    }
+}
+
+/// The rows to train on, and those to validate on.
+fn rows(
+    cli: &Cli,
+    texts: &[corpus::Document],
+    mut tokenizer: Tokenizer,
+    config: &Gemma4Config,
+) -> Result<(Data, Data), Error> {
+    // What looks like a special token in a file is text.
+    tokenizer.set_encode_special_tokens(true);
+    let mut documents = Vec::with_capacity(texts.len());
+    for document in texts {
+        let text = tokenizer.encode_fast(document.text.as_str(), false)?;
+        let mut tokens = vec![config.bos_token];
+        tokens.extend(text.get_ids());
+        tokens.extend(config.eos_tokens.first());
+        documents.push(tokens);
+    }
+    documents.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
+    let length = cli.training.length;
+    let mut rows = cut(documents, length);
+    let validation = ((rows.len() as f64 * VALIDATION).round() as usize).max(1);
+    if rows.len() < 2 {
+        return Err(format!(
+            "the data fill 1 row of {length} tokens, and there have to be rows to train and to validate on: give more text or a smaller --length"
+        )
+        .into());
+    }
+    let data = |rows| Data {
+        rows,
+        positions: length,
+        batch: cli.training.batch,
+        padding: config.pad_token,
+    };
+    let validation = rows.split_off(rows.len() - validation);
+    Ok((data(rows), data(validation)))
+}
+
+/// What has to stay the same for a run to go on where it was.
+fn settings(cli: &Cli, rows: &[Row]) -> Value {
+    let arguments = &cli.training;
+    let mut hasher = DefaultHasher::new();
+    for row in rows {
+        row.tokens.hash(&mut hasher);
+    }
+    let schedule = arguments.schedule();
+    json!({
+        "config": format!("{:?}", cli.config),
+        "dtype": cli.dtype.to_string(),
+        "steps": arguments.steps,
+        "length": arguments.length,
+        "rows of a step": arguments.batch * schedule.batches(),
+        "learning-rate": arguments.learning_rate,
+        "warmup": arguments.warmup,
+        "optimizer": format!("{:?}", arguments.optimizer),
+        "weight-decay": arguments.weight_decay,
+        "clip": arguments.clip,
+        "checkpoint-every": schedule.interval,
+        "seed": arguments.seed,
+        "data": format!("{:016x}", hasher.finish()),
+    })
+}
+
+fn check_settings(history: &Path, settings: &Value, number: usize) -> Result<(), Error> {
+    let path = history.join(SETTINGS);
+    let begun: Value = serde_json::from_str(&corpus::read_text(&path)?)
+        .map_err(|error| format!("{}: {error}", path.display()))?;
+    let fields = settings.as_object().into_iter().flatten();
+    for (name, value) in fields.filter(|(name, value)| begun[name.as_str()] != **value) {
+        if name == "data" {
+            note("the data are others than the run was begun with");
+            continue;
+        }
+        let before = &begun[name.as_str()];
+        let reason = format!("{name} is {value}, but the run was begun with {before}");
+        return Err(WrongArgument(reason).into());
+    }
+    checkpoints::check(&history.join("checkpoints"), number)
+}

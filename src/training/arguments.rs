@@ -1,0 +1,177 @@
+//! The arguments that `train` and `finetune` have in common.
+
+use super::loader::Schedule;
+use crate::{
+    Error,
+    device::{Chosen, DeviceName, choose, several},
+    terminal::WrongArgument,
+};
+use burn::tensor::Device;
+
+/// How long to train, on what, and how.
+#[derive(clap::Args, Clone, Debug)]
+pub struct TrainingArguments {
+    /// Steps of the optimizer.
+    #[arg(long, default_value_t = 1000, value_parser = positive)]
+    pub steps: usize,
+    /// Tokens of a row, into which documents are packed.
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = positive)]
+    pub length: usize,
+    /// Rows of a batch, on each device.
+    #[arg(long, value_name = "ROWS", default_value_t = 8, value_parser = positive)]
+    pub batch: usize,
+    /// Batches whose gradients are added up for a step, on each device.
+    #[arg(long, value_name = "BATCHES", default_value_t = 1, value_parser = positive)]
+    pub accumulate: usize,
+    /// The highest learning rate, after the warmup; a cosine takes it down to a tenth by the last step [default: what suits
+    /// the shape; to fine-tune, 2e-4 for an adapter and 1e-5 for all weights].
+    #[arg(long, value_parser = learning_rate)]
+    pub learning_rate: Option<f64>,
+    /// Steps in which the learning rate rises [default: a twentieth of the steps].
+    #[arg(long, value_name = "STEPS")]
+    pub warmup: Option<usize>,
+    /// Which optimizer.
+    #[arg(long, value_enum, default_value_t)]
+    pub optimizer: OptimizerName,
+    /// AdamW's decay of weights, norms excepted.
+    #[arg(long, default_value_t = 0.1)]
+    pub weight_decay: f32,
+    /// The largest norm of a parameter's gradient; 0 leaves gradients as they are.
+    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
+    pub clip: f32,
+    /// What the backward computes anew rather than keeping it.
+    #[arg(long, value_enum, default_value_t)]
+    pub checkpointing: Checkpointing,
+    /// Steps from one validation and checkpoint to the next [default: a tenth of the steps].
+    #[arg(long, value_name = "STEPS", value_parser = positive)]
+    pub checkpoint_every: Option<usize>,
+    /// Determines weights and the order of the data.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Where to train.
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DeviceName,
+    /// Trains on several devices of that kind at once, such as 0,1: each computes a part of every step.
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
+    pub devices: Vec<usize>,
+    /// How several devices share their gradients [default: all-reduce with CUDA, else main].
+    #[arg(long, value_enum)]
+    pub parallel: Option<Parallel>,
+    /// Prints lines rather than a dashboard, as where there is no terminal.
+    #[arg(long)]
+    pub lines: bool,
+    /// Steps from one line to the next.
+    #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = positive)]
+    pub log_every: usize,
+}
+
+/// The values of `--checkpointing`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Checkpointing {
+    /// Nothing: all activations are kept.
+    #[default]
+    None,
+    /// Burn's: what is bound by memory, such as norms and activations; matrix products are kept.
+    Operations,
+    /// Layers: what goes into each is kept, and the activations of one at a time.
+    Layers,
+    /// Layers, and in the one at work what is bound by memory: the least memory.
+    Both,
+}
+
+impl Checkpointing {
+    /// The device with autodiff.
+    pub fn tracked(self, device: Device) -> Device {
+        match self {
+            Self::None | Self::Layers => device.autodiff(),
+            Self::Operations | Self::Both => device.autodiff().gradient_checkpointing(),
+        }
+    }
+
+    /// Whether layers are computed anew.
+    pub fn is_by_layer(self) -> bool {
+        matches!(self, Self::Layers | Self::Both)
+    }
+}
+
+/// The values of `--optimizer`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum OptimizerName {
+    /// AdamW (Loshchilov and Hutter 2019): two numbers a parameter beside its gradient.
+    #[default]
+    Adamw,
+    /// Plain gradient descent: no memory.
+    Sgd,
+}
+
+/// The values of `--parallel`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Parallel {
+    /// Gradients are averaged among the devices, and each has an optimizer: NCCL on CUDA.
+    AllReduce,
+    /// The first device gathers the gradients and has the optimizer.
+    Main,
+}
+
+impl TrainingArguments {
+    /// The steps and what they are made of.
+    pub fn schedule(&self) -> Schedule {
+        Schedule {
+            steps: self.steps,
+            interval: self
+                .checkpoint_every
+                .unwrap_or(self.steps.div_ceil(10))
+                .min(self.steps),
+            accumulation: self.accumulate,
+            devices: self.devices.len().max(1),
+            seed: self.seed,
+        }
+    }
+
+    /// The devices, the first one being where the model is made.
+    ///
+    /// # Errors
+    /// Where there is no such device.
+    pub fn choose(&self) -> Result<(Chosen, Vec<Device>), Error> {
+        let chosen = choose(self.device)?;
+        let devices = match self.devices[..] {
+            [] => vec![chosen.device.clone()],
+            _ => several(&chosen, &self.devices)?,
+        };
+        let devices = devices
+            .into_iter()
+            .map(|device| self.checkpointing.tracked(device))
+            .collect();
+        Ok((chosen, devices))
+    }
+
+    /// How the devices share gradients.
+    ///
+    /// # Errors
+    /// Where they cannot in the way that was asked for.
+    pub fn parallel(&self, chosen: &Chosen) -> Result<Parallel, Error> {
+        match self.parallel {
+            Some(Parallel::AllReduce) if chosen.name != DeviceName::Cuda => {
+                let reason = "--parallel all-reduce needs --device cuda";
+                Err(WrongArgument(reason.into()).into())
+            }
+            Some(parallel) => Ok(parallel),
+            None if chosen.name == DeviceName::Cuda => Ok(Parallel::AllReduce),
+            None => Ok(Parallel::Main),
+        }
+    }
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) | Err(_) => Err("it has to be a whole number of at least 1".into()),
+        Ok(number) => Ok(number),
+    }
+}
+
+fn learning_rate(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(rate) if rate > 0.0 && rate <= 1.0 => Ok(rate),
+        _ => Err("it has to be a number above 0 and up to 1".into()),
+    }
+}

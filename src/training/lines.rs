@@ -1,0 +1,181 @@
+//! A run's progress in lines of text, where there is no terminal for Burn's dashboard.
+
+use super::loader::Schedule;
+use crate::terminal::Output;
+use burn::train::{
+    LearnerSummary,
+    logger::{EvaluationProgressLogger, TrainingProgressLogger},
+    metric::{MetricDefinition, MetricId, NumericEntry},
+    renderer::{
+        EvaluationName, MetricState, MetricsRenderer, MetricsRendererEvaluation,
+        MetricsRendererTraining,
+    },
+};
+use std::{collections::HashMap, sync::Arc, time::Instant};
+
+/// Prints a line every few steps, and one after each validation.
+pub struct Lines {
+    schedule: Schedule,
+    /// Steps from one line to the next.
+    every: usize,
+    /// Rows of a batch, and tokens of a row.
+    size: [usize; 2],
+    names: HashMap<MetricId, Arc<String>>,
+    /// The interval that is under way.
+    interval: usize,
+    is_training: bool,
+    losses: Vec<f64>,
+    learning_rate: f64,
+    /// Since the last line.
+    since: Instant,
+    last_step: usize,
+    output: Output,
+}
+
+impl Lines {
+    /// A line every `every` steps. Batches are of `size`, rows and tokens.
+    pub fn new(schedule: Schedule, every: usize, size: [usize; 2]) -> Self {
+        Self {
+            schedule,
+            every,
+            size,
+            names: HashMap::new(),
+            interval: 0,
+            is_training: true,
+            losses: Vec::new(),
+            learning_rate: 0.0,
+            since: Instant::now(),
+            last_step: 0,
+            output: Output::default(),
+        }
+    }
+
+    fn print(&mut self, line: String) {
+        // Whoever stopped reading may still want the model.
+        let _ = self.output.write(&(line + "\n"));
+    }
+
+    fn is(&self, id: &MetricId, name: &str) -> bool {
+        self.names
+            .get(id)
+            .is_some_and(|known| known.as_str() == name)
+    }
+}
+
+impl MetricsRendererTraining for Lines {
+    fn update_train(&mut self, state: MetricState) {
+        let MetricState::Numeric(entry, Some(value)) = state else {
+            return;
+        };
+        match value {
+            // The mean of an interval, after its end.
+            NumericEntry::Final(_) => (),
+            value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
+            value if self.is(&entry.metric_id, "Learning Rate") => {
+                self.learning_rate = value.current();
+            }
+            _ => (),
+        }
+    }
+
+    fn update_valid(&mut self, state: MetricState) {
+        if let MetricState::Numeric(entry, Some(NumericEntry::Final(loss))) = state
+            && self.is(&entry.metric_id, "Loss")
+        {
+            let step = self.schedule.steps_of(self.interval).end;
+            self.print(format!(
+                "step {step}/{}  validation loss {loss:.4}",
+                self.schedule.steps
+            ));
+        }
+    }
+
+    fn on_train_end(
+        &mut self,
+        _summary: Option<LearnerSummary>,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        Ok(())
+    }
+}
+
+impl TrainingProgressLogger for Lines {
+    fn start(
+        &mut self,
+        _total_epochs: usize,
+        starting_epoch: usize,
+        _total_items: Option<usize>,
+        _label: Option<&str>,
+    ) {
+        self.interval = starting_epoch - 1;
+        self.last_step = self.interval * self.schedule.interval;
+        self.since = Instant::now();
+    }
+
+    fn update_epoch(&mut self, epoch: usize) {
+        self.interval = epoch;
+        // Validation and checkpoints are not what the next line's speed is about.
+        self.since = Instant::now();
+    }
+
+    fn start_split(&mut self, split: &str, _total_items: usize) {
+        self.is_training = split == "train";
+    }
+
+    fn update_split(&mut self, items_processed: usize) {
+        let rows_of_a_step = self.size[0] * self.schedule.batches();
+        if !self.is_training || !items_processed.is_multiple_of(rows_of_a_step) {
+            return;
+        }
+        let steps = self.schedule.steps_of(self.interval);
+        let step = steps.start + items_processed / rows_of_a_step;
+        // With several devices, each reports the step.
+        let is_complete = self.losses.len() >= (step - self.last_step) * self.schedule.batches();
+        if !is_complete || (!step.is_multiple_of(self.every) && step != steps.end) {
+            return;
+        }
+        let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
+        let tokens = (step - self.last_step) * rows_of_a_step * self.size[1];
+        self.print(format!(
+            "step {step}/{}  loss {loss:.4}  learning rate {:.2e}  {:.0} tokens/s",
+            self.schedule.steps,
+            self.learning_rate,
+            tokens as f64 / self.since.elapsed().as_secs_f64(),
+        ));
+        self.losses.clear();
+        self.since = Instant::now();
+        self.last_step = step;
+    }
+
+    fn end_split(&mut self) {}
+
+    fn end(&mut self) {}
+
+    fn log_event_training(&mut self, _event: String) {}
+}
+
+/// Nothing is evaluated here, but Burn's renderers do both.
+impl EvaluationProgressLogger for Lines {
+    fn start_global_progress(&mut self, _total_tests: usize) {}
+
+    fn start_test(&mut self, _name: &str, _total_items: usize) {}
+
+    fn update_test_progress(&mut self, _items_processed: usize) {}
+
+    fn end_test(&mut self) {}
+
+    fn end_global_progress(&mut self) {}
+
+    fn log_event_evaluation(&mut self, _event: String) {}
+}
+
+impl MetricsRendererEvaluation for Lines {
+    fn update_test(&mut self, _name: EvaluationName, _state: MetricState) {}
+}
+
+impl MetricsRenderer for Lines {
+    fn manual_close(&mut self) {}
+
+    fn register_metric(&mut self, definition: MetricDefinition) {
+        self.names.insert(definition.metric_id, definition.name);
+    }
+}

@@ -1,0 +1,255 @@
+//! `train` and `finetune`: losses that go down, runs that go on after a crash where they were, data that is refused.
+
+use super::{Ended, folder::Folder, program, refused::check, report, run, succeed};
+use crate::fixture;
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::Command,
+};
+use tempfile::TempDir;
+
+/// Trains the smallest model for 20 steps on a text of its own.
+fn train(out: &Path, arguments: &[&str]) -> Command {
+    let mut command = program("train");
+    command
+        .arg("--out")
+        .arg(out)
+        .args(["--data", concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")])
+        .args(["--config", "tiny", "--steps", "20", "--length", "32"])
+        .args([
+            "--batch",
+            "2",
+            "--learning-rate",
+            "0.01",
+            "--log-every",
+            "1",
+        ])
+        .args(["--checkpoint-every", "5", "--device", "flex"])
+        .args(arguments)
+        // Burn restores an optimizer on its default device.
+        .env("BURN_DEVICE", "flex");
+    command
+}
+
+/// The losses that a program has printed, by their steps.
+fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
+    let loss = |line: &str| {
+        let step = line.strip_prefix("step ")?.split('/').next()?;
+        let (_, rest) = line.split_once(kind)?;
+        let loss = rest.split_whitespace().next()?;
+        Some((step.parse().ok()?, loss.parse().ok()?))
+    };
+    output.lines().filter_map(loss).collect()
+}
+
+fn validation(output: &str) -> Vec<(usize, f64)> {
+    losses(output, "  validation loss ")
+}
+
+#[test]
+fn a_killed_run_goes_on_where_it_was() {
+    let folder = TempDir::new().expect("a folder");
+    let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
+    let expected = succeed(&mut train(&whole, &[]));
+    let of_steps = losses(&expected.stdout, "  loss ");
+    assert_eq!(of_steps.len(), 20, "{expected:?}");
+    let of_validation = validation(&expected.stdout);
+    let (first, last) = (of_validation[0].1, of_validation[3].1);
+    assert!(last < first && last < 6.0, "{expected:?}");
+
+    let mut child = train(&killed, &[]).spawn().expect("a process");
+    let output = BufReader::new(child.stdout.take().expect("its output"));
+    let reached = output
+        .lines()
+        .map(|line| line.expect("text"))
+        .find(|line| line.starts_with("step 12/"));
+    assert!(reached.is_some());
+    child.kill().expect("to end");
+    child.wait().expect("its end");
+
+    let resumed = succeed(&mut train(&killed, &["--resume"]));
+    assert_eq!(
+        losses(&resumed.stdout, "  loss "),
+        of_steps[10..],
+        "{resumed:?}"
+    );
+    assert_eq!(validation(&resumed.stdout), of_validation[2..]);
+    let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).expect("weights");
+    assert!(weights(&whole) == weights(&killed));
+
+    let mut command = program("generate");
+    let model = command.args(["--device", "flex", "--prompt", "The", "--json", "--model"]);
+    let generated = succeed(model.arg(&whole).args(["--max-tokens", "4"]));
+    assert_eq!(report(&generated)["prompt_tokens"][0], 2);
+
+    let again = run(&mut train(&whole, &[]));
+    check("a second run", &again, 2, &["whole", "--resume"]);
+    let other = run(&mut train(&whole, &["--resume", "--accumulate", "3"]));
+    check(
+        "another run",
+        &other,
+        2,
+        &["rows of a step is 6", "begun with 2"],
+    );
+}
+
+#[test]
+fn devices_share_a_step() {
+    let folder = TempDir::new().expect("a folder");
+    let of = |name: &str, arguments: &[&str]| {
+        let out = folder.path().join(name);
+        losses(&succeed(&mut train(&out, arguments)).stdout, "  loss ")
+    };
+    let short = ["--steps", "5", "--warmup", "5"];
+    let by_layer = ["--devices", "0,0", "--checkpointing", "layers"];
+    let together = of("together", &[short, by_layer].concat());
+    let alone = of("alone", &[&short[..], &["--accumulate", "2"]].concat());
+    assert_eq!(together.len(), 5);
+    for ((_, together), (step, alone)) in together.into_iter().zip(alone) {
+        assert!(
+            (together - alone).abs() < 2e-3,
+            "{together} and {alone} in step {step}"
+        );
+    }
+}
+
+#[test]
+fn data_that_is_no_text_is_refused() {
+    let folder = TempDir::new().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    fs::write(path("bytes.txt"), b"two\nlines \xFF").expect("a file");
+    fs::write(path("empty.txt"), "\n").expect("a file");
+    fs::write(path("short.txt"), "a few words").expect("a file");
+    fs::create_dir(path("nothing")).expect("a folder");
+    for (name, words) in [
+        ("bytes.txt", ["bytes.txt", "line 2 is not UTF-8"]),
+        ("empty.txt", ["empty.txt", "is empty"]),
+        ("short.txt", ["1 row", "more text"]),
+        ("nothing", ["nothing", "no text"]),
+        ("absent.txt", ["absent.txt", "No such file"]),
+    ] {
+        let mut command = program("train");
+        command.arg("--out").arg(path("out")).arg("--data");
+        let ended = run(command.arg(path(name)).args(["--device", "flex"]));
+        check(name, &ended, 1, &words);
+    }
+    assert!(!path("out").exists());
+}
+
+/// 200 lines that say little.
+fn conversations() -> String {
+    let line = |number: usize| {
+        let number = number % 5;
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "the cat {number}"}}, {{"role": "assistant", "content": "mat {number}"}}]}}"#
+        ) + "\n"
+    };
+    (0..200).map(line).collect()
+}
+
+fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Command {
+    let mut command = program("finetune");
+    command.arg("--model").arg(base.path());
+    command.arg("--data").arg(data).arg("--out").arg(out);
+    command
+        .args([
+            "--length",
+            "24",
+            "--batch",
+            "2",
+            "--steps",
+            "8",
+            "--log-every",
+            "1",
+        ])
+        .args(["--checkpoint-every", "2", "--device", "flex"])
+        .args(["--learning-rate", "0.01", "--warmup", "1"])
+        .args(arguments);
+    command
+}
+
+fn answer(model: &Path, arguments: &[&str]) -> Ended {
+    let mut command = program("generate");
+    command.args(["--device", "flex", "--temperature", "0", "--ignore-eos"]);
+    command.args([
+        "--chat",
+        "--prompt",
+        "the cat 3",
+        "--max-tokens",
+        "6",
+        "--json",
+    ]);
+    succeed(command.arg("--model").arg(model).args(arguments))
+}
+
+#[test]
+fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
+    let base = Folder::copy("dense-ple");
+    let before = base.contents();
+    let folder = TempDir::new().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    fs::write(path("data.jsonl"), conversations()).expect("a file");
+    let data = path("data.jsonl");
+
+    let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &[]));
+    let losses = validation(&ended.stdout);
+    assert!(losses[3].1 < 0.8 * losses[0].1, "{ended:?}");
+    assert!(path("adapter").join("adapter_model.safetensors").exists());
+    let merge = ["--merge", "--checkpointing", "layers"];
+    succeed(&mut finetune(&base, &data, &path("merged"), &merge));
+    assert_eq!(base.contents(), before);
+
+    let adapter = path("adapter");
+    let adapter = adapter.to_str().expect("a name");
+    let tokens = |ended: Ended| report(&ended)["tokens"].clone();
+    let adapted = tokens(answer(base.path(), &["--adapter", adapter]));
+    assert_eq!(adapted, tokens(answer(&path("merged"), &[])));
+    assert_ne!(adapted, tokens(answer(base.path(), &[])));
+
+    let with_adapter = |model: &Path| {
+        let mut command = program("generate");
+        command.args(["--device", "flex", "--prompt", "a", "--adapter", adapter]);
+        run(command.arg("--model").arg(model))
+    };
+    let words = ["adapter_model.safetensors", "lora_A"];
+    let other = with_adapter(&fixture::folder("moe"));
+    check("an adapter of another model", &other, 1, &words);
+    let config = path("adapter").join("adapter_config.json");
+    let json = fs::read_to_string(&config).expect("a file");
+    let dora = json.replace("\"use_dora\": false", "\"use_dora\": true");
+    fs::write(&config, dora).expect("a file");
+    let words = ["adapter_config.json", "use_dora"];
+    check(
+        "an adapter of another kind",
+        &with_adapter(base.path()),
+        1,
+        &words,
+    );
+}
+
+#[test]
+fn lines_that_are_no_examples_are_refused() {
+    let base = Folder::copy("dense-ple");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    let out = folder.path().join("out");
+    for (contents, words) in [
+        (
+            "{\"text\": \"a\"}\n\n{\"text\": ",
+            &["data.jsonl: line 3", "no JSON"][..],
+        ),
+        ("{\"txt\": \"a\"}\n", &["line 1", "\"txt\"", "\"messages\""]),
+        ("\n", &["data.jsonl", "no examples"]),
+    ] {
+        fs::write(&data, contents).expect("a file");
+        let ended = run(&mut finetune(&base, &data, &out, &[]));
+        check(contents, &ended, 1, words);
+    }
+    fs::write(&data, "{\"text\": \"a\"}\n").expect("a file");
+    let ended = run(&mut finetune(&base, &data, base.path(), &[]));
+    check("the base's own folder", &ended, 2, &["--out is --model"]);
+    let ended = run(&mut finetune(&base, &data, &out, &["--rank", "65"]));
+    check("a rank beyond the matrices", &ended, 2, &["rank", "65"]);
+}
