@@ -186,6 +186,7 @@ impl Gemma4 {
             stop_tokens: self.defaults.stop_tokens.clone(),
             ignore_stop_tokens: false,
             prefill_chunk: None,
+            records: true,
             chat: ChatOptions::default(),
         }
     }

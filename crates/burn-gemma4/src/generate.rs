@@ -24,6 +24,9 @@ pub struct GenerateOptions {
     pub ignore_stop_tokens: bool,
     /// Reads the prompt by this many tokens at a time, which bounds the memory that takes; at once without.
     pub prefill_chunk: Option<usize>,
+    /// Records a token's launches once and replays them, where the device can. Programs whose other threads use the same
+    /// CUDA device do without: see [`Decoder`](crate::Decoder).
+    pub records: bool,
     /// How a conversation becomes a prompt.
     pub chat: ChatOptions,
 }
@@ -176,6 +179,9 @@ pub(crate) fn run(
 
     let decoding = Instant::now();
     let mut decoder = model.decoder(cache);
+    if !options.records {
+        decoder = decoder.without_recording();
+    }
     loop {
         for (sequence, token) in sequences.iter_mut().zip(&next) {
             sequence.take(*token, max_tokens, options, on_token)?;

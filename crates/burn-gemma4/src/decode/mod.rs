@@ -20,6 +20,11 @@ use std::marker::PhantomData;
 /// dtypes f32, f16 and bf16, and for sequences without padding; all else goes through [`Gemma4Model::step`], which computes
 /// the same.
 ///
+/// A recording takes milliseconds, at the third or fourth token and whenever the cache has grown. On CUDA it concerns the
+/// whole process: another thread's call that waits for the device or allocates on it ends in an error meanwhile (CubeCL
+/// 0.11 records in CUDA's global mode). A program whose threads share a CUDA device goes
+/// [`without_recording`](Self::without_recording), which is about a third as fast.
+///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
 /// use burn_gemma4::{Gemma4Config, Gemma4Model, LayerType, Logits};
