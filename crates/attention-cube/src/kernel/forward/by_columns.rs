@@ -210,6 +210,7 @@ pub(crate) fn forward_by_columns<
                     output,
                     logsumexp,
                     power,
+                    arguments.scale,
                     arguments.negative_infinity,
                     comptime!(tiles.output_shape()),
                     kind,

@@ -212,6 +212,7 @@ pub(crate) fn forward_by_rows<
                     output,
                     logsumexp,
                     power,
+                    arguments.scale,
                     arguments.negative_infinity,
                     comptime!(tiles.output_shape()),
                     kind,

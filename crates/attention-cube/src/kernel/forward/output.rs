@@ -45,16 +45,24 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     power: f32,
+    scale: f32,
     negative_infinity: f32,
     #[comptime] shape: OutputShape,
     #[comptime] kind: HopperKind,
 ) {
+    // From references to scores.
+    let to_score = if comptime!(kind.fragment.raw) {
+        scale
+    } else {
+        f32::new(1.0)
+    };
     let exists_0 = target.row < tile.rows;
     let exists_1 = target.row + 8i32 < tile.rows;
     let first = normalise::<K>(
         finished.reference.first,
         finished.sums.first,
         power,
+        to_score,
         rows.head_0,
         exists_0,
         sinks,
@@ -64,6 +72,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
         finished.reference.second,
         finished.sums.second,
         power,
+        to_score,
         rows.head_1,
         exists_1,
         sinks,
@@ -159,27 +168,29 @@ fn normalise<K: Float>(
     reference: f32,
     sum: f32,
     power: f32,
+    to_score: f32,
     head: u32,
     exists: bool,
     sinks: &ComptimeOption<&Tensor<K>>,
     negative_infinity: f32,
 ) -> Normalised {
-    let ln_2 = comptime!(std::f32::consts::LN_2);
-    // In powers of two, like everything else here.
-    let mut shift = finite(reference, negative_infinity) * power;
+    let score = finite(reference, negative_infinity);
+    // Not by way of powers of two: where scores are huge, the backward sees every rounding of the logsumexp.
+    let mut base = score * to_score;
     let mut sum = sum;
     let mut rescale = f32::new(1.0);
     #[comptime]
     match sinks {
         ComptimeOption::Some(sinks) => {
             if exists {
-                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)])
-                    * comptime!(std::f32::consts::LOG2_E);
+                let natural = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
+                let shift = score * power;
+                let sink = natural * comptime!(std::f32::consts::LOG2_E);
                 let largest = select(sum == 0.0f32, sink, max(shift, sink));
                 rescale = select(sum == 0.0f32, 0.0f32, exp2(shift - largest));
                 let own = exp2(sink - largest);
+                base = select(sum == 0.0f32 || sink > shift, natural, base);
                 sum = select(sum == 0.0f32, own, sum * rescale + own);
-                shift = largest;
             }
         }
         ComptimeOption::None => {}
@@ -187,7 +198,7 @@ fn normalise<K: Float>(
     let empty = sum == 0.0f32;
     Normalised {
         factor: select(empty, 0.0f32, rescale / sum),
-        logsumexp: select(empty, negative_infinity, shift * ln_2 + sum.ln()),
+        logsumexp: select(empty, negative_infinity, base + sum.ln()),
     }
 }
 
