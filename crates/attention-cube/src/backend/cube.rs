@@ -122,12 +122,13 @@ impl AttentionBackend for CubeBackend {
         }
         let inputs = rows_of(inputs);
         let output_gradient = untile(saved.output_gradient);
+        // Often broadcast, as that of a sum is. Other kernels than the copy engine's read it by its strides.
+        let is_copied = profile(&inputs.query.client).hopper && !is_boxed(&output_gradient, 1);
         let saved = AttentionSaved {
             output: untile(saved.output),
-            // Often broadcast: that of a sum is.
-            output_gradient: match is_boxed(&output_gradient, 1) {
-                true => output_gradient,
-                false => into_contiguous(output_gradient),
+            output_gradient: match is_copied {
+                true => into_contiguous(output_gradient),
+                false => output_gradient,
             },
             ..saved
         };

@@ -15,7 +15,7 @@ use cubecl::prelude::TensorMapSwizzle;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
 
 /// Scales within which scores can stay unscaled until the exponential: beyond, f32 could overflow.
-pub(super) const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
+const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
 pub(super) fn forward(
     inputs: AttentionInputs<CubeBackend>,
@@ -75,20 +75,14 @@ pub(super) fn forward(
         Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
     };
     let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
-    let score = score_kind(problem);
-    let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
+    let fragment = fragment_kind(problem, Side::Queries);
     let kind = HopperKind {
-        fragment: FragmentKind {
-            side: Side::Queries,
-            structure: structure(problem),
-            score,
-            raw,
-        },
+        fragment,
         heads: shared_heads,
         split,
         boxes_output: tiles.boxes_output() && !shares_tile && !split,
     };
-    let power = match raw {
+    let power = match fragment.raw {
         true => problem.scale * std::f64::consts::LOG2_E,
         false => std::f64::consts::LOG2_E,
     };
@@ -205,6 +199,17 @@ pub(super) fn forward(
         join(output, logsumexp, sinks, problem, splits, vector)
     } else {
         AttentionOutput { output, logsumexp }
+    }
+}
+
+/// What kernels are compiled for whose fragments have rows of this side.
+pub(super) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentKind {
+    let score = score_kind(problem);
+    FragmentKind {
+        side,
+        structure: structure(problem),
+        score,
+        raw: !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale),
     }
 }
 

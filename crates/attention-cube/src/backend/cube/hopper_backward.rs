@@ -2,12 +2,11 @@
 //! keys.
 
 use super::backward::{BackwardPass, rows_of_queries};
-use super::hopper::{RAW_SCALES, is_in_pairs, is_single, map};
+use super::hopper::{fragment_kind, is_in_pairs, is_single, map};
 use super::*;
 use crate::kernel::backward::by_columns::gradient_by_columns;
 use crate::kernel::backward::by_rows::gradient_by_rows;
 use crate::kernel::backward::held::GradientStepsLaunch;
-use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::HopperKind;
 use crate::plan::wgmma::{
     BackwardPlan, ColumnTiles, GradientColumnTiles, GradientTiles, PRODUCT_ROWS, Side, Sums,
@@ -143,15 +142,8 @@ impl Gradient<'_> {
             Side::Queries => bias,
             Side::Keys => CubeBackend::float_swap_dims(bias, 2, 3),
         });
-        let score = score_kind(problem);
-        let raw = !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale);
         let kind = HopperKind {
-            fragment: FragmentKind {
-                side,
-                structure: structure(problem),
-                score,
-                raw,
-            },
+            fragment: fragment_kind(problem, side),
             heads: 1,
             split: false,
             boxes_output: false,
