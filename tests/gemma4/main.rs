@@ -18,5 +18,6 @@ mod gradients;
 mod half;
 mod loading;
 mod packing;
+mod products;
 mod programs;
 mod text;

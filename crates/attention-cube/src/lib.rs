@@ -47,6 +47,8 @@ pub mod plan;
 mod problem;
 pub mod reference;
 
+#[cfg(feature = "cuda")]
+pub use backend::matrix_product;
 pub use explain::{Explanation, explain};
 pub use options::{AttentionOptions, CausalAlignment};
 pub use problem::{AttentionError, AttentionProblem, MAX_HEAD_DIM};

@@ -9,6 +9,8 @@ mod hopper_backward;
 mod integers;
 #[cfg(feature = "cuda")]
 mod mask_bits;
+#[cfg(feature = "cuda")]
+pub(crate) mod product;
 
 use super::*;
 use crate::kernel::schedule::GridLaunch;

@@ -20,6 +20,8 @@ use burn::tensor::DType;
 
 #[cfg(feature = "cube")]
 pub(crate) use cube::device_profile;
+#[cfg(feature = "cuda")]
+pub use cube::product::matrix_product;
 
 /// Declares the `Option` of a tensor that can cross into Burn's dispatch, which does not know `Option`.
 macro_rules! maybe {

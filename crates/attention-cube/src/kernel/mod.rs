@@ -10,6 +10,8 @@ pub(crate) mod layout;
 #[cfg(feature = "cuda")]
 pub(crate) mod mask_bits;
 #[cfg(feature = "cuda")]
+pub(crate) mod product;
+#[cfg(feature = "cuda")]
 pub(crate) mod ptx;
 pub(crate) mod schedule;
 pub(crate) mod score;

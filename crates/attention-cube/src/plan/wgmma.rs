@@ -2,6 +2,7 @@
 //! memory that they take.
 
 mod gradient;
+mod product;
 mod tiles;
 
 use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
@@ -11,6 +12,9 @@ use gradient::backward;
 pub use gradient::{
     BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Side, Sums,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use product::TOGETHER;
+pub use product::{Major, MatrixTiles};
 pub use tiles::{
     ChunkedProduct, ChunkedScores, ColumnTiles, ForwardTiles, Half, OutputShape, Product,
     RingShape, RowTiles, ScoreProduct,

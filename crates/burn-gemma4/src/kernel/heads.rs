@@ -21,9 +21,11 @@ pub(super) fn place_heads<E: Float, I: Int>(
     weight: ComptimeOption<&Tensor<E>>,
     cos: ComptimeOption<&Tensor<E>>,
     sin: ComptimeOption<&Tensor<E>>,
-    positions: &Tensor<I>,
+    positions: ComptimeOption<&Tensor<I>>,
     target: &mut Tensor<E>,
     strides: HeadStrides,
+    rows: u32,
+    positions_in_order: u32,
     heads: u32,
     pairs: u32,
     slots: u32,
@@ -34,6 +36,9 @@ pub(super) fn place_heads<E: Float, I: Int>(
 ) {
     let head = CUBE_POS as u32 % heads;
     let row = CUBE_POS as u32 / heads;
+    if row >= rows {
+        terminate!();
+    }
     let from = CUBE_POS * 2 * pairs as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
@@ -48,7 +53,14 @@ pub(super) fn place_heads<E: Float, I: Int>(
     let mean = cube_sum(squares, &mut partial, team) / (2u32 * pairs) as f32;
     let factor = 1.0f32 / (mean + epsilon).sqrt();
 
-    let position = u32::cast_from(positions[row as usize]);
+    let mut position = row % positions_in_order;
+    #[comptime]
+    match &positions {
+        ComptimeOption::Some(positions) => {
+            position = u32::cast_from(positions[row as usize]);
+        }
+        ComptimeOption::None => {}
+    }
     let to = row as usize * strides.row as usize
         + head as usize * strides.head as usize
         + (position % slots) as usize * strides.slot as usize;

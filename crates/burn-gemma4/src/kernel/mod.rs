@@ -1,12 +1,13 @@
-//! Kernels for a few rows at a time, which is what a model computes while it generates: products bound by the memory's rate,
-//! and what lies between them in as few launches as possible.
+//! Kernels for inference: products of a few rows, bound by the memory's rate, and what lies between products, of any rows,
+//! in as few launches as possible.
 //!
-//! They are operators of CubeCL devices alone. Other devices, training and longer inputs go through the layers in Burn's own
-//! operators, which compute the same.
+//! They are operators of CubeCL devices alone. Other devices and training go through Burn's own operators, which compute the
+//! same.
 
 mod cube;
 mod heads;
 mod likeliest;
+mod norm;
 mod project;
 mod residual;
 mod sums;
@@ -20,7 +21,7 @@ use burn::{
     tensor::{DType, Device, Int, Shape, Tensor},
 };
 
-/// Rows that the kernels take at most.
+/// Rows that a product takes at most.
 pub(crate) const MOST_ROWS: usize = 8;
 
 /// Whether the kernels serve tensors of `dtype` on `device`.
@@ -69,6 +70,20 @@ pub(crate) fn project_gate_of(
         through.into_dispatch(),
         start,
     ))
+}
+
+/// Whether the kernels serve this tensor.
+pub(crate) fn serve<const D: usize>(tensor: &Tensor<D>) -> bool {
+    serves(&tensor.device(), tensor.dtype())
+}
+
+/// `x / √(mean(x²) + ε) · weight` of each row of `[rows, columns]`, by a weight `[columns]` of any dtype.
+pub(crate) fn norm(input: Tensor<2>, weight: Option<Tensor<1>>, epsilon: f64) -> Tensor<2> {
+    let input = input.into_dispatch();
+    float(match weight {
+        Some(weight) => Dispatch::norm(input, weight.into_dispatch(), epsilon),
+        None => Dispatch::norm_without_weight(input, epsilon),
+    })
 }
 
 /// What a block adds to the residual stream.
@@ -142,6 +157,22 @@ pub(crate) fn query_heads(
         tables.cos.clone().into_dispatch(),
         tables.sin.clone().into_dispatch(),
         positions.into_dispatch(),
+        epsilon,
+    ))
+}
+
+/// [`query_heads`] of rows that are at the tables' positions in their order, and from their beginning again after the last.
+pub(crate) fn heads_in_order(
+    projected: Tensor<2>,
+    weight: Tensor<1>,
+    tables: &RotationTables,
+    epsilon: f64,
+) -> Tensor<4> {
+    float(Dispatch::heads_in_order(
+        projected.into_dispatch(),
+        weight.into_dispatch(),
+        tables.cos.clone().into_dispatch(),
+        tables.sin.clone().into_dispatch(),
         epsilon,
     ))
 }
@@ -302,6 +333,22 @@ pub trait DecodeBackend: Backend {
         positions: IntTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| metadata::heads(projected, cos))]
+    fn heads_in_order(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, _weight, _epsilon| input.clone())]
+    fn norm(input: FloatTensor<Self>, weight: FloatTensor<Self>, epsilon: f64)
+    -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, _epsilon| input.clone())]
+    fn norm_without_weight(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self>;
 
     #[fusion(meta = |_projected, _weight, _cos, _sin, _positions, buffer, _epsilon| buffer.clone())]
     fn write_keys(

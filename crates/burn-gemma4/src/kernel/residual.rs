@@ -4,7 +4,7 @@
 //! a few KB, which one cube reads three times, two of them from the cache. Every intermediate is rounded to the stream's
 //! dtype where the model was trained with it so.
 
-use super::sums::{Team, cube_sum};
+use super::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -16,6 +16,7 @@ pub(super) fn residual<E: Float, N: Size>(
     next_weight: ComptimeOption<&Tensor<Vector<E, N>>>,
     sum: &mut Tensor<Vector<E, N>>,
     normed: &mut Tensor<Vector<E, N>>,
+    rows: u32,
     vectors: u32,
     columns: f32,
     epsilon: f32,
@@ -23,6 +24,9 @@ pub(super) fn residual<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
+    if CUBE_POS >= rows as usize {
+        terminate!();
+    }
     let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
@@ -76,16 +80,4 @@ pub(super) fn residual<E: Float, N: Size>(
         }
         ComptimeOption::None => {}
     }
-}
-
-#[cube]
-fn sum_of_squares<E: Float, N: Size>(vector: Vector<E, N>) -> f32 {
-    let vector = Vector::<f32, N>::cast_from(vector);
-    let squares = vector * vector;
-    let mut sum = 0.0f32;
-    #[unroll]
-    for component in 0..squares.vector_size().comptime() {
-        sum += squares.extract(component);
-    }
-    sum
 }

@@ -45,3 +45,16 @@ pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team
     }
     sum
 }
+
+/// The sum of a vector's squares, in f32.
+#[cube]
+pub(super) fn sum_of_squares<E: Float, N: Size>(vector: Vector<E, N>) -> f32 {
+    let vector = Vector::<f32, N>::cast_from(vector);
+    let squares = vector * vector;
+    let mut sum = 0.0f32;
+    #[unroll]
+    for component in 0..squares.vector_size().comptime() {
+        sum += squares.extract(component);
+    }
+    sum
+}

@@ -25,14 +25,8 @@ pub struct Attention {
     /// `[hidden, q_heads · head_dim]`.
     pub o_proj: Linear,
     #[module(skip)]
-    shape: HeadShape,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct HeadShape {
-    q_heads: usize,
-    kv_heads: usize,
     head_dim: usize,
+    #[module(skip)]
     epsilon: f64,
 }
 
@@ -97,20 +91,15 @@ impl Visible {
 
 impl Attention {
     pub(crate) fn new(config: &Gemma4Config, layer: usize, device: &Device) -> Self {
-        let shape = HeadShape {
-            q_heads: config.num_attention_heads,
-            kv_heads: config.key_value_heads(layer),
-            head_dim: config.head_dim(layer),
-            epsilon: config.rms_norm_eps,
-        };
+        let head_dim = config.head_dim(layer);
         let hidden = config.hidden_size;
         let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
         // The scale is 1, so that norms of 1 would give scores of a deviation of √head_dim, which no softmax learns from.
-        let weight = (shape.head_dim as f64).powf(-0.25);
-        let norm = || RmsNorm::of(weight, shape.head_dim, config.rms_norm_eps, device);
+        let weight = (head_dim as f64).powf(-0.25);
+        let norm = || RmsNorm::of(weight, head_dim, config.rms_norm_eps, device);
         let own = !config.is_shared(layer);
-        let queries = shape.q_heads * shape.head_dim;
-        let keys = shape.kv_heads * shape.head_dim;
+        let queries = config.num_attention_heads * head_dim;
+        let keys = config.key_value_heads(layer) * head_dim;
         Self {
             q_proj: linear(hidden, queries),
             q_norm: norm(),
@@ -118,7 +107,8 @@ impl Attention {
             k_norm: own.then(norm),
             v_proj: (own && !config.values_are_keys(layer)).then(|| linear(hidden, keys)),
             o_proj: linear(queries, hidden),
-            shape,
+            head_dim,
+            epsilon: config.rms_norm_eps,
         }
     }
 
@@ -130,25 +120,20 @@ impl Attention {
         rotation: &Rotation,
     ) -> Option<(Tensor<4>, Tensor<4>)> {
         let (k_proj, k_norm) = (self.k_proj.as_ref()?, self.k_norm.as_ref()?);
-        let heads = |projected| split_heads(projected, self.shape.kv_heads, self.shape.head_dim);
-        let key = heads(k_proj.forward(input.clone()));
+        let key = k_proj.forward(input.clone());
         let value = match &self.v_proj {
-            Some(v_proj) => heads(v_proj.forward(input.clone())),
+            Some(v_proj) => v_proj.forward(input.clone()),
             None => key.clone(),
         };
-        let key = rotation.apply(k_norm.forward(key).swap_dims(1, 2));
-        let value = norm::normalize(value, self.shape.epsilon).swap_dims(1, 2);
+        let key = rotation.heads(key, k_norm);
+        let value = split_heads(value, self.head_dim);
+        let value = norm::normalize(value, self.epsilon).swap_dims(1, 2);
         Some((key, value))
     }
 
     /// The queries of `[batch, positions, hidden]`: `[batch, q_heads, positions, head_dim]`.
     pub fn query(&self, input: Tensor<3>, rotation: &Rotation) -> Tensor<4> {
-        let query = split_heads(
-            self.q_proj.forward(input),
-            self.shape.q_heads,
-            self.shape.head_dim,
-        );
-        rotation.apply(self.q_norm.forward(query).swap_dims(1, 2))
+        rotation.heads(self.q_proj.forward(input), &self.q_norm)
     }
 
     /// What the queries read: `[batch, positions, q_heads · head_dim]`, before the projection back.
@@ -166,7 +151,7 @@ impl Attention {
 }
 
 /// `[batch, positions, heads · head_dim]` to `[batch, positions, heads, head_dim]`.
-fn split_heads(projected: Tensor<3>, heads: usize, head_dim: usize) -> Tensor<4> {
-    let [batch, positions, _] = projected.dims();
-    projected.reshape([batch, positions, heads, head_dim])
+pub(super) fn split_heads(projected: Tensor<3>, head_dim: usize) -> Tensor<4> {
+    let [batch, positions, columns] = projected.dims();
+    projected.reshape([batch, positions, columns / head_dim, head_dim])
 }

@@ -94,7 +94,7 @@ impl DecoderLayer {
         let read = self.self_attn.attend(query, key_values);
         observer.see(LayerSite::Attention, || read.clone());
         let read = self.self_attn.o_proj.forward(read);
-        stream + self.post_attention_layernorm.forward(read)
+        self.post_attention_layernorm.add_to(stream, read)
     }
 
     /// The rest of the layer, after attention. `inputs` are the layer's own, `[batch, positions, columns]`.
@@ -109,7 +109,7 @@ impl DecoderLayer {
             .forward(self.pre_feedforward_layernorm.forward(stream.clone()));
         observer.see(LayerSite::Mlp, || dense.clone());
         let added = self.with_experts(&stream, dense, observer);
-        let mut stream = stream + self.post_feedforward_layernorm.forward(added);
+        let mut stream = self.post_feedforward_layernorm.add_to(stream, added);
 
         if let (Some(gate), Some(projection), Some(norm), Some(inputs)) = (
             &self.per_layer_input_gate,
@@ -118,7 +118,7 @@ impl DecoderLayer {
             inputs,
         ) {
             let gated = gelu(gate.forward(stream.clone())) * inputs;
-            stream = stream + norm.forward(projection.forward(gated));
+            stream = norm.add_to(stream, projection.forward(gated));
         }
         let stream = stream * self.layer_scalar.val().unsqueeze::<3>();
         observer.see(LayerSite::Output, || stream.clone());

@@ -3,6 +3,8 @@
 #[cfg(feature = "cuda")]
 use super::product;
 use super::random;
+#[cfg(feature = "cuda")]
+use burn::tensor::DType;
 use burn::{
     module::{Module, Param},
     tensor::{Device, Tensor},
@@ -39,17 +41,17 @@ pub(crate) fn project(input: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 pub(crate) fn rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "cuda")]
-    if product::is_rounded(&input) && input.dims()[0] == 1 {
+    if input.dims()[0] == 1 && input.dtype() == DType::F32 && product::operator(&input).is_some() {
         return (weight * input).sum_dim(1).transpose();
     }
     product(input, weight.transpose())
 }
 
-/// `[rows, inner]` times `[inner, columns]`, in f32 where that is the dtype.
+/// `[rows, inner]` times `[inner, columns]`, summed in f32.
 pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "cuda")]
-    if product::is_rounded(&lhs) {
-        return product::in_f32(lhs, rhs);
+    if let Some(operator) = product::operator(&lhs) {
+        return operator(lhs, rhs);
     }
     lhs.matmul(rhs)
 }

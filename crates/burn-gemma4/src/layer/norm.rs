@@ -1,6 +1,8 @@
 //! Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
 
 use super::constant;
+#[cfg(feature = "cube")]
+use crate::kernel;
 use burn::{
     module::{Module, Param},
     tensor::{DType, Device, Tensor},
@@ -30,16 +32,65 @@ impl RmsNorm {
 
     /// Normalises each row of the last dimension.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        let weight = self.weight.val();
+        #[cfg(feature = "cube")]
+        if kernel::serve(&input) {
+            return by_kernel(input, Some(weight), self.epsilon);
+        }
         let dtype = input.dtype();
-        let weight = self.weight.val().cast(DType::F32).unsqueeze::<D>();
+        let weight = weight.cast(DType::F32).unsqueeze::<D>();
         (normalize_f32(input, self.epsilon) * weight).cast(dtype)
+    }
+
+    /// `stream` and what a block adds to it, normalised, `[batch, positions, columns]` each.
+    pub(crate) fn add_to(&self, stream: Tensor<3>, added: Tensor<3>) -> Tensor<3> {
+        #[cfg(feature = "cube")]
+        if kernel::serve(&stream) && self.weight.val().dtype() == stream.dtype() {
+            let shape = stream.dims();
+            let added = kernel::Added {
+                stream: rows(stream),
+                added: rows(added),
+                weight: self.weight.val(),
+                epsilon: self.epsilon,
+            };
+            return kernel::residual(added).reshape(shape);
+        }
+        stream + self.forward(added)
+    }
+
+    /// What is added to the mean of squares.
+    #[cfg(feature = "cube")]
+    pub(crate) fn epsilon(&self) -> f64 {
+        self.epsilon
     }
 }
 
 /// The norm without a weight.
 pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
+    #[cfg(feature = "cube")]
+    if kernel::serve(&input) {
+        return by_kernel(input, None, epsilon);
+    }
     let dtype = input.dtype();
     normalize_f32(input, epsilon).cast(dtype)
+}
+
+#[cfg(feature = "cube")]
+fn by_kernel<const D: usize>(
+    input: Tensor<D>,
+    weight: Option<Tensor<1>>,
+    epsilon: f64,
+) -> Tensor<D> {
+    let shape = input.dims();
+    kernel::norm(rows(input), weight, epsilon).reshape(shape)
+}
+
+/// All dimensions but the last as one.
+#[cfg(feature = "cube")]
+fn rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
+    let shape = tensor.dims();
+    let columns = shape[D - 1];
+    tensor.reshape([shape.iter().product::<usize>() / columns, columns])
 }
 
 fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {

@@ -1,8 +1,9 @@
-//! Products of f32 matrices in f32, forward and backward, where Burn's round to tf32: on NVIDIA GPUs, whose tensor cores
-//! read 11 of the 24 bits, and there is no setting against it.
+//! Products on NVIDIA GPUs, forward and backward, where Burn's are not what a model needs:
 //!
-//! An operator of its own, since the gradients are products, too, and the one that Burn derives of the parts would round
-//! what reaches the output.
+//! - of f32 matrices Burn's round to tf32, whose tensor cores read 11 of the 24 bits, and there is no setting against it;
+//! - of f16 and bf16 matrices Burn 0.22's reach a tenth of a Hopper's speed until they are tuned, which takes minutes.
+//!
+//! Operators of their own, since the gradients are products, too.
 
 use burn::{
     backend::{
@@ -18,6 +19,11 @@ use burn::{
     },
     tensor::{FloatDType, Tensor},
 };
+#[cfg(feature = "cuda")]
+use burn::{
+    backend::{fusion::custom::TensorSpec, ops::FloatTensorOps},
+    tensor::Shape,
+};
 
 /// `[rows, inner]` times `[inner, columns]`, both in f32.
 pub(crate) fn in_f32(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
@@ -27,19 +33,30 @@ pub(crate) fn in_f32(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     ))
 }
 
-/// Whether Burn multiplies on this matrix's device and in its dtype with fewer bits than f32 has.
+/// `[rows, inner]` times `[inner, columns]`, both in f16 or in bf16.
+pub(crate) fn of_halves(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
+    Tensor::from_dispatch(Dispatch::product_of_halves(
+        lhs.into_dispatch(),
+        rhs.into_dispatch(),
+    ))
+}
+
+/// Whether an operator of this module multiplies this matrix.
 #[cfg(feature = "cuda")]
-pub(crate) fn is_rounded(matrix: &Tensor<2>) -> bool {
+pub(crate) fn operator(matrix: &Tensor<2>) -> Option<fn(Tensor<2>, Tensor<2>) -> Tensor<2>> {
     use burn::{
         backend::{CubeDevice, DispatchDevice},
         tensor::DType,
     };
     let device = matrix.device().without_autodiff();
-    matrix.dtype() == DType::F32
-        && matches!(
-            device.as_dispatch(),
-            DispatchDevice::Cube(CubeDevice::Cuda(_))
-        )
+    let DispatchDevice::Cube(CubeDevice::Cuda(_)) = device.as_dispatch() else {
+        return None;
+    };
+    match matrix.dtype() {
+        DType::F32 => Some(in_f32),
+        DType::F16 | DType::BF16 => Some(of_halves),
+        _ => None,
+    }
 }
 
 /// The product as an operator of a backend.
@@ -62,6 +79,18 @@ pub trait ProductBackend: Backend {
         let sum = Self::float_add(sum, product(&lhs.low, &rhs.high));
         Self::float_add(sum, product(&lhs.high, &rhs.high))
     }
+
+    /// See [`of_halves`].
+    #[fusion(meta = product_metadata)]
+    fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(lhs, rhs)
+    }
+}
+
+/// What Burn's fusion must know of a product before it exists.
+#[cfg(feature = "cuda")]
+fn product_metadata(lhs: &TensorSpec, rhs: &TensorSpec) -> TensorSpec {
+    TensorSpec::new(Shape::new([lhs.shape[0], rhs.shape[1]]), lhs.dtype)
 }
 
 /// An f32 matrix as the sum of two that tf32 holds: 8 bits, which it holds exactly, and the other 16, of which it rounds the
@@ -85,15 +114,25 @@ impl<B: Backend> Parts<B> {
 }
 
 #[cfg(feature = "cuda")]
-impl ProductBackend for burn_cubecl::CubeBackend {}
+impl ProductBackend for burn_cubecl::CubeBackend {
+    fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        match attention_cube::matrix_product(&lhs, &rhs) {
+            Some(product) => product,
+            None => Self::float_matmul(lhs, rhs),
+        }
+    }
+}
 
 #[cfg(feature = "flex")]
 impl ProductBackend for burn::backend::Flex {}
 
+/// The backward of either operator, whose gradients are its products.
 #[derive(Debug)]
-struct ProductStep;
+struct ProductStep<B: Backend> {
+    product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+}
 
-impl<B: ProductBackend> Backward<B, 2> for ProductStep {
+impl<B: ProductBackend> Backward<B, 2> for ProductStep<B> {
     /// Each matrix if the other one's gradient is wanted.
     type State = [Option<NodeId>; 2];
 
@@ -113,16 +152,33 @@ impl<B: ProductBackend> Backward<B, 2> for ProductStep {
             ops.parents,
             ops.node,
             gradients,
-            |gradient| B::product_in_f32(gradient, rhs.expect(saved)),
-            |gradient| B::product_in_f32(lhs.expect(saved), gradient),
+            |gradient| (self.product)(gradient, rhs.expect(saved)),
+            |gradient| (self.product)(lhs.expect(saved), gradient),
         );
     }
 }
 
 impl<B: ProductBackend, C: CheckpointStrategy> ProductBackend for Autodiff<B, C> {
     fn product_in_f32(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        let product = B::product_in_f32;
+        ProductStep { product }.forward::<C>(lhs, rhs)
+    }
+
+    fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        let product = B::product_of_halves;
+        ProductStep { product }.forward::<C>(lhs, rhs)
+    }
+}
+
+impl<B: ProductBackend> ProductStep<B> {
+    fn forward<C: CheckpointStrategy>(
+        self,
+        lhs: FloatTensor<Autodiff<B, C>>,
+        rhs: FloatTensor<Autodiff<B, C>>,
+    ) -> FloatTensor<Autodiff<B, C>> {
+        let product = self.product;
         let (lhs_tracked, rhs_tracked) = (lhs.is_tracked(), rhs.is_tracked());
-        match ProductStep
+        match self
             .prepare::<C>([lhs.node(), rhs.node()])
             .compute_bound()
             .stateful()
@@ -132,13 +188,12 @@ impl<B: ProductBackend, C: CheckpointStrategy> ProductBackend for Autodiff<B, C>
                     rhs_tracked.then(|| preparation.checkpoint(&lhs)),
                     lhs_tracked.then(|| preparation.checkpoint(&rhs)),
                 ];
-                let product = B::product_in_f32(lhs.into_primitive(), rhs.into_primitive());
-                preparation.finish(saved, product)
+                let result = product(lhs.into_primitive(), rhs.into_primitive());
+                preparation.finish(saved, result)
             }
-            OpsKind::UnTracked(preparation) => preparation.finish(B::product_in_f32(
-                lhs.into_primitive(),
-                rhs.into_primitive(),
-            )),
+            OpsKind::UnTracked(preparation) => {
+                preparation.finish(product(lhs.into_primitive(), rhs.into_primitive()))
+            }
         }
     }
 }
@@ -172,12 +227,14 @@ mod tests {
         let matrices = [random([5, 70]), random([9, 70])];
         let tracked = device.clone().autodiff();
         for device in [tracked.clone(), tracked.gradient_checkpointing()] {
-            let found = outcome(in_f32, &matrices, &device);
             let expected = outcome(Tensor::matmul, &matrices, &device);
-            for (found, expected) in found.iter().zip(&expected) {
-                let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
-                for (found, expected) in found.iter().zip(expected) {
-                    assert!((found - expected).abs() <= 1e-5 * largest);
+            for product in [in_f32, of_halves] {
+                let found = outcome(product, &matrices, &device);
+                for (found, expected) in found.iter().zip(&expected) {
+                    let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+                    for (found, expected) in found.iter().zip(expected) {
+                        assert!((found - expected).abs() <= 1e-5 * largest);
+                    }
                 }
             }
         }

@@ -1,5 +1,8 @@
 //! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, some pairs still.
 
+use super::{RmsNorm, attention::split_heads};
+#[cfg(feature = "cube")]
+use crate::kernel;
 use crate::{Gemma4Config, LayerType};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,8 +16,33 @@ pub struct Rotation {
 }
 
 impl Rotation {
+    /// A projection's heads, normalised and turned: `[batch, positions, heads · head_dim]` to
+    /// `[batch, heads, positions, head_dim]`.
+    pub fn heads(&self, projected: Tensor<3>, norm: &RmsNorm) -> Tensor<4> {
+        let pairs = self.cos.dims()[3];
+        #[cfg(feature = "cube")]
+        if kernel::serve(&projected) && norm.weight.val().dtype() == projected.dtype() {
+            let [batch, positions, columns] = projected.dims();
+            let rows = |table: &Tensor<4>| {
+                let [sequences, _, positions, pairs] = table.dims();
+                table.clone().reshape([sequences * positions, pairs])
+            };
+            let tables = kernel::RotationTables {
+                cos: rows(&self.cos),
+                sin: rows(&self.sin),
+            };
+            let projected = projected.reshape([batch * positions, columns]);
+            let heads =
+                kernel::heads_in_order(projected, norm.weight.val(), &tables, norm.epsilon());
+            let shape = [batch, positions, columns / (2 * pairs), 2 * pairs];
+            return heads.reshape(shape).swap_dims(1, 2);
+        }
+        let heads = split_heads(projected, 2 * pairs);
+        self.apply(norm.forward(heads).swap_dims(1, 2))
+    }
+
     /// Turns `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
-    pub fn apply(&self, input: Tensor<4>) -> Tensor<4> {
+    fn apply(&self, input: Tensor<4>) -> Tensor<4> {
         let head_dim = input.dims()[3];
         let first = input.clone().narrow(3, 0, head_dim / 2);
         let second = input.narrow(3, head_dim / 2, head_dim / 2);

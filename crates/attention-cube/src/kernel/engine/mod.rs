@@ -1,6 +1,8 @@
 //! How a tile product is done, on any device and on Hopper; what the engines share lies beside this folder.
 
 pub(crate) mod direct;
+#[cfg(feature = "cuda")]
+pub(crate) mod matrix;
 pub(crate) mod unit;
 #[cfg(feature = "cuda")]
 pub(crate) mod wgmma;

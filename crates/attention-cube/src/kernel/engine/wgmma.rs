@@ -19,11 +19,11 @@ use crate::plan::wgmma::{
 use cubecl::prelude::*;
 
 /// Columns of one step of a product.
-const STEP: usize = 16;
+pub(super) const STEP: usize = 16;
 
 /// Bytes of a step in a row of a subtile, and of 16 rows of one.
-const STEP_BYTES: usize = 2 * STEP;
-const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
+pub(super) const STEP_BYTES: usize = 2 * STEP;
+pub(super) const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
 /// The upper half of every descriptor: eight rows take 1024 bytes, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
@@ -48,16 +48,16 @@ fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
 
 /// Makes `name` the descriptor whose lower half is `low + offset`. Sums of halves are cheaper than of whole
 /// descriptors; needs a register `low`.
-fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
+pub(super) fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
     format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
 
 /// What an address in bytes adds to a descriptor.
-const fn units(bytes: usize) -> usize {
+pub(super) const fn units(bytes: usize) -> usize {
     bytes >> 4
 }
 
-fn registers(from: usize, count: usize) -> String {
+pub(super) fn registers(from: usize, count: usize) -> String {
     let names: Vec<_> = (from..from + count).map(|i| format!("%{i}")).collect();
     names.join(", ")
 }
@@ -68,7 +68,7 @@ fn moves(count: usize, from: usize) -> String {
         .collect()
 }
 
-fn instruction(columns: usize, half: Half) -> String {
+pub(super) fn instruction(columns: usize, half: Half) -> String {
     let half = half.ptx();
     format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}")
 }

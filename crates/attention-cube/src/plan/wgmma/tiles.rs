@@ -34,7 +34,7 @@ impl Half {
         }
     }
 
-    pub(super) const fn of(dtype: DType) -> Option<Self> {
+    pub(crate) const fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F16 => Some(Self::F16),
             DType::BF16 => Some(Self::Bf16),

@@ -6,6 +6,7 @@ use super::{
     DecodeBackend, NUMBERS, Residual,
     heads::{HeadStridesLaunch, place_heads},
     likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
+    norm::norm,
     residual::residual,
     sums::Team,
 };
@@ -89,13 +90,23 @@ fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor
 }
 
 fn cube_count(client: &Client, cubes: usize) -> CubeCount {
-    let limit = client.properties().hardware.max_cube_count.0 as usize;
-    let rows = cubes.div_ceil(limit);
-    assert!(
-        cubes.is_multiple_of(rows),
+    let count = at_least(client, cubes);
+    let CubeCount::Static(columns, rows, _) = count else {
+        unreachable!("it is static");
+    };
+    assert_eq!(
+        columns as usize * rows as usize,
+        cubes,
         "{cubes} cubes fit no grid of this device"
     );
-    CubeCount::Static((cubes / rows) as u32, rows as u32, 1)
+    count
+}
+
+/// A grid of as many cubes, and sometimes of a few more, which a kernel must look for.
+fn at_least(client: &Client, cubes: usize) -> CubeCount {
+    let limit = client.properties().hardware.max_cube_count.0 as usize;
+    let rows = cubes.div_ceil(limit);
+    CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }
 
 fn addresses<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
@@ -137,7 +148,7 @@ fn launch_residual(
     unsafe {
         residual::launch_unchecked(
             &client,
-            cube_count(&client, rows),
+            at_least(&client, rows),
             CubeDim::new_1d(team(&client, vectors).units as u32),
             addresses([&stream]),
             stream.into_tensor_arg(),
@@ -149,6 +160,7 @@ fn launch_residual(
                 .into(),
             sum.clone().into_tensor_arg(),
             normed.clone().into_tensor_arg(),
+            rows as u32,
             vectors as u32,
             columns as f32,
             epsilon as f32,
@@ -170,10 +182,52 @@ struct HeadWeights {
     sin: CubeTensor,
 }
 
+fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
+    let client = input.client.clone();
+    let input = into_contiguous(input);
+    let shape = [input.meta.shape()[0], input.meta.shape()[1]];
+    let [rows, columns] = shape;
+    let vector = vector_size(&client, input.dtype.size(), &[columns]);
+    let vectors = columns / vector;
+    let output = empty(&input, shape, input.dtype);
+    let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
+    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
+    unsafe {
+        norm::launch_unchecked(
+            &client,
+            at_least(&client, rows),
+            CubeDim::new_1d(team(&client, vectors).units as u32),
+            addresses([&input]),
+            input.clone().into_tensor_arg(),
+            weight
+                .map(|weight| into_contiguous(weight).into_tensor_arg())
+                .into(),
+            output.clone().into_tensor_arg(),
+            rows as u32,
+            vectors as u32,
+            columns as f32,
+            epsilon as f32,
+            team(&client, vectors),
+            dtype_to_storage_type(input.dtype),
+            dtype_to_storage_type(of_weight),
+            vector,
+        );
+    }
+    output
+}
+
+/// `[rows, heads, 1, head_dim]`, of a projection and its rotation's table.
+fn heads(projected: &CubeTensor, cos: &CubeTensor) -> [usize; 4] {
+    let head_dim = 2 * cos.meta.shape()[1];
+    let [rows, columns] = [projected.meta.shape()[0], projected.meta.shape()[1]];
+    [rows, columns / head_dim, 1, head_dim]
+}
+
+/// Without `positions`, rows are at the tables' positions in their order, and from their beginning again after the last.
 fn launch_heads(
     projected: CubeTensor,
     weights: Option<HeadWeights>,
-    positions: CubeTensor,
+    positions: Option<CubeTensor>,
     target: &CubeTensor,
     epsilon: f64,
 ) {
@@ -184,6 +238,10 @@ fn launch_heads(
     let strides = target.meta.strides();
     assert_eq!(strides[3], 1, "a head's channels lie together");
     let team = team(&client, head_dim / 2);
+    let positions_in_order = match &weights {
+        Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
+        None => 1,
+    };
     let (weight, cos, sin) = match weights {
         Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
         None => (None, None, None),
@@ -192,23 +250,29 @@ fn launch_heads(
         |tensor: Option<CubeTensor>| tensor.map(|tensor| into_contiguous(tensor).into_tensor_arg());
     let (element, integer) = (
         dtype_to_storage_type(projected.dtype),
-        dtype_to_storage_type(positions.dtype),
+        dtype_to_storage_type(
+            positions
+                .as_ref()
+                .map_or(NUMBERS, |positions| positions.dtype),
+        ),
     );
     // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
     // cache has room for, and writes one slot of that head.
     unsafe {
         place_heads::launch_unchecked(
             &client,
-            cube_count(&client, rows * heads),
+            at_least(&client, rows * heads),
             CubeDim::new_1d(team.units as u32),
             addresses([&projected, target]),
             projected.into_tensor_arg(),
             argument(weight).into(),
             argument(cos).into(),
             argument(sin).into(),
-            into_contiguous(positions).into_tensor_arg(),
+            argument(positions).into(),
             target.clone().into_tensor_arg(),
             HeadStridesLaunch::new(strides[0] as u32, strides[1] as u32, strides[2] as u32),
+            rows as u32,
+            positions_in_order as u32,
             heads as u32,
             (head_dim / 2) as u32,
             slots as u32,
@@ -330,13 +394,35 @@ impl DecodeBackend for CubeBackend {
         positions: IntTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        let head_dim = 2 * cos.meta.shape()[1];
-        let [rows, columns] = [projected.meta.shape()[0], projected.meta.shape()[1]];
-        let shape = [rows, columns / head_dim, 1, head_dim];
-        let target = empty(&projected, shape, projected.dtype);
+        let target = empty(&projected, heads(&projected, &cos), projected.dtype);
         let weights = HeadWeights { weight, cos, sin };
-        launch_heads(projected, Some(weights), positions, &target, epsilon);
+        launch_heads(projected, Some(weights), Some(positions), &target, epsilon);
         target
+    }
+
+    fn heads_in_order(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        let target = empty(&projected, heads(&projected, &cos), projected.dtype);
+        let weights = HeadWeights { weight, cos, sin };
+        launch_heads(projected, Some(weights), None, &target, epsilon);
+        target
+    }
+
+    fn norm(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        launch_norm(input, Some(weight), epsilon)
+    }
+
+    fn norm_without_weight(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self> {
+        launch_norm(input, None, epsilon)
     }
 
     fn write_keys(
@@ -349,7 +435,7 @@ impl DecodeBackend for CubeBackend {
         epsilon: f64,
     ) -> FloatTensor<Self> {
         let weights = HeadWeights { weight, cos, sin };
-        launch_heads(projected, Some(weights), positions, &buffer, epsilon);
+        launch_heads(projected, Some(weights), Some(positions), &buffer, epsilon);
         buffer
     }
 
@@ -359,7 +445,7 @@ impl DecodeBackend for CubeBackend {
         buffer: FloatTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        launch_heads(projected, None, positions, &buffer, epsilon);
+        launch_heads(projected, None, Some(positions), &buffer, epsilon);
         buffer
     }
 

@@ -1,0 +1,135 @@
+//! Launches the matrix product of Hopper.
+
+use super::*;
+use crate::kernel::product::{MatrixGridLaunch, product};
+use crate::plan::wgmma::{Half, Major, MatrixTiles, PRODUCT_ROWS, SUBTILE, TOGETHER};
+use cubecl::prelude::{CubeDim, TensorMapArg, TensorMapSwizzle, Tiled, TiledArgs};
+
+/// `[rows, inner]` times `[inner, columns]` of f16 or bf16, summed in f32 and rounded once, at the speed of Hopper's matrix
+/// units; `None` where the device is no Hopper, or where the copy engine cannot read an operand or write the result.
+///
+/// It reads either operand along either dimension: each must have one that lies together, and a stride of a multiple of 16
+/// bytes along the other. The result, `[rows, columns]`, needs a multiple of 8 columns. For the projections around
+/// attention and their gradients.
+///
+/// # Panics
+/// If an operand is no matrix.
+pub fn matrix_product(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+    let client = lhs.client.clone();
+    let half = Half::of(lhs.dtype)?;
+    if rhs.dtype != lhs.dtype || !profile(&client).hopper {
+        return None;
+    }
+    let [rows, inner] = shape(lhs);
+    let [_, columns] = shape(rhs);
+    let fits = rows > 0 && inner > 0 && columns > 0 && columns.is_multiple_of(BOX_ALIGNMENT / 2);
+    if !fits
+        || [rows, inner, columns]
+            .into_iter()
+            .any(|length| length > LONGEST)
+    {
+        return None;
+    }
+    let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
+    let multiprocessors = client
+        .properties()
+        .hardware
+        .num_streaming_multiprocessors
+        .unwrap_or(1) as usize;
+    let tiles = MatrixTiles::choose(
+        [rows, inner, columns],
+        multiprocessors,
+        [lhs_major, rhs_major],
+        half,
+    );
+    let output = empty(lhs, [rows, columns], lhs.dtype);
+    let grid = [
+        rows.div_ceil(MatrixTiles::ROWS),
+        columns.div_ceil(tiles.columns),
+    ];
+    let cubes = multiprocessors.min(grid[0] * grid[1]);
+    let extent = |major, outer| match major {
+        Major::Inner => outer,
+        Major::Outer => MatrixTiles::DEPTH,
+    };
+    // SAFETY: the copy engine stays inside the shapes of its maps.
+    unsafe {
+        product::launch_unchecked(
+            &client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(MatrixTiles::UNITS as u32),
+            map(lhs, [0, 1], lhs_major, extent(lhs_major, MatrixTiles::ROWS)),
+            map(rhs, [1, 0], rhs_major, extent(rhs_major, tiles.columns)),
+            map(&output, [0, 1], Major::Inner, PRODUCT_ROWS),
+            MatrixGridLaunch::new(
+                grid[0] as u32,
+                grid[1] as u32,
+                TOGETHER as u32,
+                inner.div_ceil(MatrixTiles::DEPTH) as u32,
+            ),
+            tiles,
+            dtype_to_storage_type(lhs.dtype),
+            tiles.columns / 2,
+        );
+    }
+    Some(output)
+}
+
+/// Strides that the copy engine takes are multiples of so many bytes.
+const BOX_ALIGNMENT: usize = 16;
+
+/// Coordinates are 32 bits wide.
+const LONGEST: usize = i32::MAX as usize / 2;
+
+fn shape(matrix: &CubeTensor) -> [usize; 2] {
+    [matrix.meta.shape()[0], matrix.meta.shape()[1]]
+}
+
+/// Which of the dimensions, the operand's own and the inner one, lies together, if the copy engine reads the operand.
+fn major(matrix: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Major> {
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let reads = |together: usize, apart: usize| {
+        let stride = strides[apart] * matrix.dtype.size();
+        let is_legal = stride > 0 && stride.is_multiple_of(BOX_ALIGNMENT);
+        (strides[together] == 1 || shape[together] == 1) && (is_legal || shape[apart] == 1)
+    };
+    if reads(inner, outer) {
+        return Some(Major::Inner);
+    }
+    reads(outer, inner).then_some(Major::Outer)
+}
+
+/// How the copy engine sees an operand: boxes of 64 elements that lie together, and `extent` of them.
+fn map(
+    matrix: &CubeTensor,
+    [outer, inner]: [usize; 2],
+    major: Major,
+    extent: usize,
+) -> TensorMapArg<Tiled> {
+    let [apart, together] = match major {
+        Major::Inner => [outer, inner],
+        Major::Outer => [inner, outer],
+    };
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let row = match shape[apart] {
+        // A stride that nothing is read by must still be a legal one.
+        1 => shape[together].next_multiple_of(SUBTILE),
+        _ => strides[apart],
+    };
+    let shape = [1, 1, shape[apart], shape[together]];
+    let whole = row * shape[2];
+    let strides = [whole, whole, row, 1];
+    // SAFETY: the shape and the strides reach the same elements as the matrix's.
+    let view = unsafe {
+        TensorArg::from_raw_parts(
+            matrix.handle.clone(),
+            strides.to_vec().into(),
+            Shape::from(shape.to_vec()),
+        )
+    };
+    let args = TiledArgs {
+        tile_size: Shape::from(vec![1, 1, extent, SUBTILE]),
+    };
+    TensorMapArg::new(args, view, dtype_to_storage_type(matrix.dtype))
+        .with_swizzle(TensorMapSwizzle::B128)
+}

@@ -1,0 +1,92 @@
+//! Products with weights and their gradients: as exact as one rounding of the exact product allows, whatever the matrices'
+//! sizes, and nothing beside a sliced matrix is read.
+
+use crate::{devices::devices, fixture::values};
+use burn::{
+    module::Param,
+    tensor::{DType, Device, Distribution, Tensor},
+};
+use burn_gemma4::layer::Linear;
+
+/// `[rows, inner, columns]`: of tiles, less, more, and of lengths that no tile divides.
+const SHAPES: [[usize; 3]; 5] = [
+    [128, 64, 256],
+    [2, 8, 8],
+    [130, 72, 200],
+    [260, 136, 520],
+    [64, 1544, 72],
+];
+
+/// Numbers that `dtype` holds exactly, as a slice of a larger matrix of NaN where it is `sliced`.
+fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Tensor<2> {
+    let [rows, columns] = shape;
+    let numbers = Tensor::<2>::random(shape, Distribution::Default, device) - 0.5;
+    let numbers = numbers.cast(dtype);
+    if !sliced {
+        return numbers;
+    }
+    let around = Tensor::<2>::full([rows + 3, columns + 8], f32::NAN, (device, dtype));
+    around
+        .slice_assign([0..rows, 0..columns], numbers)
+        .slice([0..rows, 0..columns])
+}
+
+/// The output of a layer, and the gradients of its input and of its weight.
+fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<2>; 3] {
+    let (input, weight) = (input.require_grad(), weight.require_grad());
+    let linear = Linear {
+        weight: Param::from_tensor(weight),
+    };
+    let output = linear.forward(input.clone().unsqueeze()).squeeze_dim(0);
+    let gradients = (output.clone() * gradient).sum().backward();
+    let of_weight = linear.weight.val().grad(&gradients);
+    [
+        output.inner(),
+        input.grad(&gradients).expect("of the input"),
+        of_weight.expect("of the weight"),
+    ]
+}
+
+#[test]
+fn are_rounded_once() {
+    for device in devices() {
+        for dtype in [DType::BF16, DType::F16] {
+            if !device.device.supports_dtype(dtype) || !device.supports(dtype) {
+                continue;
+            }
+            device.device.seed(1);
+            for [rows, inner, columns] in SHAPES {
+                for sliced in [false, true] {
+                    let tracked = device.device.clone().autodiff();
+                    let exact = Device::flex().autodiff();
+                    let operands = [[rows, inner], [columns, inner], [rows, columns]]
+                        .map(|shape| matrix(shape, sliced, dtype, &device.device));
+                    let [input, weight, gradient] = operands.each_ref().map(|operand| {
+                        Tensor::<2>::from_data(operand.clone().into_data(), (&exact, DType::F32))
+                    });
+                    let expected = outcome(input, weight, gradient);
+                    let [input, weight, gradient] =
+                        operands.map(|operand| Tensor::from_inner(operand).to_device(&tracked));
+                    let found = outcome(input, weight, gradient);
+                    for (which, (found, expected)) in found.into_iter().zip(expected).enumerate() {
+                        let rounded = values(expected.clone().cast(dtype).cast(DType::F32));
+                        let (found, expected) = (values(found), values(expected));
+                        let of = |values: &[f32]| {
+                            let pairs = values.iter().zip(&expected);
+                            let squares: f64 = pairs.map(|(a, b)| f64::from(a - b).powi(2)).sum();
+                            (squares / values.len() as f64).sqrt()
+                        };
+                        assert!(
+                            of(&found) <= 2.0 * of(&rounded),
+                            "{}, {dtype:?}, {:?}, sliced {sliced}, result {which}: errs by {:.2e}, rounding by {:.2e}",
+                            device.name,
+                            [rows, inner, columns],
+                            of(&found),
+                            of(&rounded),
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
