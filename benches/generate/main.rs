@@ -23,7 +23,7 @@ use burn::{
     module::Module,
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Cache, Gemma4Model, Logits};
+use burn_gemma4::{Cache, Gemma4Model, Logits, Next};
 use clap::Parser;
 use launches::observe;
 use models::{Shape, keys_read, weights_read};
@@ -279,7 +279,8 @@ impl Bench {
             let asked = if last { Logits::Last(1) } else { Logits::None };
             let logits = model.step(tokens, &mut cache, asked)?;
             if last {
-                return Ok((cache, likeliest(logits)?));
+                let logits = logits.ok_or("logits were asked for")?;
+                return Ok((cache, Next::of(logits).likeliest()?));
             }
         }
     }
@@ -291,15 +292,4 @@ fn prompt(model: &Gemma4Model, batch: usize, context: usize) -> Vec<i32> {
     (0..batch * context)
         .map(|index| (index * 7919 % vocabulary) as i32)
         .collect()
-}
-
-/// The likeliest tokens, on the host.
-fn likeliest(logits: Option<Tensor<3>>) -> Result<Vec<u32>, Error> {
-    let logits = logits.ok_or("logits were asked for")?;
-    Ok(logits
-        .argmax(2)
-        .try_into_data()?
-        .iter::<i64>()
-        .map(|token| token as u32)
-        .collect())
 }

@@ -7,7 +7,7 @@ use burn::{
     optim::{GradientsParams, ModuleOptimizer},
     tensor::{Device, Distribution, Int, Tensor},
 };
-use burn_gemma4::{Gemma4Config, Gemma4Model, LayerType};
+use burn_gemma4::{Gemma4Config, Gemma4Model, LayerType, layer::Linear};
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
@@ -155,20 +155,18 @@ fn products(model: &Gemma4Model, [all, last]: [usize; 2]) -> Result<f64, Error> 
         shapes: BTreeMap::new(),
     };
     model.visit(&mut matrices);
-    let device = model.device().inner();
+    let device = model.device();
     let mut sum = 0.0;
     for ((is_shared, [output, input]), count) in matrices.shapes {
         let rows = if is_shared { last } else { all };
-        let rows_in = random([rows, input], &device);
-        let weight = random([output, input], &device);
-        let gradient = random([rows, output], &device);
+        let rows_in = random([1, rows, input], &device).require_grad();
+        let gradient = random([1, rows, output], &device);
+        let linear = Linear {
+            weight: Param::from_tensor(random([output, input], &device)),
+        };
         let once = seconds(&device, || {
-            let (x, w, g) = (rows_in.clone(), weight.clone(), gradient.clone());
-            [
-                x.clone().matmul(w.clone().transpose()),
-                g.clone().matmul(w),
-                g.transpose().matmul(x),
-            ]
+            let output = linear.forward(rows_in.clone()) * gradient.clone();
+            output.sum().backward()
         })?;
         sum += count as f64 * once;
     }

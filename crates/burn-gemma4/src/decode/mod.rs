@@ -5,6 +5,8 @@ mod captured;
 #[cfg(feature = "cube")]
 pub(crate) mod position;
 
+#[cfg(feature = "cube")]
+use crate::kernel;
 use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
@@ -208,8 +210,8 @@ impl Next<'_> {
         }
     }
 
-    /// What `[batch, 1, vocabulary]` says.
-    pub(crate) fn of(logits: Tensor<3>) -> Self {
+    /// What logits of one position say, `[batch, 1, vocabulary]`, such as those of a prompt's last one.
+    pub fn of(logits: Tensor<3>) -> Self {
         Self::new(logits.squeeze_dim(1), None)
     }
 
@@ -220,6 +222,8 @@ impl Next<'_> {
     pub fn likeliest(self) -> Result<Vec<u32>, Gemma4Error> {
         let tokens = match self.likeliest {
             Some(tokens) => tokens,
+            #[cfg(feature = "cube")]
+            None if kernel::serve(&self.logits) => kernel::likeliest(self.logits),
             None => self.logits.argmax(1).squeeze_dim(1),
         };
         let tokens = tokens.try_into_data().map_err(failed)?;

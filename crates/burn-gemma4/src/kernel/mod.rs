@@ -8,6 +8,7 @@ mod cube;
 mod heads;
 mod likeliest;
 mod norm;
+mod norm_gradient;
 mod project;
 mod residual;
 mod sums;
@@ -26,10 +27,12 @@ pub(crate) const MOST_ROWS: usize = 8;
 
 /// Whether the kernels serve tensors of `dtype` on `device`.
 pub(crate) fn serves(device: &Device, dtype: DType) -> bool {
-    if device.is_autodiff() {
-        return false;
-    }
-    match device.as_dispatch() {
+    !device.is_autodiff() && runs(device, dtype)
+}
+
+/// Whether the device, tracking gradients or not, runs kernels on `dtype`: those with a backward of their own serve it.
+pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
+    match device.clone().without_autodiff().as_dispatch() {
         DispatchDevice::Cube(device) => cube::serves(device, dtype),
         #[allow(
             unreachable_patterns,
@@ -77,13 +80,12 @@ pub(crate) fn serve<const D: usize>(tensor: &Tensor<D>) -> bool {
     serves(&tensor.device(), tensor.dtype())
 }
 
-/// `x / √(mean(x²) + ε) · weight` of each row of `[rows, columns]`, by a weight `[columns]` of any dtype.
-pub(crate) fn norm(input: Tensor<2>, weight: Option<Tensor<1>>, epsilon: f64) -> Tensor<2> {
-    let input = input.into_dispatch();
-    float(match weight {
-        Some(weight) => Dispatch::norm(input, weight.into_dispatch(), epsilon),
-        None => Dispatch::norm_without_weight(input, epsilon),
-    })
+/// `x / √(mean(x²) + ε)` of each row of `[rows, columns]`.
+pub(crate) fn norm_without_weight(input: Tensor<2>, epsilon: f64) -> Tensor<2> {
+    float(Dispatch::norm_without_weight(
+        input.into_dispatch(),
+        epsilon,
+    ))
 }
 
 /// What a block adds to the residual stream.
@@ -264,6 +266,14 @@ mod metadata {
         )
     }
 
+    pub fn norm_gradients(input: &TensorSpec) -> NormGradientsMetadata {
+        let shape = [NORM_PARTS.min(input.shape[0]), input.shape[1]];
+        NormGradientsMetadata {
+            input: input.clone(),
+            weight: TensorSpec::new(Shape::new(shape), DType::F32),
+        }
+    }
+
     pub fn numbers(rows: &TensorSpec) -> TensorSpec {
         TensorSpec::new(Shape::new([rows.shape[0]]), NUMBERS)
     }
@@ -271,6 +281,35 @@ mod metadata {
 
 /// The dtype of tokens' numbers.
 const NUMBERS: DType = DType::I32;
+
+/// The gradient of a norm's input, and the parts whose sum is the weight's, `[parts, columns]` in f32.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct NormGradients<B: Backend> {
+    pub input: FloatTensor<B>,
+    pub weight: FloatTensor<B>,
+}
+
+/// Parts of the sums of a weight's gradient: enough to keep any device busy.
+const NORM_PARTS: usize = 256;
+
+/// The norm with a weight, which has a backward of its own.
+#[backend_extension(Cube, Autodiff, Fusion)]
+pub trait NormBackend: Backend {
+    /// `x / √(mean(x²) + ε) · weight` of each row of `[rows, columns]`, by a weight `[columns]` of any dtype.
+    #[fusion(meta = |input, _weight, _epsilon| input.clone())]
+    fn norm(input: FloatTensor<Self>, weight: FloatTensor<Self>, epsilon: f64)
+    -> FloatTensor<Self>;
+
+    /// Its gradients.
+    #[fusion(meta = |input, _weight, _gradient, _epsilon| metadata::norm_gradients(input))]
+    fn norm_gradients(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        gradient: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> NormGradients<Self>;
+}
 
 /// The kernels as operators of a backend. The functions above say what they compute.
 #[backend_extension(Cube, Fusion)]
@@ -342,10 +381,6 @@ pub trait DecodeBackend: Backend {
         sin: FloatTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self>;
-
-    #[fusion(meta = |input, _weight, _epsilon| input.clone())]
-    fn norm(input: FloatTensor<Self>, weight: FloatTensor<Self>, epsilon: f64)
-    -> FloatTensor<Self>;
 
     #[fusion(meta = |input, _epsilon| input.clone())]
     fn norm_without_weight(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self>;

@@ -9,6 +9,9 @@ pub mod mlp;
 pub mod norm;
 pub mod rope;
 
+#[cfg(feature = "cube")]
+mod norm_step;
+
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
 

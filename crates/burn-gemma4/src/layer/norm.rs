@@ -2,6 +2,8 @@
 
 use super::constant;
 #[cfg(feature = "cube")]
+use super::norm_step;
+#[cfg(feature = "cube")]
 use crate::kernel;
 use burn::{
     module::{Module, Param},
@@ -34,8 +36,9 @@ impl RmsNorm {
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let weight = self.weight.val();
         #[cfg(feature = "cube")]
-        if kernel::serve(&input) {
-            return by_kernel(input, Some(weight), self.epsilon);
+        if kernel::runs(&input.device(), input.dtype()) {
+            let shape = input.dims();
+            return norm_step::norm(rows(input), weight, self.epsilon).reshape(shape);
         }
         let dtype = input.dtype();
         let weight = weight.cast(DType::F32).unsqueeze::<D>();
@@ -69,20 +72,11 @@ impl RmsNorm {
 pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
     #[cfg(feature = "cube")]
     if kernel::serve(&input) {
-        return by_kernel(input, None, epsilon);
+        let shape = input.dims();
+        return kernel::norm_without_weight(rows(input), epsilon).reshape(shape);
     }
     let dtype = input.dtype();
     normalize_f32(input, epsilon).cast(dtype)
-}
-
-#[cfg(feature = "cube")]
-fn by_kernel<const D: usize>(
-    input: Tensor<D>,
-    weight: Option<Tensor<1>>,
-    epsilon: f64,
-) -> Tensor<D> {
-    let shape = input.dims();
-    kernel::norm(rows(input), weight, epsilon).reshape(shape)
 }
 
 /// All dimensions but the last as one.

@@ -3,10 +3,11 @@
 mod product;
 
 use super::{
-    DecodeBackend, NUMBERS, Residual,
+    DecodeBackend, NORM_PARTS, NUMBERS, NormBackend, NormGradients, Residual,
     heads::{HeadStridesLaunch, place_heads},
     likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
     norm::norm,
+    norm_gradient::norm_gradient,
     residual::residual,
     sums::Team,
 };
@@ -315,6 +316,72 @@ fn launch_likeliest(
     [largest, numbers]
 }
 
+fn launch_norm_gradient(
+    input: CubeTensor,
+    weight: CubeTensor,
+    gradient: CubeTensor,
+    epsilon: f64,
+) -> NormGradients<CubeBackend> {
+    let client = input.client.clone();
+    let (input, gradient) = (into_contiguous(input), into_contiguous(gradient));
+    let shape = [input.meta.shape()[0], input.meta.shape()[1]];
+    let [rows, columns] = shape;
+    let vector = vector_size(&client, size_of::<f32>(), &[columns]);
+    let vectors = columns / vector;
+    let team = team(&client, vectors);
+    let parts = NORM_PARTS.min(rows);
+    let of_input = empty(&input, shape, input.dtype);
+    let of_weight = empty(&input, [parts, columns], DType::F32);
+    let element = dtype_to_storage_type(input.dtype);
+    let weight_element = dtype_to_storage_type(weight.dtype);
+    // SAFETY: a cube reads and writes rows below `rows` of `vectors` vectors, which all tensors have, and its part.
+    unsafe {
+        norm_gradient::launch_unchecked(
+            &client,
+            cube_count(&client, parts),
+            CubeDim::new_1d(team.units as u32),
+            addresses([&input]),
+            input.into_tensor_arg(),
+            into_contiguous(weight).into_tensor_arg(),
+            gradient.into_tensor_arg(),
+            of_input.clone().into_tensor_arg(),
+            of_weight.clone().into_tensor_arg(),
+            rows as u32,
+            vectors as u32,
+            columns as f32,
+            epsilon as f32,
+            vectors.div_ceil(team.units),
+            team,
+            element,
+            weight_element,
+            vector,
+        );
+    }
+    NormGradients {
+        input: of_input,
+        weight: of_weight,
+    }
+}
+
+impl NormBackend for CubeBackend {
+    fn norm(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        launch_norm(input, Some(weight), epsilon)
+    }
+
+    fn norm_gradients(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        gradient: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> NormGradients<Self> {
+        launch_norm_gradient(input, weight, gradient, epsilon)
+    }
+}
+
 impl DecodeBackend for CubeBackend {
     fn project_rows(
         input: FloatTensor<Self>,
@@ -411,14 +478,6 @@ impl DecodeBackend for CubeBackend {
         let weights = HeadWeights { weight, cos, sin };
         launch_heads(projected, Some(weights), None, &target, epsilon);
         target
-    }
-
-    fn norm(
-        input: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        epsilon: f64,
-    ) -> FloatTensor<Self> {
-        launch_norm(input, Some(weight), epsilon)
     }
 
     fn norm_without_weight(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self> {
