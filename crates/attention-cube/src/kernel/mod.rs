@@ -11,6 +11,7 @@ pub(crate) mod layout;
 pub(crate) mod mask_bits;
 #[cfg(feature = "cuda")]
 pub(crate) mod ptx;
+pub(crate) mod rounding;
 pub(crate) mod schedule;
 pub(crate) mod score;
 pub(crate) mod softmax;
