@@ -129,9 +129,11 @@ pub(crate) fn backward<B: Backend>(
     let dbias = bias
         .filter(|_| request.bias)
         .map(|bias| cast::<B>(sum_to::<B>(ds.clone(), &bias.shape()), bias.dtype()));
-    let dsinks = sinks
-        .filter(|_| request.sinks)
-        .map(|original| sinks_gradient::<B>(original, logsumexp, delta, problem));
+    let dsinks = sinks.filter(|_| request.sinks).map(|original| {
+        let dtype = original.dtype();
+        let gradient = sinks_gradient::<B>(original, logsumexp, delta, problem);
+        cast::<B>(gradient, dtype)
+    });
 
     let ds = match scores.softcap_slope {
         Some(slope) => B::float_mul(ds, slope),
@@ -150,7 +152,7 @@ pub(crate) fn backward<B: Backend>(
 }
 
 /// The sinks' gradient, `−Σ exp(sink − lse)·Δ` over the batch and the queries: a sink is a score whose
-/// value is zero. `logsumexp` and `delta` are `[batch, q_heads, q_len, 1]`.
+/// value is zero. `logsumexp` and `delta` are `[batch, q_heads, q_len, 1]`, and the gradient has their dtype.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
     logsumexp: FloatTensor<B>,
@@ -159,10 +161,11 @@ pub(crate) fn sinks_gradient<B: Backend>(
 ) -> FloatTensor<B> {
     let compute = logsumexp.dtype();
     let per_head = Shape::new([1, problem.q_heads, 1, 1]);
-    let scores = B::float_reshape(cast::<B>(sinks.clone(), compute), per_head.clone());
+    let shape = sinks.shape();
+    let scores = B::float_reshape(cast::<B>(sinks, compute), per_head.clone());
     let p = B::float_exp(B::float_sub(scores, logsumexp));
     let gradient = sum_to::<B>(B::float_neg(B::float_mul(p, delta)), &per_head);
-    cast::<B>(B::float_reshape(gradient, sinks.shape()), sinks.dtype())
+    B::float_reshape(gradient, shape)
 }
 
 /// No query or no key: output 0, logsumexp −∞ or the sink.

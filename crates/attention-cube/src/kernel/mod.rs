@@ -13,6 +13,7 @@ pub(crate) mod mask_bits;
 pub(crate) mod product;
 #[cfg(feature = "cuda")]
 pub(crate) mod ptx;
+pub(crate) mod rounding;
 pub(crate) mod schedule;
 pub(crate) mod score;
 pub(crate) mod softmax;

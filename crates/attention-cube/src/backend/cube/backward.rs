@@ -408,8 +408,7 @@ impl BackwardPass<'_> {
         vector: usize,
     ) -> CubeTensor {
         let client = self.rows.client.clone();
-        let dtype = self.problem.dtype;
-        let gradient = empty(&self.rows, input.meta.shape().clone(), dtype);
+        let gradient = empty(&self.rows, input.meta.shape().clone(), input.dtype);
         let vectors = gradient.meta.shape().num_elements() / vector;
         let units = 128;
         // SAFETY: one unit a vector of the gradient, the rest stops at once; each part is as large.
@@ -424,7 +423,7 @@ impl BackwardPass<'_> {
                 first / vector,
                 parts as u32,
                 vectors,
-                dtype_to_storage_type(dtype),
+                dtype_to_storage_type(input.dtype),
                 vector,
             );
         }
@@ -486,7 +485,8 @@ impl BackwardPass<'_> {
         gradient
     }
 
-    /// One number a head: Burn's own operations do, over the rows' lse and Δ.
+    /// One number a head: Burn's own operations do, over the rows' lse and Δ, except for converting it: that
+    /// rounds as the driver likes.
     fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
         let of_queries = |index: usize| {
@@ -502,6 +502,11 @@ impl BackwardPass<'_> {
             CubeBackend::float_swap_dims(terms, 2, 3)
         };
         let [logsumexp, delta] = [0, 1].map(of_queries);
-        reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, delta, problem)
+        let gradient =
+            reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, delta, problem);
+        match sinks.dtype {
+            DType::F32 => gradient,
+            _ => self.sum(&into_contiguous(gradient), 0, 1, sinks, 1),
+        }
     }
 }

@@ -7,6 +7,7 @@
 use super::{BackwardKind, row_terms_of, score_gradient};
 use crate::kernel::engine::unit::{Vec4, multiply_transposed, tile_column, tile_row};
 use crate::kernel::layout::head_rows;
+use crate::kernel::rounding::rounded;
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
 use crate::kernel::visibility::{Extent, is_whole, sight, visible_keys};
@@ -217,12 +218,12 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 for x in 0..comptime!(tiles.columns()) {
                     all += partial[x];
                 }
-                gradient[target] = F::cast_from(all);
+                gradient[target] = rounded::<F>(all);
             }
         } else if column < comptime!(tiles.columns())
             && first_column + (column as i32) < extent.kv_len
         {
-            gradient[target + first_column as usize + column] = F::cast_from(column_sum);
+            gradient[target + first_column as usize + column] = rounded::<F>(column_sum);
         }
     } else if comptime!(broadcast.keys) {
         sync_cube();
@@ -244,7 +245,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             for x in 0..tiles.column_units {
                 row_sum += partial[row * tiles.column_units + x];
             }
-            gradient[target + (first_row as usize + row) * row_stride] = F::cast_from(row_sum);
+            gradient[target + (first_row as usize + row) * row_stride] = rounded::<F>(row_sum);
         }
     } else {
         #[unroll]
@@ -255,7 +256,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 let column = first_column + tile_column(unit_column, c, tiles) as i32;
                 if row < extent.q_len && column < extent.kv_len {
                     gradient[target + row as usize * row_stride + column as usize] =
-                        F::cast_from(sum[comptime!(k * tiles.columns_per_unit() + c)]);
+                        rounded::<F>(sum[comptime!(k * tiles.columns_per_unit() + c)]);
                 }
             }
         }

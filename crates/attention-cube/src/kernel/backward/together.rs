@@ -21,6 +21,7 @@ use super::{BackwardKind, key_value::block_scores};
 use crate::kernel::engine::direct::{Division, add_iterations, add_transposed, store_transposed};
 use crate::kernel::engine::unit::{Vec4, store_tile};
 use crate::kernel::layout::{Rows, head_rows, row_offset};
+use crate::kernel::rounding::rounded_vector;
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::{
@@ -342,5 +343,5 @@ pub(crate) fn sum_parts<E: Float, N: Size>(
     for part in 0..count as usize {
         sum += gradients[first + part * vectors + index];
     }
-    target[index] = Vector::cast_from(sum);
+    target[index] = rounded_vector::<E, N>(sum);
 }

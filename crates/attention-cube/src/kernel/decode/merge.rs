@@ -4,6 +4,7 @@
 //! Budget: no shared memory, 4 accumulators. Bound by memory: it reads `splits` partial outputs once. One
 //! unit has 4 columns of one row, and computes the row's weights for itself.
 
+use crate::kernel::rounding::rounded_vector;
 use crate::kernel::score::HIDDEN;
 use cubecl::prelude::*;
 
@@ -55,7 +56,7 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
     }
     let empty = sum == 0.0f32;
     let factor = select(empty, 0.0f32, 1.0f32 / sum);
-    output[index] = Vector::<O, N>::cast_from(total * Vector::<f32, N>::cast_from(factor));
+    output[index] = rounded_vector::<O, N>(total * Vector::<f32, N>::cast_from(factor));
     if column == 0 {
         logsumexp[row] = select(empty, negative_infinity, largest + sum.ln());
     }

@@ -17,6 +17,7 @@
 
 use super::direct;
 use crate::kernel::layout::{Rows, row_offset};
+use crate::kernel::rounding::rounded;
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
@@ -443,7 +444,7 @@ pub(crate) fn store_output<E: Float, N: Size>(
                         let mut stored = Vector::<E, N>::empty();
                         #[unroll]
                         for lane in 0..4usize {
-                            stored.insert(lane, E::cast_from(values.extract(lane) * factor));
+                            stored.insert(lane, rounded::<E>(values.extract(lane) * factor));
                         }
                         target[(offset + column) / 4] = stored;
                     }
@@ -452,7 +453,7 @@ pub(crate) fn store_output<E: Float, N: Size>(
                     for lane in 0..4usize {
                         if ((column + lane) as u32) < rows.columns {
                             target[offset + column + lane] =
-                                Vector::cast_from(E::cast_from(values.extract(lane) * factor));
+                                Vector::cast_from(rounded::<E>(values.extract(lane) * factor));
                         }
                     }
                 }

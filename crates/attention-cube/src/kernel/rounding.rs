@@ -1,0 +1,131 @@
+//! Rounding f32 to the element of an output: to the nearest, of two to the even one.
+//!
+//! Vulkan leaves it to the driver how a conversion to bf16 rounds, and NVIDIA's cuts the lower bits off. So
+//! bf16 is rounded in integers first: the conversion then finds nothing left to round.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+
+/// The element nearest to `value`.
+#[cube]
+pub(crate) fn rounded<E: Float>(value: f32) -> E {
+    E::cast_from(convertible::<E>(value))
+}
+
+/// The elements nearest to `values`.
+#[cube]
+pub(crate) fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N> {
+    if is_bfloat16::<E>() {
+        let mut result = Vector::<f32, N>::empty();
+        #[unroll]
+        for lane in 0..values.vector_size() {
+            result.insert(lane, convertible::<E>(values.extract(lane)));
+        }
+        Vector::cast_from(result)
+    } else {
+        Vector::cast_from(values)
+    }
+}
+
+/// A value that conversion to `E` rounds to the element nearest to `value`.
+#[cube]
+fn convertible<E: Float>(value: f32) -> f32 {
+    if is_bfloat16::<E>() {
+        nearest_bfloat16(value)
+    } else {
+        value
+    }
+}
+
+#[cube]
+fn is_bfloat16<E: Float>() -> comptime_type!(bool) {
+    let element = elem_type_of::<E>();
+    comptime!(element == ElemType::Float(FloatKind::BF16))
+}
+
+/// The nearest value whose lower 16 bits are zero, as bf16's are. A carry grows the exponent, up to infinity's.
+#[cube]
+fn nearest_bfloat16(value: f32) -> f32 {
+    let bits = u32::reinterpret(value);
+    let is_nan = (bits & 0x7fff_ffffu32) > 0x7f80_0000u32;
+    let to_nearest = bits + 0x7fffu32 + ((bits >> 16u32) & 1u32);
+    // Quiet, since a NaN may have nothing but lower bits.
+    let kept = select(is_nan, bits | 0x0040_0000u32, to_nearest);
+    f32::reinterpret(kept & 0xffff_0000u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::{
+        backend::DispatchDevice,
+        tensor::{Device, bf16},
+    };
+
+    const UNITS: usize = 64;
+
+    /// In bits, which no driver takes for numbers on the way; the device need not have `E` itself.
+    #[cube(launch_unchecked)]
+    fn convertible_bits<E: Float>(
+        values: &[u32],
+        results: &mut [u32],
+        #[define(E)] _element: ElemType,
+    ) {
+        if ABSOLUTE_POS < values.len() {
+            let value = f32::reinterpret(values[ABSOLUTE_POS]);
+            results[ABSOLUTE_POS] = u32::reinterpret(convertible::<E>(value));
+        }
+    }
+
+    /// Bits before the conversion to the element, from the default device.
+    fn before_conversion(values: &[u32], element: FloatKind) -> Vec<u32> {
+        let device = Device::default();
+        let DispatchDevice::Cube(device) = device.as_dispatch() else {
+            panic!("{device:?} runs no CubeCL kernels");
+        };
+        let client = device.client();
+        let source = client.create_from_slice(u32::as_bytes(values));
+        let target = client.empty(size_of_val(values));
+        // SAFETY: both buffers hold as many values as they are said to.
+        unsafe {
+            convertible_bits::launch_unchecked(
+                &client,
+                CubeCount::Static(values.len().div_ceil(UNITS) as u32, 1, 1),
+                CubeDim::new_1d(UNITS as u32),
+                BufferArg::from_raw_parts(source, values.len()),
+                BufferArg::from_raw_parts(target.clone(), values.len()),
+                ElemType::Float(element),
+            );
+        }
+        let bytes = client.read_one(target).expect("the kernel runs");
+        u32::from_bytes(&bytes).to_vec()
+    }
+
+    /// Lower halves about the tie under every upper half, and numbers from all over.
+    fn samples() -> Vec<u32> {
+        let lower = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+        let about_ties = (0..1 << 16).flat_map(|upper| lower.map(|lower| (upper << 16) | lower));
+        // An odd factor permutes all numbers.
+        let all_over = (0..1 << 20).map(|index: u32| index.wrapping_mul(0x9e37_79b1));
+        about_ties.chain(all_over).collect()
+    }
+
+    #[test]
+    fn bfloat16_is_the_nearest_or_of_two_the_even_one() {
+        let samples = samples();
+        let results = before_conversion(&samples, FloatKind::BF16);
+        assert_eq!(results.len(), samples.len());
+        for (value, result) in samples.into_iter().zip(results) {
+            let expected = u32::from(bf16::from_f32(f32::from_bits(value)).to_bits()) << 16;
+            assert_eq!(result, expected, "{value:#010x}");
+        }
+    }
+
+    #[test]
+    fn other_elements_are_left_to_the_device() {
+        let samples = samples();
+        for element in [FloatKind::F16, FloatKind::F32] {
+            assert_eq!(before_conversion(&samples, element), samples);
+        }
+    }
+}
