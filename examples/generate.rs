@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 /// What the checkpoint in this program goes on from where nobody says otherwise.
-const SAMPLE: &str = "Once upon a time";
+const SAMPLE: &str = "fn main";
 /// How long it waits for a prompt from a pipe where it could do without.
 const PATIENCE: Duration = Duration::from_secs(1);
 

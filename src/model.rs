@@ -57,7 +57,7 @@ impl ModelArguments {
             Some(folder) => Gemma4::load(folder, &chosen.device, options),
             None => {
                 note(
-                    "no --model: this is the tiny checkpoint in this program, good for a look only",
+                    "no --model: this is the small model in this program, which learned this project's own text",
                 );
                 Gemma4::embedded(&chosen.device, options)
             }

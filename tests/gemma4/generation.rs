@@ -176,8 +176,8 @@ fn what_cannot_be_generated_is_refused() {
             other => panic!("{other:?}"),
         };
     assert!(words(vec![], &good).contains("prompt: has no tokens"));
-    assert!(words(vec![2, 320], &good).contains("the token 320"));
-    assert!(words(vec![2; 600], &good).contains("600 tokens"));
+    assert!(words(vec![2, 2048], &good).contains("the token 2048"));
+    assert!(words(vec![2; 33_000], &good).contains("33000 tokens"));
     assert!(
         words(
             vec![2],
