@@ -313,7 +313,7 @@ pub trait NormBackend: Backend {
 
 /// The kernels as operators of a backend. The functions above say what they compute.
 #[backend_extension(Cube, Fusion)]
-pub trait DecodeBackend: Backend {
+pub trait InferenceBackend: Backend {
     #[fusion(meta = |input, weight, _cap| metadata::product(input, weight))]
     fn project_rows(
         input: FloatTensor<Self>,

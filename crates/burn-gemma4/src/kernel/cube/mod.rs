@@ -1,14 +1,12 @@
 //! Lays the operators out for a CubeCL device and launches them.
 
+mod norms;
 mod product;
 
 use super::{
-    DecodeBackend, NORM_PARTS, NUMBERS, NormBackend, NormGradients, Residual,
+    InferenceBackend, NUMBERS, Residual,
     heads::{HeadStridesLaunch, place_heads},
     likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
-    norm::norm,
-    norm_gradient::norm_gradient,
-    residual::residual,
     sums::Team,
 };
 use burn::{
@@ -31,6 +29,7 @@ use cubecl::{
     prelude::{AddressType, CubeCount, CubeDim},
 };
 
+use norms::{launch_norm, launch_residual};
 use product::{ProductOptions, launch_product};
 
 /// Buffers that a kernel binds at most, and what the runtime adds.
@@ -128,93 +127,11 @@ fn rows_of(tensor: CubeTensor) -> CubeTensor {
     }
 }
 
-fn launch_residual(
-    stream: CubeTensor,
-    added: CubeTensor,
-    weight: CubeTensor,
-    scalar: Option<CubeTensor>,
-    next_weight: Option<CubeTensor>,
-    epsilon: f64,
-) -> Residual<CubeBackend> {
-    let client = stream.client.clone();
-    let (stream, added) = (into_contiguous(stream), into_contiguous(added));
-    let shape = [stream.meta.shape()[0], stream.meta.shape()[1]];
-    let [rows, columns] = shape;
-    let vector = vector_size(&client, stream.dtype.size(), &[columns]);
-    let vectors = columns / vector;
-    let sum = empty(&stream, shape, stream.dtype);
-    let normed = empty(&stream, shape, stream.dtype);
-    let element = dtype_to_storage_type(stream.dtype);
-    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
-    unsafe {
-        residual::launch_unchecked(
-            &client,
-            at_least(&client, rows),
-            CubeDim::new_1d(team(&client, vectors).units as u32),
-            addresses([&stream]),
-            stream.into_tensor_arg(),
-            added.into_tensor_arg(),
-            into_contiguous(weight).into_tensor_arg(),
-            scalar.map(CubeTensor::into_tensor_arg).into(),
-            next_weight
-                .map(|weight| into_contiguous(weight).into_tensor_arg())
-                .into(),
-            sum.clone().into_tensor_arg(),
-            normed.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
-            team(&client, vectors),
-            element,
-            vector,
-        );
-    }
-    Residual {
-        stream: sum,
-        normed,
-    }
-}
-
 /// What turns and scales heads.
 struct HeadWeights {
     weight: CubeTensor,
     cos: CubeTensor,
     sin: CubeTensor,
-}
-
-fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
-    let client = input.client.clone();
-    let input = into_contiguous(input);
-    let shape = [input.meta.shape()[0], input.meta.shape()[1]];
-    let [rows, columns] = shape;
-    let vector = vector_size(&client, input.dtype.size(), &[columns]);
-    let vectors = columns / vector;
-    let output = empty(&input, shape, input.dtype);
-    let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
-    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
-    unsafe {
-        norm::launch_unchecked(
-            &client,
-            at_least(&client, rows),
-            CubeDim::new_1d(team(&client, vectors).units as u32),
-            addresses([&input]),
-            input.clone().into_tensor_arg(),
-            weight
-                .map(|weight| into_contiguous(weight).into_tensor_arg())
-                .into(),
-            output.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
-            team(&client, vectors),
-            dtype_to_storage_type(input.dtype),
-            dtype_to_storage_type(of_weight),
-            vector,
-        );
-    }
-    output
 }
 
 /// `[rows, heads, 1, head_dim]`, of a projection and its rotation's table.
@@ -316,73 +233,7 @@ fn launch_likeliest(
     [largest, numbers]
 }
 
-fn launch_norm_gradient(
-    input: CubeTensor,
-    weight: CubeTensor,
-    gradient: CubeTensor,
-    epsilon: f64,
-) -> NormGradients<CubeBackend> {
-    let client = input.client.clone();
-    let (input, gradient) = (into_contiguous(input), into_contiguous(gradient));
-    let shape = [input.meta.shape()[0], input.meta.shape()[1]];
-    let [rows, columns] = shape;
-    let vector = vector_size(&client, size_of::<f32>(), &[columns]);
-    let vectors = columns / vector;
-    let team = team(&client, vectors);
-    let parts = NORM_PARTS.min(rows);
-    let of_input = empty(&input, shape, input.dtype);
-    let of_weight = empty(&input, [parts, columns], DType::F32);
-    let element = dtype_to_storage_type(input.dtype);
-    let weight_element = dtype_to_storage_type(weight.dtype);
-    // SAFETY: a cube reads and writes rows below `rows` of `vectors` vectors, which all tensors have, and its part.
-    unsafe {
-        norm_gradient::launch_unchecked(
-            &client,
-            cube_count(&client, parts),
-            CubeDim::new_1d(team.units as u32),
-            addresses([&input]),
-            input.into_tensor_arg(),
-            into_contiguous(weight).into_tensor_arg(),
-            gradient.into_tensor_arg(),
-            of_input.clone().into_tensor_arg(),
-            of_weight.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
-            vectors.div_ceil(team.units),
-            team,
-            element,
-            weight_element,
-            vector,
-        );
-    }
-    NormGradients {
-        input: of_input,
-        weight: of_weight,
-    }
-}
-
-impl NormBackend for CubeBackend {
-    fn norm(
-        input: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        epsilon: f64,
-    ) -> FloatTensor<Self> {
-        launch_norm(input, Some(weight), epsilon)
-    }
-
-    fn norm_gradients(
-        input: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        gradient: FloatTensor<Self>,
-        epsilon: f64,
-    ) -> NormGradients<Self> {
-        launch_norm_gradient(input, weight, gradient, epsilon)
-    }
-}
-
-impl DecodeBackend for CubeBackend {
+impl InferenceBackend for CubeBackend {
     fn project_rows(
         input: FloatTensor<Self>,
         weight: FloatTensor<Self>,
