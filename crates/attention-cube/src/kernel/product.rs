@@ -92,7 +92,8 @@ pub(crate) fn product<E: Float, N: Size>(
         }
     } else {
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
-        let elected = u32::cast_from(UNIT_POS % 32u32 == 0u32);
+        let lane = UNIT_POS % 32u32;
+        let elected = u32::cast_from(lane == 0u32);
         let left = left_operand(stages, warpgroup, tiles);
         let right = right_operand(stages + comptime!(MatrixTiles::LHS_BYTES as u32), tiles);
         let staging = stages
@@ -202,7 +203,7 @@ fn fetch<E: Float>(
             stage += 1u32;
             if stage == comptime!(tiles.stages as u32) {
                 stage = 0u32;
-                parity = parity ^ 1u32;
+                parity = 1u32 - parity;
             }
             chunk += 1u32;
         }

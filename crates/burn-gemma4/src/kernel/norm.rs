@@ -17,7 +17,7 @@ pub(super) fn norm<E: Float, W: Float, N: Size>(
     epsilon: f32,
     #[comptime] team: Team,
     #[define(E)] _element: ElemType,
-    #[define(W)] _of_weight: ElemType,
+    #[define(W)] _weight_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     if CUBE_POS >= rows as usize {
@@ -42,7 +42,7 @@ pub(super) fn norm<E: Float, W: Float, N: Size>(
         #[comptime]
         match &weight {
             ComptimeOption::Some(weight) => {
-                value = value * Vector::<f32, N>::cast_from(weight[vector as usize]);
+                value *= Vector::<f32, N>::cast_from(weight[vector as usize]);
             }
             ComptimeOption::None => {}
         }

@@ -22,7 +22,7 @@ pub(super) fn norm_gradient<E: Float, W: Float, N: Size>(
     #[comptime] vectors_per_unit: usize,
     #[comptime] team: Team,
     #[define(E)] _element: ElemType,
-    #[define(W)] _of_weight: ElemType,
+    #[define(W)] _weight_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
