@@ -1,10 +1,5 @@
 //! The model: tokens to logits.
 
-#[cfg(feature = "cube")]
-use crate::decode::{
-    self,
-    position::{Layers, columns_of_layers, rows},
-};
 use crate::{
     Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing,
     layer::{
@@ -16,6 +11,14 @@ use crate::{
     },
     loss::cross_entropy,
     observe::{LayerSite, Observer, Site},
+};
+#[cfg(feature = "cube")]
+use crate::{
+    decode::{
+        self,
+        position::{Layers, columns_of_layers},
+    },
+    layer::flat_rows,
 };
 #[cfg(feature = "cube")]
 use burn::tensor::TensorData;
@@ -359,7 +362,7 @@ impl Gemma4Model {
                     && let (Context::After(cache), Some(step)) = (&mut context, &step)
                     && decode::serves(self, cache.batch())
                 {
-                    let last = |tensor: Tensor<3>| rows(tensor.narrow(1, count - 1, 1));
+                    let last = |tensor: Tensor<3>| flat_rows(tensor.narrow(1, count - 1, 1));
                     let inputs =
                         inputs.map(|inputs| columns_of_layers(inputs.narrow(1, count - 1, 1)));
                     let hidden =
@@ -499,7 +502,7 @@ impl Gemma4Model {
             && decode::serves(self, batch)
         {
             let cap = self.config.final_logit_softcapping;
-            return crate::kernel::project(rows(hidden), self.head(), cap).unsqueeze_dim(1);
+            return crate::kernel::project(flat_rows(hidden), self.head(), cap).unsqueeze_dim(1);
         }
         let logits = linear::project(hidden, self.head());
         match self.config.final_logit_softcapping {

@@ -10,6 +10,7 @@ use crate::{
     layer::{
         DecoderLayer, Linear,
         attention::{KeyValues, Visible},
+        flat_rows,
     },
     model::Sources,
 };
@@ -40,7 +41,7 @@ impl Position {
 
         let embedded = model.embed_tokens.forward(tokens.clone());
         let project = |input: Tensor<3>, weight| {
-            let projected = kernel::project(rows(input), weight, None);
+            let projected = kernel::project(flat_rows(input), weight, None);
             projected.unsqueeze_dim(1)
         };
         let own_inputs = model
@@ -63,7 +64,7 @@ impl Position {
         let normed = model.layers[0].input_layernorm.forward(embedded.clone());
         after(Part::Embedding);
 
-        let (stream, normed) = (rows(embedded), rows(normed));
+        let (stream, normed) = (flat_rows(embedded), flat_rows(normed));
         let mut sources = Sources::default();
         let normed = layers.run(0, stream, normed, &mut sources, Some(&targets), after);
 
@@ -74,12 +75,6 @@ impl Position {
         after(Part::Likeliest);
         (logits, likeliest)
     }
-}
-
-/// `[batch, 1, columns]` to `[batch, columns]`.
-pub(crate) fn rows(tensor: Tensor<3>) -> Tensor<2> {
-    let [batch, _, columns] = tensor.dims();
-    tensor.reshape([batch, columns])
 }
 
 /// `[batch, 1, layers, columns]` to `[batch, layers · columns]`.
@@ -127,7 +122,7 @@ impl Layers<'_> {
             let queries = self.queries_and_keys(index, normed, sources, targets, after);
             let read = layer.self_attn.attend(queries, sources.get(kind));
             after(Part::Attention);
-            let read = kernel::project(rows(read), layer.self_attn.o_proj.weight.val(), None);
+            let read = kernel::project(flat_rows(read), layer.self_attn.o_proj.weight.val(), None);
             after(Part::Projections);
 
             let norm = &layer.post_attention_layernorm;

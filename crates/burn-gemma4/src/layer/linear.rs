@@ -2,7 +2,7 @@
 
 #[cfg(feature = "cuda")]
 use super::product;
-use super::random;
+use super::{flat_rows, random};
 #[cfg(feature = "cuda")]
 use burn::tensor::DType;
 use burn::{
@@ -33,9 +33,9 @@ impl Linear {
 
 /// `[batch, positions, columns in]` times the transpose of `[columns out, columns in]`.
 pub(crate) fn project(input: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
-    let [batch, positions, columns] = input.dims();
+    let [batch, positions, _] = input.dims();
     let [output, _] = weight.dims();
-    rows(input.reshape([batch * positions, columns]), weight).reshape([batch, positions, output])
+    rows(flat_rows(input), weight).reshape([batch, positions, output])
 }
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.

@@ -41,6 +41,13 @@ fn constant<const D: usize>(value: f64, shape: [usize; D], device: &Device) -> P
     Initializer::Constant { value }.init(shape, device)
 }
 
+/// All dimensions but the last as one.
+pub(crate) fn flat_rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
+    let shape = tensor.dims();
+    let columns = shape[D - 1];
+    tensor.reshape([shape.iter().product::<usize>() / columns, columns])
+}
+
 /// GELU by its approximation through tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415), in f32, rounded once.
 ///
 /// Burn's own raises to the power of 3.0 in the input's dtype, which rounds bf16 several times.

@@ -2,7 +2,7 @@
 
 use super::constant;
 #[cfg(feature = "cube")]
-use super::norm_step;
+use super::{flat_rows, norm_step};
 #[cfg(feature = "cube")]
 use crate::kernel;
 use burn::{
@@ -38,7 +38,7 @@ impl RmsNorm {
         #[cfg(feature = "cube")]
         if kernel::runs(&input.device(), input.dtype()) {
             let shape = input.dims();
-            return norm_step::norm(rows(input), weight, self.epsilon).reshape(shape);
+            return norm_step::norm(flat_rows(input), weight, self.epsilon).reshape(shape);
         }
         let dtype = input.dtype();
         let weight = weight.cast(DType::F32).unsqueeze::<D>();
@@ -48,17 +48,23 @@ impl RmsNorm {
     /// `stream` and what a block adds to it, normalised, `[batch, positions, columns]` each.
     pub(crate) fn add_to(&self, stream: Tensor<3>, added: Tensor<3>) -> Tensor<3> {
         #[cfg(feature = "cube")]
-        if kernel::serve(&stream) && self.weight.val().dtype() == stream.dtype() {
+        if self.is_served_with(&stream) {
             let shape = stream.dims();
             let added = kernel::Added {
-                stream: rows(stream),
-                added: rows(added),
+                stream: flat_rows(stream),
+                added: flat_rows(added),
                 weight: self.weight.val(),
                 epsilon: self.epsilon,
             };
             return kernel::residual(added).reshape(shape);
         }
         stream + self.forward(added)
+    }
+
+    /// Whether kernels read the weight beside such a tensor.
+    #[cfg(feature = "cube")]
+    pub(crate) fn is_served_with<const D: usize>(&self, tensor: &Tensor<D>) -> bool {
+        kernel::serve(tensor) && self.weight.val().dtype() == tensor.dtype()
     }
 
     /// What is added to the mean of squares.
@@ -73,18 +79,10 @@ pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tenso
     #[cfg(feature = "cube")]
     if kernel::serve(&input) {
         let shape = input.dims();
-        return kernel::norm_without_weight(rows(input), epsilon).reshape(shape);
+        return kernel::norm_without_weight(flat_rows(input), epsilon).reshape(shape);
     }
     let dtype = input.dtype();
     normalize_f32(input, epsilon).cast(dtype)
-}
-
-/// All dimensions but the last as one.
-#[cfg(feature = "cube")]
-fn rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
-    let shape = tensor.dims();
-    let columns = shape[D - 1];
-    tensor.reshape([shape.iter().product::<usize>() / columns, columns])
 }
 
 fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {

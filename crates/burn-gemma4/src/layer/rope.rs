@@ -1,5 +1,7 @@
 //! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, some pairs still.
 
+#[cfg(feature = "cube")]
+use super::flat_rows;
 use super::{RmsNorm, attention::split_heads};
 #[cfg(feature = "cube")]
 use crate::kernel;
@@ -21,17 +23,13 @@ impl Rotation {
     pub fn heads(&self, projected: Tensor<3>, norm: &RmsNorm) -> Tensor<4> {
         let pairs = self.cos.dims()[3];
         #[cfg(feature = "cube")]
-        if kernel::serve(&projected) && norm.weight.val().dtype() == projected.dtype() {
+        if norm.is_served_with(&projected) {
             let [batch, positions, columns] = projected.dims();
-            let rows = |table: &Tensor<4>| {
-                let [sequences, _, positions, pairs] = table.dims();
-                table.clone().reshape([sequences * positions, pairs])
-            };
             let tables = kernel::RotationTables {
-                cos: rows(&self.cos),
-                sin: rows(&self.sin),
+                cos: flat_rows(self.cos.clone()),
+                sin: flat_rows(self.sin.clone()),
             };
-            let projected = projected.reshape([batch * positions, columns]);
+            let projected = flat_rows(projected);
             let heads =
                 kernel::heads_in_order(projected, norm.weight.val(), &tables, norm.epsilon());
             let shape = [batch, positions, columns / (2 * pairs), 2 * pairs];
