@@ -9,6 +9,7 @@
 //! ends of tiles; the two others each multiply 64 rows, and write their output while the next tile's chunks arrive.
 
 use super::engine::matrix::multiply_matrices;
+use super::engine::ring::stage_turn;
 use super::engine::wgmma::{descriptor, transposed_descriptor};
 use super::forward::{fragment::pair, output::await_stores, output::store_boxes};
 use super::ptx::{
@@ -104,6 +105,7 @@ pub(crate) fn product<E: Float, N: Size>(
         let mut passed = 0u32;
         while item < items {
             let at = corner(&grid, item, tiles);
+            let first = stage_turn(passed, tiles.stages);
             let sum = multiply_matrices::<N>(
                 left,
                 right,
@@ -111,8 +113,8 @@ pub(crate) fn product<E: Float, N: Size>(
                 empty,
                 elected,
                 grid.chunks,
-                passed % comptime!(tiles.stages as u32),
-                passed / comptime!(tiles.stages as u32) % 2u32,
+                first.stage,
+                first.parity,
                 tiles,
             );
             store_boxes::<N>(

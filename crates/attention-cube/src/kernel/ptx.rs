@@ -127,7 +127,12 @@ pub(crate) fn wait_text(label: &str, address: &str, offset: usize, parity: &str)
 
 /// Arrives in a text `times` times at the barrier at `address`, where the predicate `elected` holds.
 pub(crate) fn arrive_text(address: &str, times: usize) -> String {
-    format!("@elected mbarrier.arrive.release.cta.shared::cta.b64 _, [{address}], {times};\n")
+    arrive_where_text("elected", address, times)
+}
+
+/// [`arrive_text`] by another predicate.
+pub(crate) fn arrive_where_text(predicate: &str, address: &str, times: usize) -> String {
+    format!("@{predicate} mbarrier.arrive.release.cta.shared::cta.b64 _, [{address}], {times};\n")
 }
 
 /// Waits until the phase of parity `parity` is complete.

@@ -125,6 +125,10 @@ const ASSUMED_MULTIPROCESSORS: usize = 132;
 /// Blocks of keys that a part has at least where keys are split.
 const BLOCKS_PER_SPLIT: usize = 2;
 
+pub(crate) fn multiprocessors(device: &DeviceProfile) -> usize {
+    device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
+}
+
 /// Tiles for `problem`, or why there are none.
 pub fn plan(
     problem: &AttentionProblem,
@@ -252,7 +256,7 @@ fn splits(
     tiles: &ForwardTiles,
     cubes: usize,
 ) -> usize {
-    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
+    let multiprocessors = multiprocessors(device);
     let blocks = problem
         .visible_keys(tiles.rows())
         .div_ceil(tiles.keys())
@@ -262,7 +266,7 @@ fn splits(
 
 /// Cubes stay where tiles, or pairs of them, are equally heavy.
 fn residence(problem: &AttentionProblem, device: &DeviceProfile, cubes: usize) -> Residence {
-    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
+    let multiprocessors = multiprocessors(device);
     if cubes <= multiprocessors || problem.kv_lengths || problem.segments {
         return Residence::Leaves;
     }

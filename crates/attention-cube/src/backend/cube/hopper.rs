@@ -47,8 +47,7 @@ pub(super) fn forward(
     };
     let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
     let tile_rows = (!shares_tile).then_some(tiles.rows());
-    let (mask, mask_places) =
-        mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
+    let mask = mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
     let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
         dtype_to_storage_type(sinks.dtype)
@@ -102,7 +101,7 @@ pub(super) fn forward(
     let addresses = address_type(
         [&output, &logsumexp]
             .into_iter()
-            .chain(&mask)
+            .chain(&mask.bits)
             .chain(extras.tensors()),
     );
     let count = cube_count(&client, cubes);
@@ -129,7 +128,7 @@ pub(super) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
                 map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
-                mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                mask.argument().into(),
                 extras.bias().into(),
                 extras.integers().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
@@ -141,7 +140,7 @@ pub(super) fn forward(
                 places.extent(problem),
                 score_arguments(problem),
                 steps,
-                mask_places,
+                mask.places(),
                 problem.group() as u32,
                 power as f32,
                 tiles,
@@ -167,7 +166,7 @@ pub(super) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, ColumnTiles::KEYS], Some(1)),
                 map(&inputs.value, [1, ColumnTiles::VALUE_KEYS], value_subtiles),
-                mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                mask.argument().into(),
                 extras.bias().into(),
                 extras.integers().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
@@ -179,7 +178,7 @@ pub(super) fn forward(
                 places.extent(problem),
                 score_arguments(problem),
                 steps,
-                mask_places,
+                mask.places(),
                 problem.group() as u32,
                 power as f32,
                 tiles,
@@ -253,7 +252,17 @@ pub(super) fn map(
         tile_size.insert(2, subtiles);
         shape[4] = SUBTILE;
     }
-    // SAFETY: the shape and the strides reach the same elements as the tensor's, or fewer.
+    boxes(tensor, shape, strides, tile_size)
+}
+
+/// Boxes of `tile_size` elements of a view of the tensor, which reaches no other elements.
+pub(super) fn boxes(
+    tensor: &CubeTensor,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    tile_size: Vec<usize>,
+) -> TensorMapArg<Tiled> {
+    // SAFETY: the callers' shapes and strides reach the same elements as the tensor's, or fewer.
     let view = unsafe {
         TensorArg::from_raw_parts(tensor.handle.clone(), strides.into(), Shape::from(shape))
     };

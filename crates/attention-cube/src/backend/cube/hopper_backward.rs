@@ -3,6 +3,7 @@
 
 use super::backward::{BackwardPass, rows_of_queries};
 use super::hopper::{fragment_kind, is_in_pairs, is_single, map};
+use super::mask_bits::PackedMask;
 use super::*;
 use crate::kernel::backward::by_columns::gradient_by_columns;
 use crate::kernel::backward::by_rows::gradient_by_rows;
@@ -40,17 +41,29 @@ pub(super) fn launch(
         extras,
         problem,
     };
-    let kernel = |tiles, places, together| Gradient {
+    let pack = |tiles: &GradientTiles| {
+        let rows = Some(tiles.rows());
+        mask_bits::pack(&pass.inputs, problem, tiles.side(), rows, tiles.columns())
+    };
+    let kernel = |tiles, places, mask, together| Gradient {
         pass: &pass,
         tiles,
         places,
+        mask,
         together,
     };
-    let [query, _] = kernel(plan.query, query_places, plan.queries_together).launch();
-    let [key, value] = kernel(plan.key, key_places, plan.keys_together).launch();
+    let query_mask = pack(&plan.query);
+    let [query, _] = kernel(plan.query, query_places, query_mask, plan.queries_together).launch();
+    let key_mask = pack(&plan.key);
+    let key_gradients = kernel(plan.key, key_places, key_mask.clone(), plan.keys_together);
+    let [key, value] = key_gradients.launch();
     let value = match plan.value {
         Some(tiles) => {
-            let [_, value] = kernel(tiles, value_places, plan.keys_together).launch();
+            let mask = match blocks(&tiles) == blocks(&plan.key) {
+                true => key_mask,
+                false => pack(&tiles),
+            };
+            let [_, value] = kernel(tiles, value_places, mask, plan.keys_together).launch();
             value
         }
         None => value,
@@ -89,6 +102,7 @@ struct Gradient<'a> {
     pass: &'a BackwardPass<'a>,
     tiles: GradientTiles,
     places: Places,
+    mask: PackedMask,
     together: usize,
 }
 
@@ -131,13 +145,6 @@ impl Gradient<'_> {
             problem.batch,
             self.together,
         );
-        let (mask, mask_places) = mask_bits::pack(
-            inputs,
-            problem,
-            side,
-            Some(self.tiles.rows()),
-            self.tiles.columns(),
-        );
         let bias = extras.bias.clone().map(|bias| match side {
             Side::Queries => bias,
             Side::Keys => CubeBackend::float_swap_dims(bias, 2, 3),
@@ -179,7 +186,7 @@ impl Gradient<'_> {
         let addresses = address_type(
             [&dot_target, &value_target, terms]
                 .into_iter()
-                .chain(&mask)
+                .chain(&self.mask.bits)
                 .chain(extras.tensors()),
         );
         match self.tiles {
@@ -197,7 +204,7 @@ impl Gradient<'_> {
                     map(values, [1, tiles.columns], Some(tiles.value_subtiles())),
                     term_map(terms, tiles.columns),
                     terms.clone().into_tensor_arg(),
-                    mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                    self.mask.argument().into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
                     extras.integers().into(),
                     boxes(sums.has_dots() && tiles.boxes_dots(), &dot_target),
@@ -208,7 +215,7 @@ impl Gradient<'_> {
                     self.places.extent(problem),
                     score_arguments(problem),
                     steps,
-                    mask_places,
+                    self.mask.places(),
                     problem.group() as u32,
                     tiles,
                     kind,
@@ -238,7 +245,7 @@ impl Gradient<'_> {
                     map(summed, [1, ColumnTiles::VALUE_KEYS], whole_sums),
                     term_map(terms, GradientColumnTiles::COLUMNS),
                     terms.clone().into_tensor_arg(),
-                    mask.clone().map(CubeTensor::into_tensor_arg).into(),
+                    self.mask.argument().into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
                     extras.integers().into(),
                     boxes(tiles.boxes_gradient(), target),
@@ -247,7 +254,7 @@ impl Gradient<'_> {
                     self.places.extent(problem),
                     score_arguments(problem),
                     steps,
-                    mask_places,
+                    self.mask.places(),
                     problem.group() as u32,
                     tiles,
                     kind,

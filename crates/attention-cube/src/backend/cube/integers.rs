@@ -9,7 +9,7 @@ use crate::kernel::visibility::{ExtentLaunch, OPEN};
 use cubecl::prelude::CubeDim;
 
 /// Tokens of the blocks that a kernel divides queries and keys into.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub queries: usize,
     pub keys: usize,
@@ -87,12 +87,21 @@ pub(super) fn prepare<const N: usize>(
         end += 2 * batch * length.div_ceil(block);
         start
     };
-    let places = blocks.map(|blocks| Places {
-        blocks,
-        query_ids,
-        key_ids,
-        query_bounds: reserve(q_len, blocks.queries),
-        key_bounds: reserve(kv_len, blocks.keys),
+    // Kernels with the same blocks share their bounds.
+    let mut distinct: Vec<Places> = Vec::with_capacity(N);
+    let places = blocks.map(|blocks| {
+        if let Some(places) = distinct.iter().find(|places| places.blocks == blocks) {
+            return *places;
+        }
+        let places = Places {
+            blocks,
+            query_ids,
+            key_ids,
+            query_bounds: reserve(q_len, blocks.queries),
+            key_bounds: reserve(kv_len, blocks.keys),
+        };
+        distinct.push(places);
+        places
     });
 
     let packed = match (lengths, queries.zip(keys)) {
@@ -113,7 +122,7 @@ pub(super) fn prepare<const N: usize>(
             }
             pack(queries, &packed, query_ids, q_len, batch * q_len);
             pack(keys, &packed, key_ids, kv_len, batch * kv_len);
-            for places in &places {
+            for places in &distinct {
                 let Blocks { queries, keys } = places.blocks;
                 bound(
                     &packed,

@@ -8,6 +8,41 @@ use cubecl::prelude::CubeDim;
 const UNITS: usize = 256;
 const PLANE: usize = 32;
 
+/// A mask, if there is one, as the kernels read it.
+#[derive(Clone, Default)]
+pub(super) struct PackedMask {
+    pub bits: Option<CubeTensor>,
+    /// In the order of [`MaskPlaces`](crate::kernel::mask_bits::MaskPlaces).
+    places: [u32; 7],
+}
+
+impl PackedMask {
+    pub fn argument(&self) -> Option<TensorArg> {
+        self.bits.clone().map(CubeTensor::into_tensor_arg)
+    }
+
+    pub fn places(&self) -> MaskPlacesLaunch {
+        let [
+            batch,
+            head,
+            row,
+            blocks,
+            block_batch,
+            block_head,
+            block_tile,
+        ] = self.places;
+        MaskPlacesLaunch::new(
+            batch,
+            head,
+            row,
+            blocks,
+            block_batch,
+            block_head,
+            block_tile,
+        )
+    }
+}
+
 /// The packed mask, if there is one, for tiles of `tile_rows` rows of one side and blocks of `block_keys` rows of
 /// the other; without `tile_rows` tiles are not told what they see of blocks.
 pub(super) fn pack(
@@ -16,9 +51,9 @@ pub(super) fn pack(
     side: Side,
     tile_rows: Option<usize>,
     block_keys: usize,
-) -> (Option<CubeTensor>, MaskPlacesLaunch) {
+) -> PackedMask {
     let Some(mask) = inputs.mask.as_option() else {
-        return (None, MaskPlacesLaunch::new(0, 0, 0, 0, 0, 0, 0));
+        return PackedMask::default();
     };
     let (mask, columns) = match side {
         Side::Queries => (mask.clone(), problem.kv_len),
@@ -87,7 +122,7 @@ pub(super) fn pack(
         }
     }
     let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
-    let places = MaskPlacesLaunch::new(
+    let places = [
         step(batch, heads * rows * words),
         step(heads, rows * words),
         step(rows, words),
@@ -95,6 +130,9 @@ pub(super) fn pack(
         step(batch, heads * tiles * blocks),
         step(heads, tiles * blocks),
         step(rows, blocks),
-    );
-    (Some(bits), places)
+    ];
+    PackedMask {
+        bits: Some(bits),
+        places,
+    }
 }

@@ -1,9 +1,12 @@
 //! Launches the matrix product of Hopper.
 
+use super::hopper::boxes;
 use super::*;
 use crate::kernel::product::{MatrixGridLaunch, product};
-use crate::plan::wgmma::{Half, Major, MatrixTiles, PRODUCT_ROWS, SUBTILE, TOGETHER};
-use cubecl::prelude::{CubeDim, TensorMapArg, TensorMapSwizzle, Tiled, TiledArgs};
+use crate::plan::wgmma::{
+    Half, Major, MatrixTiles, PRODUCT_ROWS, SUBTILE, TOGETHER, multiprocessors,
+};
+use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
 
 /// `[rows, inner]` times `[inner, columns]` of f16 or bf16, summed in f32 and rounded once, at the speed of Hopper's matrix
 /// units; `None` where the device is no Hopper, or where the copy engine cannot read an operand or write the result.
@@ -17,7 +20,8 @@ use cubecl::prelude::{CubeDim, TensorMapArg, TensorMapSwizzle, Tiled, TiledArgs}
 pub fn matrix_product(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     let client = lhs.client.clone();
     let half = Half::of(lhs.dtype)?;
-    if rhs.dtype != lhs.dtype || !profile(&client).hopper {
+    let device = profile(&client);
+    if rhs.dtype != lhs.dtype || !device.hopper {
         return None;
     }
     let [rows, inner] = shape(lhs);
@@ -31,11 +35,7 @@ pub fn matrix_product(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> 
         return None;
     }
     let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
-    let multiprocessors = client
-        .properties()
-        .hardware
-        .num_streaming_multiprocessors
-        .unwrap_or(1) as usize;
+    let multiprocessors = multiprocessors(&device);
     let tiles = MatrixTiles::choose(
         [rows, inner, columns],
         multiprocessors,
@@ -116,20 +116,12 @@ fn map(
         1 => shape[together].next_multiple_of(SUBTILE),
         _ => strides[apart],
     };
-    let shape = [1, 1, shape[apart], shape[together]];
+    let shape = vec![1, 1, shape[apart], shape[together]];
     let whole = row * shape[2];
-    let strides = [whole, whole, row, 1];
-    // SAFETY: the shape and the strides reach the same elements as the matrix's.
-    let view = unsafe {
-        TensorArg::from_raw_parts(
-            matrix.handle.clone(),
-            strides.to_vec().into(),
-            Shape::from(shape.to_vec()),
-        )
-    };
-    let args = TiledArgs {
-        tile_size: Shape::from(vec![1, 1, extent, SUBTILE]),
-    };
-    TensorMapArg::new(args, view, dtype_to_storage_type(matrix.dtype))
-        .with_swizzle(TensorMapSwizzle::B128)
+    boxes(
+        matrix,
+        shape,
+        vec![whole, whole, row, 1],
+        vec![1, 1, extent, SUBTILE],
+    )
 }

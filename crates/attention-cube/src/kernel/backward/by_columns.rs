@@ -17,15 +17,17 @@ mod producer;
 
 use self::producer::{Places, fetch, places};
 use super::held::{
-    GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of, visit_from,
+    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of,
+    visit_from, write_gradient,
 };
 use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
-    Ring, add_chunks, chunk, descriptor, free_chunk, matrix_row, multiply_chunks, take_fragment,
+    Ring, add_chunks, descriptor, free_chunk, matrix_row, multiply_chunks, take_fragment,
     transposed_descriptor,
 };
-use crate::kernel::forward::fragment::{Pair, columns_end};
-use crate::kernel::forward::output::{await_stores, store_boxes, write_row};
+use crate::kernel::forward::fragment::columns_end;
+use crate::kernel::forward::output::await_stores;
 use crate::kernel::forward::tile::{
     HopperKind, clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns,
     used_words, view, warpgroup_barrier,
@@ -175,13 +177,22 @@ pub(crate) fn gradient_by_columns<
             write_gradient::<E, N, NG>(
                 sums,
                 factor,
-                places.held_dots,
+                places.held_dots
+                    + warpgroup
+                        * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
                 tensor_map_address(gradient_boxes),
                 gradient,
                 &tile,
-                warpgroup,
-                row,
-                tiles,
+                GradientPart {
+                    first_row: 0i32,
+                    row,
+                    first_column: warpgroup * comptime!(tiles.own_columns() as u32),
+                },
+                comptime!(tiles.own_columns()),
+                comptime!(tiles.width()),
+                comptime!(PRODUCT_ROWS * ROW_BYTES),
+                comptime!(tiles.boxes_gradient()),
+                tiles.half,
             );
             await_stores();
         }
@@ -241,19 +252,19 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             held_dots,
             operand,
             ring,
-            chunk(passed, tiles.stages),
+            stage_turn(passed, tiles.stages),
             places.empty,
             0u32,
             comptime!(tiles.score_product(tiles.head_dim, false)),
         );
         passed += comptime!(tiles.dot_chunks() as u32);
-        let last_dots = places.empty + 8u32 * chunk(passed - 1u32, tiles.stages).stage;
+        let last_dots = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
         let started_dp = if comptime!(tiles.sums.has_dots()) {
             multiply_chunks::<NS>(
                 held_values,
                 operand,
                 ring,
-                chunk(passed, tiles.stages),
+                stage_turn(passed, tiles.stages),
                 last_dots,
                 ring.elected,
                 comptime!(tiles.score_product(tiles.value_dim, true)),
@@ -314,7 +325,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             let dp = take_fragment::<NS>(started_dp, used, used, 0usize);
             passed += comptime!(tiles.value_chunks() as u32);
             free_chunk(
-                places.empty + 8u32 * chunk(passed - 1u32, tiles.stages).stage,
+                places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
                 ring.elected,
                 0usize,
                 1usize,
@@ -426,8 +437,8 @@ fn add<NG: Size>(
         #[unroll]
         for own in 0..OWN_CHUNKS {
             let pair = passed + comptime!((ColumnTiles::WARPGROUPS * own) as u32);
-            let at = chunk(pair + warpgroup, tiles.stages);
-            let other = chunk(pair + 1u32 - warpgroup, tiles.stages);
+            let at = stage_turn(pair + warpgroup, tiles.stages);
+            let other = stage_turn(pair + 1u32 - warpgroup, tiles.stages);
             barrier_wait(places.full + 8u32 * at.stage, at.parity);
             clear_unseen(
                 places.stages + at.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
@@ -449,13 +460,13 @@ fn add<NG: Size>(
             free_own(places, ring, at.stage);
         }
     } else {
-        let at = chunk(passed + warpgroup, tiles.stages);
-        let other = chunk(passed + 1u32 - warpgroup, tiles.stages);
+        let at = stage_turn(passed + warpgroup, tiles.stages);
+        let other = stage_turn(passed + 1u32 - warpgroup, tiles.stages);
         sums = add_chunks::<NG>(
             sums, factors, operand, ring, at, other, 0usize, OWN_CHUNKS, product,
         );
         sums = settled::<NG>(sums, tiles);
-        let last = chunk(
+        let last = stage_turn(
             passed + warpgroup + comptime!((ColumnTiles::WARPGROUPS * (OWN_CHUNKS - 1)) as u32),
             tiles.stages,
         );
@@ -482,58 +493,4 @@ fn settled<NG: Size>(
 #[cube]
 fn free_own(places: &Places, ring: Ring, stage: u32) {
     free_chunk(places.empty + 8u32 * stage, ring.elected, 0usize, 1usize);
-}
-
-/// Writes a warpgroup's columns of the gradient, times `factor`. Nobody reads what is held any more.
-#[cube]
-fn write_gradient<E: Float, N: Size, NG: Size>(
-    sums: Vector<f32, NG>,
-    factor: f32,
-    staging: u32,
-    map: u64,
-    gradient: &mut Tensor<Vector<E, N>>,
-    tile: &Held,
-    warpgroup: u32,
-    row: i32,
-    #[comptime] tiles: GradientColumnTiles,
-) {
-    let first_column = warpgroup * comptime!(tiles.own_columns() as u32);
-    if comptime!(tiles.boxes_gradient()) {
-        store_boxes::<NG>(
-            sums,
-            Pair {
-                first: factor,
-                second: factor,
-            },
-            staging
-                + warpgroup * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
-            map,
-            tile.batch,
-            tile.head,
-            tile.first_row,
-            first_column,
-            comptime!(tiles.own_columns()),
-            comptime!(PRODUCT_ROWS * ROW_BYTES),
-            true,
-            tiles.half,
-        );
-    } else {
-        #[unroll]
-        for which in 0..2usize {
-            let own = row + comptime!(8 * which as i32);
-            write_row::<E, N, NG>(
-                sums,
-                factor,
-                gradient,
-                tile.batch,
-                tile.head,
-                tile.first_row + own,
-                own < tile.rows,
-                which,
-                first_column,
-                comptime!(tiles.own_columns()),
-                comptime!(tiles.width()),
-            );
-        }
-    }
 }

@@ -14,18 +14,19 @@
 
 mod producer;
 
-use self::producer::{Places, fetch, places, stage_of};
+use self::producer::{Places, fetch, places};
 use super::held::{
-    GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of, visit_from,
+    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of,
+    visit_from, write_gradient,
 };
 use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
     descriptor, free_chunk, multiply_output, multiply_scores, take_fragment, take_sums,
     transposed_descriptor,
 };
-use crate::kernel::forward::fragment::columns_end;
-use crate::kernel::forward::fragment::{Pair, RowPair};
-use crate::kernel::forward::output::{await_stores, store_boxes, write_row};
+use crate::kernel::forward::fragment::{RowPair, columns_end};
+use crate::kernel::forward::output::await_stores;
 use crate::kernel::forward::tile::{
     HopperKind, View, await_turn, clear_unseen, forget_used, has_holes, has_strangers, pass_turn,
     tell_used, used_columns, used_words, view,
@@ -166,6 +167,11 @@ pub(crate) fn gradient_by_rows<
                 kind,
             );
             let staging = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+            let part = GradientPart {
+                first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
+                row,
+                first_column: 0u32,
+            };
             if comptime!(tiles.sums.has_dots()) {
                 write_gradient::<E, N, ND>(
                     sums.dots,
@@ -174,11 +180,12 @@ pub(crate) fn gradient_by_rows<
                     tensor_map_address(dot_gradient_boxes),
                     dot_gradient,
                     &tile,
-                    row,
+                    part,
                     comptime!(tiles.dot_columns()),
                     tiles.head_dim,
+                    comptime!(tiles.rows() * ROW_BYTES),
                     comptime!(tiles.boxes_dots()),
-                    tiles,
+                    tiles.half,
                 );
             }
             if comptime!(tiles.sums.has_values()) {
@@ -194,11 +201,12 @@ pub(crate) fn gradient_by_rows<
                     tensor_map_address(value_gradient_boxes),
                     value_gradient,
                     &tile,
-                    row,
+                    part,
                     comptime!(tiles.value_columns()),
                     tiles.value_dim,
+                    comptime!(tiles.rows() * ROW_BYTES),
                     comptime!(tiles.boxes_values()),
-                    tiles,
+                    tiles.half,
                 );
             }
             await_stores();
@@ -405,7 +413,7 @@ fn start_s<NS: Size>(
     count: u32,
     #[comptime] tiles: GradientRowTiles,
 ) -> Vector<f32, NS> {
-    let turn = stage_of(count, tiles.dot_stages);
+    let turn = stage_turn(count, tiles.dot_stages);
     multiply_scores::<NS>(
         operands.held_dots,
         uniform(operands.dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
@@ -424,7 +432,7 @@ fn start_dp<NS: Size>(
     #[comptime] tiles: GradientRowTiles,
 ) -> Vector<f32, NS> {
     if comptime!(tiles.sums.has_dots()) {
-        let turn = stage_of(count, tiles.value_stages);
+        let turn = stage_turn(count, tiles.value_stages);
         multiply_scores::<NS>(
             operands.held_values,
             uniform(operands.values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32)),
@@ -514,7 +522,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         fragment,
         comptime!(usize::from(tiles.sums.has_dots())),
     );
-    let dot_stage = stage_of(count, tiles.dot_stages).stage;
+    let dot_stage = stage_turn(count, tiles.dot_stages).stage;
     let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
     let terms = Terms {
         logsumexps: row_terms.logsumexps,
@@ -542,7 +550,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     let ds = if comptime!(tiles.sums.has_dots()) {
         let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
         if comptime!(!tiles.sums.has_values()) {
-            let stage = stage_of(count, tiles.value_stages).stage;
+            let stage = stage_turn(count, tiles.value_stages).stage;
             free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
         }
         dot_gradients::<NS, NP>(
@@ -555,7 +563,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
             kind.fragment,
         )
     } else {
-        let stage = stage_of(count, tiles.dot_stages).stage;
+        let stage = stage_turn(count, tiles.dot_stages).stage;
         free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
         Vector::<u32, NP>::zeroed()
     };
@@ -575,7 +583,7 @@ fn multiply<NP: Size, ND: Size, NV: Size>(
     #[comptime] tiles: GradientRowTiles,
 ) -> Gradients<ND, NV> {
     let values = if comptime!(tiles.sums.has_values()) {
-        let turn = stage_of(count, tiles.value_stages);
+        let turn = stage_turn(count, tiles.value_stages);
         multiply_output::<NV, NP>(
             values,
             p,
@@ -590,7 +598,7 @@ fn multiply<NP: Size, ND: Size, NV: Size>(
         values
     };
     let dots = if comptime!(tiles.sums.has_dots()) {
-        let turn = stage_of(count, tiles.dot_stages);
+        let turn = stage_turn(count, tiles.dot_stages);
         multiply_output::<ND, NP>(
             dots,
             ds,
@@ -627,7 +635,7 @@ fn settle<NP: Size, ND: Size, NV: Size>(
             comptime!(fragments[3]),
             pending,
         );
-        let stage = stage_of(count, tiles.value_stages).stage;
+        let stage = stage_turn(count, tiles.value_stages).stage;
         free_chunk(places.value_empty + 8u32 * stage, elected, pending, 1usize);
         values
     } else {
@@ -641,7 +649,7 @@ fn settle<NP: Size, ND: Size, NV: Size>(
             comptime!(fragments[2]),
             pending,
         );
-        let stage = stage_of(count, tiles.dot_stages).stage;
+        let stage = stage_turn(count, tiles.dot_stages).stage;
         free_chunk(places.dot_empty + 8u32 * stage, elected, pending, 1usize);
         dots
     } else {
@@ -709,7 +717,7 @@ fn clear(
 ) {
     let units = comptime!(tiles.warpgroups * WARPGROUP);
     if comptime!(tiles.sums.has_dots()) {
-        let stage = stage_of(count, tiles.dot_stages).stage;
+        let stage = stage_turn(count, tiles.dot_stages).stage;
         clear_unseen(
             places.dots + stage * comptime!(tiles.dot_bytes() as u32),
             &tile.run,
@@ -724,7 +732,7 @@ fn clear(
         );
     }
     if comptime!(tiles.sums.has_values()) {
-        let turn = stage_of(count, tiles.value_stages);
+        let turn = stage_turn(count, tiles.value_stages);
         barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
         clear_unseen(
             places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
@@ -740,59 +748,4 @@ fn clear(
         );
     }
     named_barrier(MEETING, units);
-}
-
-/// Writes a warpgroup's rows of a gradient, times `factor`.
-#[cube]
-fn write_gradient<E: Float, N: Size, NG: Size>(
-    sums: Vector<f32, NG>,
-    factor: f32,
-    staging: u32,
-    map: u64,
-    gradient: &mut Tensor<Vector<E, N>>,
-    tile: &Held,
-    row: i32,
-    #[comptime] columns: usize,
-    #[comptime] width: usize,
-    #[comptime] boxes: bool,
-    #[comptime] tiles: GradientRowTiles,
-) {
-    if comptime!(boxes) {
-        let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-        store_boxes::<NG>(
-            sums,
-            Pair {
-                first: factor,
-                second: factor,
-            },
-            staging,
-            map,
-            tile.batch,
-            tile.head,
-            tile.first_row + (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
-            0u32,
-            columns,
-            comptime!(tiles.rows() * ROW_BYTES),
-            true,
-            tiles.half,
-        );
-    } else {
-        #[unroll]
-        for which in 0..2usize {
-            let own = row + comptime!(8 * which as i32);
-            write_row::<E, N, NG>(
-                sums,
-                factor,
-                gradient,
-                tile.batch,
-                tile.head,
-                tile.first_row + own,
-                own < tile.rows,
-                which,
-                0u32,
-                columns,
-                width,
-            );
-        }
-    }
 }

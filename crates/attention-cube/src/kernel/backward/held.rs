@@ -1,13 +1,16 @@
 //! What a cube of the Hopper kernels holds for the backward, a tile of queries or of keys, and the blocks of the
 //! other side that it passes over: of one head, or, where it holds keys, of each query head of the group.
 
-use crate::kernel::forward::fragment::{RowPair, rows_end};
-use crate::kernel::forward::tile::{HopperKind, Standing, meets};
+use crate::kernel::forward::fragment::{RowPair, pair, rows_end};
+use crate::kernel::forward::output::{store_boxes, write_row};
+use crate::kernel::forward::tile::{HopperKind, Standing, load_subtiles, meets};
 use crate::kernel::mask_bits::MaskPlaces;
+use crate::kernel::ptx::barrier_expect;
 use crate::kernel::schedule::{Grid, Share, block_count, share};
 use crate::kernel::visibility::{Extent, Run, Sight, visible_keys, visible_queries};
-use crate::plan::wgmma::Side;
+use crate::plan::wgmma::{Half, ROW_BYTES, SUBTILE, Side, is_whole};
 use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Which way sequences and heads lead through the operands: 0 where one is broadcast, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -205,5 +208,113 @@ pub(crate) fn held_rows(
         head_1: query_head,
         position_0: min(tile.first_row + first, end),
         position_1: min(tile.first_row + first + 8i32, end),
+    }
+}
+
+/// Copies the rows that the tile holds: dots to `dots`, and, where there are `bytes` of both, values to `values`.
+#[cube]
+pub(crate) fn fetch_held<E: Float>(
+    held_dots: &TensorMap<E, Tiled>,
+    held_values: &TensorMap<E, Tiled>,
+    tile: &Held,
+    steps: &GradientSteps,
+    dots: u32,
+    values: u32,
+    full: u32,
+    #[comptime] rows: usize,
+    #[comptime] head_dim: usize,
+    #[comptime] value_dim: usize,
+    #[comptime] bytes: usize,
+) {
+    let dot_subtiles = comptime!(head_dim.div_ceil(SUBTILE));
+    let subtile_bytes = comptime!(rows * ROW_BYTES);
+    barrier_expect(full, bytes);
+    load_subtiles(
+        dots,
+        tensor_map_address(held_dots),
+        tile.batch * steps.held_dot_batch,
+        tile.head * steps.held_dot_head,
+        tile.first_row,
+        full,
+        0usize,
+        dot_subtiles,
+        subtile_bytes,
+        comptime!(is_whole(head_dim)),
+    );
+    if comptime!(bytes > dot_subtiles * subtile_bytes) {
+        load_subtiles(
+            values,
+            tensor_map_address(held_values),
+            tile.batch * steps.held_value_batch,
+            tile.head * steps.held_value_head,
+            tile.first_row,
+            full,
+            0usize,
+            comptime!(value_dim.div_ceil(SUBTILE)),
+            subtile_bytes,
+            comptime!(is_whole(value_dim)),
+        );
+    }
+}
+
+/// Where a warpgroup's part of a gradient is: its first row in the tile, the thread's, and its first column.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct GradientPart {
+    pub first_row: i32,
+    pub row: i32,
+    pub first_column: u32,
+}
+
+/// Writes a warpgroup's part of the gradient, `columns` of `width`, times `factor`: through `staging` in `boxes`, or at once.
+/// Nobody reads what was held there any more.
+#[cube]
+pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
+    sums: Vector<f32, NG>,
+    factor: f32,
+    staging: u32,
+    map: u64,
+    gradient: &mut Tensor<Vector<E, N>>,
+    tile: &Held,
+    part: GradientPart,
+    #[comptime] columns: usize,
+    #[comptime] width: usize,
+    #[comptime] subtile_bytes: usize,
+    #[comptime] boxes: bool,
+    #[comptime] half: Half,
+) {
+    if comptime!(boxes) {
+        store_boxes::<NG>(
+            sums,
+            pair(factor, factor),
+            staging,
+            map,
+            tile.batch,
+            tile.head,
+            tile.first_row + part.first_row,
+            part.first_column,
+            columns,
+            subtile_bytes,
+            true,
+            half,
+        );
+    } else {
+        #[unroll]
+        for which in 0..2usize {
+            let own = part.row + comptime!(8 * which as i32);
+            write_row::<E, N, NG>(
+                sums,
+                factor,
+                gradient,
+                tile.batch,
+                tile.head,
+                tile.first_row + own,
+                own < tile.rows,
+                which,
+                part.first_column,
+                columns,
+                width,
+            );
+        }
     }
 }

@@ -4,7 +4,7 @@
 use super::wgmma::{
     STEP, STEP_BYTES, STEP_ROWS_BYTES, descriptor_text, instruction, registers, units,
 };
-use crate::kernel::ptx::{arrive_text, value_of, wait_text};
+use crate::kernel::ptx::{arrive_text, arrive_where_text, value_of, wait_text};
 use crate::plan::wgmma::{Major, MatrixTiles};
 use cubecl::prelude::*;
 
@@ -38,6 +38,7 @@ fn product_text(tiles: &MatrixTiles) -> String {
     let stage_units = units(tiles.stage_bytes());
     let wait = wait_text("", "is_full", 0, "parity");
     let arrive = arrive_text("previous", 1);
+    let arrive_after_first = arrive_where_text("holds", "previous", 1);
     format!(
         "{{\n.reg .pred waited, sum, elected, holds, wrapped, more;\n.reg .b64 a, b;\n\
          .reg .b32 low, left, right, stage, parity, count, at, is_full, previous;\n\
@@ -50,8 +51,7 @@ fn product_text(tiles: &MatrixTiles) -> String {
          wgmma.fence.sync.aligned;\n{products}wgmma.commit_group.sync.aligned;\n\
          wgmma.wait_group.sync.aligned 1;\n\
          setp.ne.b32 holds, previous, 0;\nand.pred holds, holds, elected;\n\
-         @holds mbarrier.arrive.release.cta.shared::cta.b64 _, [previous], 1;\n\
-         mad.lo.u32 previous, stage, 8, {empty};\n\
+         {arrive_after_first}mad.lo.u32 previous, stage, 8, {empty};\n\
          add.u32 stage, stage, 1;\nsetp.eq.b32 wrapped, stage, {stages};\n\
          @wrapped mov.b32 stage, 0;\n@wrapped xor.b32 parity, parity, 1;\n\
          sub.u32 count, count, 1;\nsetp.ne.b32 more, count, 0;\n@more bra NEXT;\n\

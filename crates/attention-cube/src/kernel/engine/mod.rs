@@ -3,6 +3,8 @@
 pub(crate) mod direct;
 #[cfg(feature = "cuda")]
 pub(crate) mod matrix;
+#[cfg(feature = "cuda")]
+pub(crate) mod ring;
 pub(crate) mod unit;
 #[cfg(feature = "cuda")]
 pub(crate) mod wgmma;

@@ -11,6 +11,7 @@
 //! `16 w + l / 4 + 8 (i / 2 % 2)`, column `8 (i / 4) + 2 (l % 4) + i % 2`; P, as registers of the second
 //! product's left operand, has the same layout, two columns a register.
 
+use super::ring::Turn;
 use crate::kernel::ptx::{arrive_text, load_matrices, value_of, wait_text};
 use crate::plan::wgmma::{
     ChunkedProduct, ChunkedScores, ColumnTiles, Half, PRODUCT_ROWS, Product, ROW_BYTES, RingShape,
@@ -508,24 +509,6 @@ pub(crate) struct Ring {
     pub elected: u32,
 }
 
-/// A chunk's stage, and the parity of its phase.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Chunk {
-    pub stage: u32,
-    pub parity: u32,
-}
-
-/// The `index`-th chunk that goes through the ring.
-#[cube]
-pub(crate) fn chunk(index: u32, #[comptime] stages: usize) -> Chunk {
-    let stages = comptime!(stages as u32);
-    Chunk {
-        stage: index % stages,
-        parity: index / stages % 2u32,
-    }
-}
-
 /// Starts `S = Q Kᵀ` of a block whose first chunk is `at`.
 #[cube]
 pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
@@ -533,7 +516,7 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     query: u32,
     key: u32,
     ring: Ring,
-    at: Chunk,
+    at: Turn,
     #[comptime] tiles: ColumnTiles,
 ) -> Vector<f32, NS> {
     let text = comptime!(chunked_scores_text(&tiles.chunked_scores()));
@@ -560,7 +543,7 @@ pub(crate) fn multiply_chunks<NS: Size>(
     left: u32,
     right: u32,
     ring: Ring,
-    at: Chunk,
+    at: Turn,
     before: u32,
     before_elected: u32,
     #[comptime] product: ChunkedScores,
@@ -591,8 +574,8 @@ pub(crate) fn add_chunks<NO: Size>(
     p: u32,
     value: u32,
     ring: Ring,
-    at: Chunk,
-    other: Chunk,
+    at: Turn,
+    other: Turn,
     #[comptime] first: usize,
     #[comptime] chunks: usize,
     #[comptime] product: ChunkedProduct,
@@ -652,7 +635,7 @@ pub(crate) fn multiply_chunked_output<NO: Size>(
     p: u32,
     value: u32,
     ring: Ring,
-    at: Chunk,
+    at: Turn,
     key_empty: u32,
     key_elected: u32,
     #[comptime] tiles: ColumnTiles,

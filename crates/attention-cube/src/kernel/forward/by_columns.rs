@@ -24,8 +24,9 @@ use super::tile::{
     Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,
     has_strangers, next_block, row_pair, standing, tell_used, used_words, view, warpgroup_barrier,
 };
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
-    Ring, chunk, descriptor, free_chunk, load_first_queries, matrix_row, multiply_chunked_output,
+    Ring, descriptor, free_chunk, load_first_queries, matrix_row, multiply_chunked_output,
     multiply_chunked_scores, take_fragment, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
@@ -282,7 +283,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             query_operand,
             key_operand,
             ring,
-            chunk(first_chunk, tiles.stages),
+            stage_turn(first_chunk, tiles.stages),
             tiles,
         );
         let seen = view(
@@ -300,7 +301,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         );
         let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
         free_chunk(
-            places.empty + 8u32 * chunk(passed - 1u32, tiles.stages).stage,
+            places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
             ring.elected,
             0usize,
             1usize,
@@ -356,11 +357,11 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 query_operand,
                 key_operand,
                 ring,
-                chunk(passed, tiles.stages),
+                stage_turn(passed, tiles.stages),
                 tiles,
             );
             passed += comptime!(tiles.key_chunks() as u32);
-            let key_empty = places.empty + 8u32 * chunk(passed - 1u32, tiles.stages).stage;
+            let key_empty = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
             o = rescale::<NO>(
                 o,
                 pair(factor_0, factor_1),
@@ -375,7 +376,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 probabilities(places, count),
                 value_operand,
                 ring,
-                chunk(passed + warpgroup, tiles.stages),
+                stage_turn(passed + warpgroup, tiles.stages),
                 key_empty,
                 select(cleaned, 0u32, ring.elected),
                 tiles,
@@ -483,7 +484,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             probabilities(places, count),
             value_operand,
             ring,
-            chunk(passed + warpgroup, tiles.stages),
+            stage_turn(passed + warpgroup, tiles.stages),
             places.empty,
             0u32,
             tiles,
@@ -534,7 +535,7 @@ fn free_values(
     #[comptime] pending: usize,
     #[comptime] tiles: ColumnTiles,
 ) {
-    let chunk = chunk(
+    let chunk = stage_turn(
         from + comptime!((ColumnTiles::WARPGROUPS * own) as u32),
         tiles.stages,
     );
@@ -701,7 +702,7 @@ fn clean_values(
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]
         for own in 0..OWN_CHUNKS {
-            let chunk = chunk(
+            let chunk = stage_turn(
                 passed + warpgroup + comptime!((ColumnTiles::WARPGROUPS * own) as u32),
                 tiles.stages,
             );

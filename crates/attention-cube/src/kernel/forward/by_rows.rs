@@ -13,7 +13,7 @@
 
 mod producer;
 
-use self::producer::{Places, Turn, fetch, places, stage_turn};
+use self::producer::{Places, fetch, places};
 use super::fragment::{
     Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
@@ -24,6 +24,7 @@ use super::tile::{
     has_strangers, next_block, pass_turn, row_pair, standing, tell_used, used_columns, used_words,
     view,
 };
+use crate::kernel::engine::ring::{Turn, stage_turn};
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
 };
@@ -288,7 +289,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     if assigned.first < tile.end_block {
         barrier_wait(places.queries_full, queries_parity);
         let mut block = assigned.first;
-        let turn = stage_turn(count, tiles);
+        let turn = stage_turn(count, tiles.stages);
         let started = multiply_scores::<NS>(
             query_operand,
             uniform(key_operand + turn.stage * key_stage),
@@ -363,8 +364,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             kind,
         );
         while next < tile.end_block {
-            let turn = stage_turn(count, tiles);
-            let next_turn = stage_turn(count + 1u32, tiles);
+            let turn = stage_turn(count, tiles.stages);
+            let next_turn = stage_turn(count + 1u32, tiles.stages);
             clean_values(
                 places,
                 tile,
@@ -471,7 +472,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 kind,
             );
         }
-        let turn = stage_turn(count, tiles);
+        let turn = stage_turn(count, tiles.stages);
         o = rescale::<NO>(
             o,
             pair(factor_0, factor_1),

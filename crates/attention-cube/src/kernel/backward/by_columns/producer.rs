@@ -1,7 +1,7 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
-use super::super::held::{GradientSteps, Held, first_visit, visit_from};
-use crate::kernel::engine::wgmma::chunk;
+use super::super::held::{GradientSteps, Held, fetch_held, first_visit, visit_from};
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::forward::tile::{HopperKind, load_subtiles};
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{barrier_expect, barrier_wait, tma_load};
@@ -68,7 +68,19 @@ pub(super) fn fetch<E: Float>(
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
-        fetch_held(held_dots, held_values, tile, steps, places, tiles);
+        fetch_held(
+            held_dots,
+            held_values,
+            tile,
+            steps,
+            places.held_dots,
+            places.held_values,
+            places.held_full,
+            PRODUCT_ROWS,
+            tiles.head_dim,
+            tiles.value_dim,
+            comptime!(tiles.held_dot_bytes() + tiles.held_value_bytes()),
+        );
     }
     let dot_map = tensor_map_address(dots);
     let value_map = tensor_map_address(values);
@@ -182,48 +194,6 @@ pub(super) fn fetch<E: Float>(
     }
 }
 
-/// Copies the rows that the tile holds.
-#[cube]
-fn fetch_held<E: Float>(
-    held_dots: &TensorMap<E, Tiled>,
-    held_values: &TensorMap<E, Tiled>,
-    tile: &Held,
-    steps: &GradientSteps,
-    places: &Places,
-    #[comptime] tiles: GradientColumnTiles,
-) {
-    barrier_expect(
-        places.held_full,
-        comptime!(tiles.held_dot_bytes() + tiles.held_value_bytes()),
-    );
-    load_subtiles(
-        places.held_dots,
-        tensor_map_address(held_dots),
-        tile.batch * steps.held_dot_batch,
-        tile.head * steps.held_dot_head,
-        tile.first_row,
-        places.held_full,
-        0usize,
-        comptime!(tiles.dot_chunks()),
-        comptime!(PRODUCT_ROWS * ROW_BYTES),
-        comptime!(is_whole(tiles.head_dim)),
-    );
-    if comptime!(tiles.sums.has_dots()) {
-        load_subtiles(
-            places.held_values,
-            tensor_map_address(held_values),
-            tile.batch * steps.held_value_batch,
-            tile.head * steps.held_value_head,
-            tile.first_row,
-            places.held_full,
-            0usize,
-            comptime!(tiles.value_chunks()),
-            comptime!(PRODUCT_ROWS * ROW_BYTES),
-            comptime!(is_whole(tiles.value_dim)),
-        );
-    }
-}
-
 /// A free stage.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -240,7 +210,7 @@ fn next_stage(
     #[comptime] bytes: usize,
     #[comptime] tiles: GradientColumnTiles,
 ) -> FreeStage {
-    let chunk = chunk(index, tiles.stages);
+    let chunk = stage_turn(index, tiles.stages);
     let full = places.full + 8u32 * chunk.stage;
     barrier_wait(places.empty + 8u32 * chunk.stage, chunk.parity ^ 1u32);
     barrier_expect(full, bytes);

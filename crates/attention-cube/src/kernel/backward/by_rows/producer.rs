@@ -1,6 +1,7 @@
 //! The warpgroup that fetches: one thread of it keeps the rings full.
 
-use super::super::held::{GradientSteps, Held, first_visit, visit_from};
+use super::super::held::{GradientSteps, Held, fetch_held, first_visit, visit_from};
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::forward::tile::{HopperKind, load_subtiles};
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{barrier_expect, barrier_wait, tma_load};
@@ -46,24 +47,6 @@ pub(super) fn places(start: u32, #[comptime] tiles: GradientRowTiles) -> Places 
     }
 }
 
-/// A stage of a ring, and the parity of its phase.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Turn {
-    pub stage: u32,
-    pub parity: u32,
-}
-
-/// Where the `count`-th visited block is in a ring.
-#[cube]
-pub(super) fn stage_of(count: u32, #[comptime] stages: usize) -> Turn {
-    let stages = comptime!(stages as u32);
-    Turn {
-        stage: count % stages,
-        parity: count / stages % 2u32,
-    }
-}
-
 /// Copies what the tile holds, and dots and values of every visited block in the order of their use.
 #[cube]
 pub(super) fn fetch<E: Float>(
@@ -88,42 +71,25 @@ pub(super) fn fetch<E: Float>(
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
-        barrier_expect(
+        fetch_held(
+            held_dots,
+            held_values,
+            tile,
+            steps,
+            places.held_dots,
+            places.held_values,
             places.held_full,
+            comptime!(tiles.rows()),
+            tiles.head_dim,
+            tiles.value_dim,
             comptime!(tiles.held_dot_bytes() + tiles.held_value_bytes()),
         );
-        load_subtiles(
-            places.held_dots,
-            tensor_map_address(held_dots),
-            tile.batch * steps.held_dot_batch,
-            tile.head * steps.held_dot_head,
-            tile.first_row,
-            places.held_full,
-            0usize,
-            comptime!(tiles.dot_subtiles()),
-            comptime!(tiles.rows() * ROW_BYTES),
-            comptime!(is_whole(tiles.head_dim)),
-        );
-        if comptime!(tiles.sums.has_dots()) {
-            load_subtiles(
-                places.held_values,
-                tensor_map_address(held_values),
-                tile.batch * steps.held_value_batch,
-                tile.head * steps.held_value_head,
-                tile.first_row,
-                places.held_full,
-                0usize,
-                comptime!(tiles.value_subtiles()),
-                comptime!(tiles.rows() * ROW_BYTES),
-                comptime!(is_whole(tiles.value_dim)),
-            );
-        }
     }
     let mut count = 0u32;
     while head < tile.heads {
         let other_head = tile.first_head + head;
         let first_column = block * comptime!(tiles.columns as i32);
-        let turn = stage_of(count, tiles.dot_stages);
+        let turn = stage_turn(count, tiles.dot_stages);
         let full = places.dot_full + 8u32 * turn.stage;
         barrier_wait(places.dot_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
         barrier_expect(full, comptime!(tiles.dot_bytes() + tiles.term_bytes()));
@@ -150,7 +116,7 @@ pub(super) fn fetch<E: Float>(
                 full,
             );
         }
-        let turn = stage_of(count, tiles.value_stages);
+        let turn = stage_turn(count, tiles.value_stages);
         let full = places.value_full + 8u32 * turn.stage;
         barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
         barrier_expect(full, comptime!(tiles.value_bytes()));

@@ -3,7 +3,7 @@
 use super::super::tile::{
     HopperKind, Steps, Tile, assigned, copied_rows, load_subtiles, next_block,
 };
-use crate::kernel::engine::wgmma::chunk;
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     barrier_expect, barrier_expect_bytes, barrier_wait, tma_prefetch_subtiles,
@@ -251,7 +251,7 @@ struct FreeStage {
 /// Waits for the stage of the `index`-th chunk.
 #[cube]
 fn next_stage(places: &Places, index: u32, #[comptime] tiles: ColumnTiles) -> FreeStage {
-    let chunk = chunk(index, tiles.stages);
+    let chunk = stage_turn(index, tiles.stages);
     barrier_wait(places.empty + 8u32 * chunk.stage, chunk.parity ^ 1u32);
     FreeStage {
         at: places.stages + chunk.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),

@@ -3,6 +3,7 @@
 use super::super::tile::{
     HopperKind, Steps, Tile, assigned, copied_rows, load_subtiles, next_block,
 };
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{barrier_expect, barrier_expect_bytes, barrier_wait};
 use crate::kernel::schedule::{Grid, Turns, next_item};
@@ -49,24 +50,6 @@ pub(super) fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
         queries_empty: barriers + 4u32 * each + 8u32,
         used_told: barriers + 4u32 * each + 16u32,
         used: start + comptime!(tiles.used_at() as u32),
-    }
-}
-
-/// A stage of the ring, and the parity of its phase.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Turn {
-    pub stage: u32,
-    pub parity: u32,
-}
-
-/// Where the `count`-th visited block is.
-#[cube]
-pub(super) fn stage_turn(count: u32, #[comptime] tiles: RowTiles) -> Turn {
-    let stages = comptime!(tiles.stages as u32);
-    Turn {
-        stage: count % stages,
-        parity: count / stages % 2u32,
     }
 }
 
@@ -118,7 +101,7 @@ pub(super) fn fetch<E: Float>(
             let mut previous = block;
             let first_count = count;
             while block < tile.end_block {
-                let stage = stage_turn(count, tiles);
+                let stage = stage_turn(count, tiles.stages);
                 let full = places.key_full + 8u32 * stage.stage;
                 barrier_wait(places.key_empty + 8u32 * stage.stage, stage.parity ^ 1u32);
                 barrier_expect(full, comptime!(tiles.key_bytes()));
@@ -218,7 +201,7 @@ fn fetch_values(
     count: u32,
     #[comptime] tiles: RowTiles,
 ) {
-    let turn = stage_turn(count, tiles);
+    let turn = stage_turn(count, tiles.stages);
     let full = places.value_full + 8u32 * turn.stage;
     barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
     barrier_expect(full, comptime!(tiles.value_bytes()));
