@@ -68,7 +68,6 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     let arguments = &cli.training;
     refuse_same_folder(cli)?;
     let (chosen, devices) = arguments.choose()?;
-    let parallel = arguments.parallel(&chosen)?;
     note(&chosen);
     let mut options = LoadOptions::new();
     if let Some(dtype) = cli.dtype {
@@ -102,7 +101,7 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
             .learning_rate
             .unwrap_or(LEARNING_RATES[usize::from(cli.full)]),
         devices,
-        parallel,
+        averages: chosen.has_transport(),
         folder: &history,
         keeps: false,
         resume: None,

@@ -79,7 +79,6 @@ fn train(cli: &Cli) -> Result<(), Error> {
     let history = cli.out.join("run");
     let begun = begun(cli, &history)?;
     let (chosen, devices) = arguments.choose()?;
-    let parallel = arguments.parallel(&chosen)?;
     let dtype = chosen.dtype(Some(cli.dtype))?;
     note(&chosen);
     chosen
@@ -134,7 +133,7 @@ fn train(cli: &Cli) -> Result<(), Error> {
             .learning_rate
             .unwrap_or(cli.config.learning_rate()),
         devices,
-        parallel,
+        averages: chosen.has_transport(),
         folder: &history,
         keeps: true,
         resume: begun,

@@ -68,6 +68,15 @@ impl Chosen {
                 .unwrap_or(Dtype::F32)),
         }
     }
+
+    /// Whether devices of this kind send one another what is in their memory: on CUDA, where NCCL is found.
+    pub fn has_transport(&self) -> bool {
+        match self.device.as_dispatch() {
+            #[cfg(feature = "cube")]
+            DispatchDevice::Cube(device) => device.client().has_device_transport(),
+            _ => false,
+        }
+    }
 }
 
 impl std::fmt::Display for Chosen {

@@ -4,7 +4,6 @@ use super::loader::Schedule;
 use crate::{
     Error,
     device::{Chosen, DeviceName, choose, several},
-    terminal::WrongArgument,
 };
 use burn::tensor::Device;
 
@@ -54,9 +53,6 @@ pub struct TrainingArguments {
     /// Trains on several devices of that kind at once, such as 0,1: each computes a part of every step.
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
     pub devices: Vec<usize>,
-    /// How several devices share their gradients [default: all-reduce with CUDA, else main].
-    #[arg(long, value_enum)]
-    pub parallel: Option<Parallel>,
     /// Prints lines rather than a dashboard, as where there is no terminal.
     #[arg(long)]
     pub lines: bool,
@@ -104,15 +100,6 @@ pub enum OptimizerName {
     Sgd,
 }
 
-/// The values of `--parallel`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Parallel {
-    /// Gradients are averaged among the devices, and each has an optimizer: NCCL on CUDA.
-    AllReduce,
-    /// The first device gathers the gradients and has the optimizer.
-    Main,
-}
-
 impl TrainingArguments {
     /// The steps and what they are made of.
     pub fn schedule(&self) -> Schedule {
@@ -143,22 +130,6 @@ impl TrainingArguments {
             .map(|device| self.checkpointing.tracked(device))
             .collect();
         Ok((chosen, devices))
-    }
-
-    /// How the devices share gradients.
-    ///
-    /// # Errors
-    /// Where they cannot in the way that was asked for.
-    pub fn parallel(&self, chosen: &Chosen) -> Result<Parallel, Error> {
-        match self.parallel {
-            Some(Parallel::AllReduce) if chosen.name != DeviceName::Cuda => {
-                let reason = "--parallel all-reduce needs --device cuda";
-                Err(WrongArgument(reason.into()).into())
-            }
-            Some(parallel) => Ok(parallel),
-            None if chosen.name == DeviceName::Cuda => Ok(Parallel::AllReduce),
-            None => Ok(Parallel::Main),
-        }
     }
 }
 

@@ -23,9 +23,7 @@ pub struct Lines {
     names: HashMap<MetricId, Arc<String>>,
     /// The interval that is under way.
     interval: usize,
-    is_training: bool,
     losses: Vec<f64>,
-    learning_rate: f64,
     /// Since the last line.
     since: Instant,
     last_step: usize,
@@ -41,9 +39,7 @@ impl Lines {
             size,
             names: HashMap::new(),
             interval: 0,
-            is_training: true,
             losses: Vec::new(),
-            learning_rate: 0.0,
             since: Instant::now(),
             last_step: 0,
             output: Output::default(),
@@ -53,6 +49,29 @@ impl Lines {
     fn print(&mut self, line: String) {
         // Whoever stopped reading may still want the model.
         let _ = self.output.write(&(line + "\n"));
+    }
+
+    /// After each batch of each device. One may end its last step of an interval when another has begun to validate.
+    fn batch(&mut self, learning_rate: f64) {
+        let batches = self.schedule.batches();
+        let Schedule {
+            steps, interval, ..
+        } = self.schedule;
+        let step = self.last_step + self.losses.len() / batches;
+        let is_last = step.is_multiple_of(interval) || step == steps;
+        let is_asked = step.is_multiple_of(self.every) || is_last;
+        if !self.losses.len().is_multiple_of(batches) || !is_asked {
+            return;
+        }
+        let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
+        let tokens = self.losses.len() * self.size[0] * self.size[1];
+        self.print(format!(
+            "step {step}/{steps}  loss {loss:.4}  learning rate {learning_rate:.2e}  {:.0} tokens/s",
+            tokens as f64 / self.since.elapsed().as_secs_f64(),
+        ));
+        self.losses.clear();
+        self.since = Instant::now();
+        self.last_step = step;
     }
 
     fn is(&self, id: &MetricId, name: &str) -> bool {
@@ -71,9 +90,8 @@ impl MetricsRendererTraining for Lines {
             // The mean of an interval, after its end.
             NumericEntry::Final(_) => (),
             value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
-            value if self.is(&entry.metric_id, "Learning Rate") => {
-                self.learning_rate = value.current();
-            }
+            // It comes after the loss of the same batch.
+            value if self.is(&entry.metric_id, "Learning Rate") => self.batch(value.current()),
             _ => (),
         }
     }
@@ -117,34 +135,9 @@ impl TrainingProgressLogger for Lines {
         self.since = Instant::now();
     }
 
-    fn start_split(&mut self, split: &str, _total_items: usize) {
-        self.is_training = split == "train";
-    }
+    fn start_split(&mut self, _split: &str, _total_items: usize) {}
 
-    fn update_split(&mut self, items_processed: usize) {
-        let rows_of_a_step = self.size[0] * self.schedule.batches();
-        if !self.is_training || !items_processed.is_multiple_of(rows_of_a_step) {
-            return;
-        }
-        let steps = self.schedule.steps_of(self.interval);
-        let step = steps.start + items_processed / rows_of_a_step;
-        // With several devices, each reports the step.
-        let is_complete = self.losses.len() >= (step - self.last_step) * self.schedule.batches();
-        if !is_complete || (!step.is_multiple_of(self.every) && step != steps.end) {
-            return;
-        }
-        let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
-        let tokens = (step - self.last_step) * rows_of_a_step * self.size[1];
-        self.print(format!(
-            "step {step}/{}  loss {loss:.4}  learning rate {:.2e}  {:.0} tokens/s",
-            self.schedule.steps,
-            self.learning_rate,
-            tokens as f64 / self.since.elapsed().as_secs_f64(),
-        ));
-        self.losses.clear();
-        self.since = Instant::now();
-        self.last_step = step;
-    }
+    fn update_split(&mut self, _items_processed: usize) {}
 
     fn end_split(&mut self) {}
 

@@ -1,12 +1,14 @@
 //! Training Gemma 4 with Burn's learner: what the programs `train` and `finetune` share.
 //!
 //! Text becomes rows of packed documents ([`corpus`], [`conversations`], [`vocabulary`], [`rows`]), rows become batches in an
-//! order that a seed and the number of the step determine ([`loader`]), and batches a loss and gradients ([`trainee`]).
+//! order that a seed and the number of the step determine ([`loader`]), and batches a loss and gradients ([`trainee`]), which several devices
+//! average ([`averaging`]).
 //! [`run`] puts them into Burn's learner. What the learner calls an epoch is here the steps between two checkpoints, since it
 //! validates, writes checkpoints and resumes at the ends of epochs only; so a run goes on exactly where its last checkpoint
 //! is, in the middle of a pass over the data.
 
 pub mod arguments;
+pub mod averaging;
 pub mod checkpoints;
 pub mod conversations;
 pub mod corpus;

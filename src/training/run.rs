@@ -1,7 +1,8 @@
 //! A run of Burn's learner.
 
 use super::{
-    arguments::{OptimizerName, Parallel, TrainingArguments},
+    arguments::{OptimizerName, TrainingArguments},
+    averaging::Averaging,
     checkpoints::{KEPT, Records},
     lines::Lines,
     loader::{Data, TrainingLoader, ValidationLoader},
@@ -48,8 +49,8 @@ pub struct Run<'a> {
     pub learning_rate: f64,
     /// With autodiff; the model is on the first one.
     pub devices: Vec<Device>,
-    /// How several of them share gradients.
-    pub parallel: Parallel,
+    /// Each of several devices has an optimizer, and they average their gradients; else the first one gathers these.
+    pub averages: bool,
     /// For checkpoints and the history of the metrics.
     pub folder: &'a Path,
     /// Writes checkpoints.
@@ -121,13 +122,17 @@ impl Run<'_> {
             let lines = Lines::new(schedule, self.arguments.log_every, size);
             learning = learning.renderer(Box::new(lines));
         }
-        // Averaged over devices by the reduction; added up by the main device.
-        let added = match self.parallel {
-            Parallel::AllReduce => schedule.accumulation,
-            Parallel::Main => schedule.batches(),
+        let averaging = (self.averages && self.devices.len() > 1).then(|| {
+            let devices = self.devices.iter().cloned().map(Device::inner);
+            Averaging::new(devices.collect(), learning.interrupter())
+        });
+        // Otherwise the learner adds up those of all devices.
+        let added = match averaging {
+            Some(_) => schedule.accumulation,
+            None => schedule.batches(),
         };
         let learner = Learner::new(
-            Trainee::new(model, added, self.arguments.checkpointing),
+            Trainee::new(model, added, self.arguments.checkpointing, averaging),
             self.optimizer(),
             self.rates()?,
         );
@@ -143,15 +148,15 @@ impl Run<'_> {
     }
 
     fn strategy(&self) -> ExecutionStrategy {
-        match (&self.devices[..], self.parallel) {
-            ([device], _) => ExecutionStrategy::single(device.clone()),
-            (_, Parallel::AllReduce) => {
+        match &self.devices[..] {
+            [device] => ExecutionStrategy::single(device.clone()),
+            _ if self.averages => {
                 let config = DistributedConfig {
                     all_reduce_op: ReduceOperation::Mean,
                 };
                 ExecutionStrategy::ddp(self.devices.clone(), config)
             }
-            (_, Parallel::Main) => {
+            _ => {
                 let optimizer = MultiDeviceOptim::OptimMainDevice;
                 ExecutionStrategy::multi(self.devices.clone(), optimizer)
             }

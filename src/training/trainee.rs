@@ -1,8 +1,9 @@
 //! A model as Burn's learner takes it.
 
-use super::{arguments::Checkpointing, loader::Batch};
+use super::{arguments::Checkpointing, averaging::Averaging, loader::Batch};
 use burn::{
     module::Module,
+    optim::GradientsParams,
     tensor::{ExecutionError, Tensor},
     train::{
         InferenceStep, ItemLazy, TrainOutput, TrainStep,
@@ -24,27 +25,52 @@ pub struct Trainee {
     /// Computes each layer anew in the backward.
     #[module(skip)]
     by_layer: bool,
+    /// Where the gradients are averaged with those of other devices.
+    #[module(skip)]
+    averaging: Option<Averaging>,
 }
 
 impl Trainee {
     /// `model`, where the learner adds up the gradients of so many batches for a step.
-    pub fn new(model: Gemma4Model, batches: usize, checkpointing: Checkpointing) -> Self {
+    pub fn new(
+        model: Gemma4Model,
+        batches: usize,
+        checkpointing: Checkpointing,
+        averaging: Option<Averaging>,
+    ) -> Self {
         Self {
             model,
             share: 1.0 / batches as f64,
             by_layer: checkpointing.is_by_layer(),
+            averaging,
         }
     }
 
-    /// The mean loss of a batch.
-    fn loss(&self, batch: &Batch) -> Tensor<1> {
-        let hidden = self
-            .model
-            .hidden_packed(batch.tokens.clone(), &batch.packing);
-        hidden
-            .and_then(|hidden| self.model.loss(hidden, batch.targets.clone()))
-            .expect(ONE_SHAPE)
+    /// The mean loss of a batch, without autodiff, and the gradients of its share in a step.
+    fn gradients(&self, model: &Gemma4Model, batch: Batch) -> (Tensor<1>, GradientsParams) {
+        if !self.by_layer {
+            let loss = loss(model, &batch);
+            let gradients = (loss.clone() * self.share).backward();
+            return (loss.detach(), GradientsParams::from_grads(gradients, model));
+        }
+        let Batch {
+            tokens,
+            targets,
+            packing,
+        } = batch;
+        let share = |hidden| Ok(model.loss(hidden, targets)? * self.share);
+        let outcome = model.gradients(tokens, Some(&packing), Logits::All, share);
+        let (loss, gradients) = outcome.expect(ONE_SHAPE);
+        (loss / self.share, gradients)
     }
+}
+
+/// The mean loss of a batch.
+fn loss(model: &Gemma4Model, batch: &Batch) -> Tensor<1> {
+    let hidden = model.hidden_packed(batch.tokens.clone(), &batch.packing);
+    hidden
+        .and_then(|hidden| model.loss(hidden, batch.targets.clone()))
+        .expect(ONE_SHAPE)
 }
 
 /// The loss of a batch.
@@ -68,22 +94,15 @@ impl TrainStep for Trainee {
     type Output = Loss;
 
     fn step(&self, batch: Batch) -> TrainOutput<Loss> {
-        if !self.by_layer {
-            let loss = self.loss(&batch);
-            let gradients = (loss.clone() * self.share).backward();
-            return TrainOutput::new(self, gradients, Loss(loss.detach()));
-        }
-        let Batch {
-            tokens,
-            targets,
-            packing,
-        } = batch;
-        let share = |hidden| Ok(self.model.loss(hidden, targets)? * self.share);
-        let outcome = self
-            .model
-            .gradients(tokens, Some(&packing), Logits::All, share);
-        let (loss, grads) = outcome.expect(ONE_SHAPE);
-        let item = Loss(loss / self.share);
+        let (loss, grads) = match &self.averaging {
+            None => self.gradients(&self.model, batch),
+            Some(averaging) => {
+                let model = averaging.unmarked(&self.model);
+                let (loss, gradients) = self.gradients(&model, batch);
+                (loss, averaging.average(gradients, &model))
+            }
+        };
+        let item = Loss(loss);
         TrainOutput { grads, item }
     }
 }
@@ -93,6 +112,6 @@ impl InferenceStep for Trainee {
     type Output = Loss;
 
     fn step(&self, batch: Batch) -> Loss {
-        Loss(self.loss(&batch))
+        Loss(loss(&self.model, &batch))
     }
 }
