@@ -98,6 +98,10 @@ pub struct GenerationArguments {
     /// The same seed draws the same tokens [default: other ones each time].
     #[arg(long, allow_negative_numbers = true)]
     pub seed: Option<u64>,
+    /// Where a model's values are made of what its keys are made of, keeps of the keys only what turns by position: five eighths of
+    /// those layers' memory.
+    #[arg(long)]
+    pub compact_keys: bool,
 }
 
 impl GenerationArguments {
@@ -108,6 +112,7 @@ impl GenerationArguments {
             options.max_tokens = max_tokens;
         }
         options.sampling = self.sampling(options.sampling);
+        options.compact_keys = self.compact_keys;
         options
     }
 

@@ -60,6 +60,9 @@ struct Cli {
     /// Put every token's launches on the device one by one.
     #[arg(long)]
     launch_each: bool,
+    /// Keep of keys that values are made of only what turns by position.
+    #[arg(long)]
+    compact_keys: bool,
     /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
     #[arg(long)]
     no_parts: bool,
@@ -117,6 +120,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
         prefill_chunk: cli.prefill_chunk.max(1),
         prefills: cli.prefills.max(1),
         launch_each: cli.launch_each,
+        compact_keys: cli.compact_keys,
         parts: !cli.no_parts,
         json: cli.json,
     };
@@ -139,6 +143,7 @@ struct Bench {
     prefill_chunk: usize,
     prefills: usize,
     launch_each: bool,
+    compact_keys: bool,
     parts: bool,
     json: Option<PathBuf>,
 }
@@ -149,6 +154,7 @@ impl Bench {
             date: now(),
             device: self.chosen.to_string(),
             dtype: self.dtype,
+            compact_keys: self.compact_keys,
             memory_rate: self.memory_rate,
             rows: Vec::new(),
         };
@@ -236,7 +242,8 @@ impl Bench {
         }
         let token = times.iter().sum::<f64>() / times.len() as f64;
         let config = model.config();
-        let read = weights_read(config, model.num_params()) + batch * keys_read(config, context);
+        let read = weights_read(config, model.num_params())
+            + batch * keys_read(config, context, self.compact_keys);
         let floor = (read * self.dtype.burn().size()) as f64 / self.memory_rate;
         Ok(Measured {
             prefill_rate: (batch * context) as f64 / fastest,
@@ -265,7 +272,10 @@ impl Bench {
         batch: usize,
     ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
-        let mut cache = model.cache(vec![0; batch]);
+        let mut cache = match self.compact_keys {
+            true => model.compact_cache(vec![0; batch]),
+            false => model.cache(vec![0; batch]),
+        };
         loop {
             let columns = cache.len()..(cache.len() + self.prefill_chunk).min(context);
             let last = columns.end == context;

@@ -83,13 +83,18 @@ pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
 }
 
 /// Elements of keys and values that one more token of a sequence reads after `context` others, in all layers.
-pub fn keys_read(config: &Gemma4Config, context: usize) -> usize {
+pub fn keys_read(config: &Gemma4Config, context: usize, compact_keys: bool) -> usize {
     let of_layer = |layer: usize| {
         let columns = match config.layer_types[layer] {
             LayerType::Sliding => (context + 1).min(config.sliding_window),
             LayerType::Full => context + 1,
         };
-        2 * columns * config.key_value_heads(layer) * config.head_dim(layer)
+        let head_dim = config.head_dim(layer);
+        let of_key = match compact_keys && config.values_are_keys(layer) {
+            true => (config.global_rope.partial_rotary_factor * head_dim as f64) as usize,
+            false => head_dim,
+        };
+        columns * config.key_value_heads(layer) * (of_key + head_dim)
     };
     (0..config.num_layers()).map(of_layer).sum()
 }

@@ -10,6 +10,8 @@ pub struct Report {
     pub date: String,
     pub device: String,
     pub dtype: Dtype,
+    /// Whether keys that values are made of were kept in part.
+    pub compact_keys: bool,
     /// Bytes a second that an elementwise operation over a large tensor moves.
     pub memory_rate: f64,
     pub rows: Vec<Row>,

@@ -1,19 +1,41 @@
 //! Reading tokens in any portions gives what reading them at once gives: one by one, by chunks, padded in a batch,
-//! past the window, past a block of the growing buffers.
+//! past the window, past a block of the growing buffers; also from a cache whose keys are compact, which keeps less.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, TOLERANCE, largest, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
-use burn_gemma4::{Gemma4, Logits};
+use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
+
+/// An empty cache of a model, for sequences with this padding.
+type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
+
+/// Every kind of cache.
+const CACHES: [(&str, NewCache); 2] = [
+    ("cache", Gemma4Model::cache),
+    ("compact cache", Gemma4Model::compact_cache),
+];
+
+/// The kinds of cache in which the model keeps different things.
+fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
+    match gemma.config().attention_k_eq_v {
+        true => &CACHES,
+        false => &CACHES[..1],
+    }
+}
 
 /// The logits of all of `sequence`, `[positions · vocabulary]`.
 fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
     values(gemma.model().forward(tokens(&[sequence], device)))
 }
 
-/// The logits of `sequence` read by portions, whose lengths come round and round.
-fn by_portions(gemma: &Gemma4, sequence: &[u32], portions: &[usize], device: &Device) -> Vec<f32> {
-    let mut cache = gemma.model().cache(vec![0]);
+/// The logits of `sequence` read into `cache` by portions, whose lengths come round and round.
+fn by_portions(
+    gemma: &Gemma4,
+    mut cache: Cache,
+    sequence: &[u32],
+    portions: &[usize],
+    device: &Device,
+) -> Vec<f32> {
     let mut logits = Vec::new();
     let mut rest = sequence;
     for portion in portions.iter().cycle() {
@@ -45,10 +67,13 @@ fn one_by_one_and_by_chunks() {
     on_every_device(|fixture, gemma, device| {
         let sequence = [&fixture.prompt[..], &fixture.generated].concat();
         let expected = at_once(gemma, &sequence, &device.device);
-        for portions in [&[1][..], &[3], &[7, 1, 1], &[16], &[24, 1]] {
-            let found = by_portions(gemma, &sequence, portions, &device.device);
-            let what = format!("{} {} by {portions:?}", fixture.name, device.name);
-            assert_close(&found, &expected, &what);
+        for (kind, cache) in caches(gemma) {
+            for portions in [&[1][..], &[3], &[7, 1, 1], &[16], &[24, 1]] {
+                let cache = cache(gemma.model(), vec![0]);
+                let found = by_portions(gemma, cache, &sequence, portions, &device.device);
+                let what = format!("{} {} {kind} by {portions:?}", fixture.name, device.name);
+                assert_close(&found, &expected, &what);
+            }
         }
     });
 }
@@ -91,39 +116,46 @@ fn only_the_last_positions() {
 #[test]
 fn padded_batches() {
     on_every_device(|fixture, gemma, device| {
-        let whole = [&fixture.prompt[..], &fixture.generated].concat();
-        let longest = whole.len();
-        let padding = [0, 3, longest - 20, longest - 17];
-        let pad = gemma.config().pad_token;
-        let rows: Vec<Vec<u32>> = padding
-            .iter()
-            .map(|padding| [vec![pad; *padding], whole[*padding..].to_vec()].concat())
-            .collect();
-        let mut cache = gemma.model().cache(padding.to_vec());
-        let vocabulary = gemma.config().vocab_size;
-        let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
-        let mut start = 0;
-        // A first portion that is padding alone for some sequences, then a short one, then single tokens.
-        for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
-            let end = start + portion;
-            let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
-            let columns = tokens(&columns, &device.device);
-            let step = gemma
-                .model()
-                .step(columns, &mut cache, Logits::All)
-                .expect("a step");
-            let logits = values(step.expect("logits"));
-            for (row, logits) in found.iter_mut().zip(logits.chunks(portion * vocabulary)) {
-                row.extend(logits);
-            }
-            start = end;
-        }
-        for (padding, found) in padding.iter().zip(found) {
-            let expected = at_once(gemma, &whole[*padding..], &device.device);
-            let what = format!("{} {} padded by {padding}", fixture.name, device.name);
-            assert_close(&found[padding * vocabulary..], &expected, &what);
+        for (kind, cache) in caches(gemma) {
+            let what = format!("{} {} {kind}", fixture.name, device.name);
+            padded_batch(fixture, gemma, *cache, &device.device, &what);
         }
     });
+}
+
+fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Device, what: &str) {
+    let whole = [&fixture.prompt[..], &fixture.generated].concat();
+    let longest = whole.len();
+    let padding = [0, 3, longest - 20, longest - 17];
+    let pad = gemma.config().pad_token;
+    let rows: Vec<Vec<u32>> = padding
+        .iter()
+        .map(|padding| [vec![pad; *padding], whole[*padding..].to_vec()].concat())
+        .collect();
+    let mut cache = cache(gemma.model(), padding.to_vec());
+    let vocabulary = gemma.config().vocab_size;
+    let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
+    let mut start = 0;
+    // A first portion that is padding alone for some sequences, then a short one, then single tokens.
+    for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
+        let end = start + portion;
+        let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
+        let columns = tokens(&columns, device);
+        let step = gemma
+            .model()
+            .step(columns, &mut cache, Logits::All)
+            .expect("a step");
+        let logits = values(step.expect("logits"));
+        for (row, logits) in found.iter_mut().zip(logits.chunks(portion * vocabulary)) {
+            row.extend(logits);
+        }
+        start = end;
+    }
+    for (padding, found) in padding.iter().zip(found) {
+        let expected = at_once(gemma, &whole[*padding..], device);
+        let what = format!("{what} padded by {padding}");
+        assert_close(&found[padding * vocabulary..], &expected, &what);
+    }
 }
 
 /// More columns than a block of the growing buffers, so that they are moved, twice.
@@ -138,8 +170,12 @@ fn past_the_blocks() {
                 .map(|index| 20 + index * 7 % 290)
                 .collect();
             let expected = at_once(&gemma, &sequence, &device.device);
-            let found = by_portions(&gemma, &sequence, &[250, 1, 1, 5, 1], &device.device);
-            assert_close(&found, &expected, &format!("{name} {}", device.name));
+            for (kind, cache) in caches(&gemma) {
+                let cache = cache(gemma.model(), vec![0]);
+                let portions = &[250, 1, 1, 5, 1];
+                let found = by_portions(&gemma, cache, &sequence, portions, &device.device);
+                assert_close(&found, &expected, &format!("{name} {} {kind}", device.name));
+            }
         }
     }
 }
@@ -150,14 +186,34 @@ fn memory() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
-    let mut cache = gemma.model().cache(vec![0]);
+    // Keys and values of f32: two sliding layers of 8 slots by 32 columns, one full layer of a block of 256 by 64.
+    let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
+    for (_, cache) in CACHES {
+        // Its values are not its keys: there is nothing to share.
+        assert_eq!(bytes_after(cache, &fixture, &gemma, &device), expected);
+    }
+
+    let fixture = Fixture::open("dense-keqv");
+    let gemma = fixture.load(&device, DType::F32);
+    // Three sliding layers of two heads of 8 slots by 32 columns. Two full layers of a block of 256: by 64 columns, or of the
+    // keys by those 16 that turn.
+    let sliding = 2 * 4 * 3 * 2 * 8 * 32;
+    for ((_, cache), columns) in CACHES.into_iter().zip([64 + 64, 64 + 16]) {
+        let full = 4 * 2 * 256 * columns;
+        let found = bytes_after(cache, &fixture, &gemma, &device);
+        assert_eq!(found, sliding + full);
+    }
+}
+
+/// What a cache takes that holds a fixture's prompt.
+fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Device) -> usize {
+    let mut cache = cache(gemma.model(), vec![0]);
     assert!(cache.is_empty());
     assert_eq!(cache.bytes(), 0);
-    let row = tokens(&[&fixture.prompt], &device);
+    let row = tokens(&[&fixture.prompt], device);
     gemma
         .model()
         .step(row, &mut cache, Logits::None)
         .expect("a step");
-    // Keys and values of f32: two sliding layers of 8 slots by 32 columns, one full layer of a block of 256 by 64.
-    assert_eq!(cache.bytes(), 2 * 4 * (2 * 8 * 32 + 256 * 64));
+    cache.bytes()
 }

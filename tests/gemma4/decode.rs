@@ -1,10 +1,10 @@
 //! A token at a time gives what reading them at once gives: by kernels or through the layers, recorded or not, alone or several
-//! sequences at once, past the window, past the room that the buffers had.
+//! sequences at once, past the window, past the room that the buffers had, from either kind of cache.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, TOLERANCE, largest, tokens, values};
 use burn::tensor::{DType, Device};
-use burn_gemma4::{DecodeMode, Gemma4, Logits};
+use burn_gemma4::{Cache, DecodeMode, Gemma4, Logits};
 
 /// The fixtures without experts, which decoders have kernels for, with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
 const DENSE: [(&str, &[usize]); 3] = [
@@ -18,15 +18,15 @@ fn has_kernels(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Reads `rows` after `prefix` columns by a decoder; logits of each step, `[batch · vocabulary]`, and the modes.
+/// Reads `rows` into `cache`, after `prefix` columns by a decoder; logits of each step, `[batch · vocabulary]`, and the modes.
 fn decode(
     gemma: &Gemma4,
+    mut cache: Cache,
     rows: &[Vec<u32>],
     prefix: usize,
     records: bool,
     device: &Device,
 ) -> (Vec<Vec<f32>>, Vec<DecodeMode>) {
-    let mut cache = gemma.model().cache(vec![0; rows.len()]);
     let first: Vec<&[u32]> = rows.iter().map(|row| &row[..prefix]).collect();
     gemma
         .model()
@@ -79,9 +79,21 @@ fn by_kernels_as_at_once() {
                     .iter()
                     .map(|row| values(gemma.model().forward(tokens(&[row], &device.device))))
                     .collect();
-                for records in [true, false] {
-                    let (found, modes) = decode(&gemma, &rows, 5, records, &device.device);
-                    let what = format!("{name} {} batch {batch} {records}", device.name);
+                let kinds = [(false, true), (false, false), (true, true), (true, false)];
+                for (compact, records) in kinds {
+                    if compact && !gemma.config().attention_k_eq_v {
+                        continue;
+                    }
+                    let padding = vec![0; batch];
+                    let cache = match compact {
+                        true => gemma.model().compact_cache(padding),
+                        false => gemma.model().cache(padding),
+                    };
+                    let (found, modes) = decode(&gemma, cache, &rows, 5, records, &device.device);
+                    let what = format!(
+                        "{name} {} batch {batch} records {records} compact {compact}",
+                        device.name
+                    );
                     for (step, found) in found.iter().enumerate() {
                         for (found, row) in found.chunks(vocabulary).zip(&at_once) {
                             let expected = &row[(5 + step) * vocabulary..][..vocabulary];

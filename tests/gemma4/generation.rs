@@ -30,6 +30,12 @@ fn greedy_tokens_are_those_of_transformers() {
             fixture.generated,
             "{what} in chunks"
         );
+        options.compact_keys = true;
+        assert_eq!(
+            tokens(gemma, &fixture.prompt, &options),
+            fixture.generated,
+            "{what} in chunks, keys compact"
+        );
     });
 }
 

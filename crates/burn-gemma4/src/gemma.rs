@@ -188,6 +188,7 @@ impl Gemma4 {
             ignore_stop_tokens: false,
             prefill_chunk: None,
             records: true,
+            compact_keys: false,
             chat: ChatOptions::default(),
         }
     }
@@ -246,7 +247,7 @@ impl Gemma4 {
             .iter()
             .map(|prompt| longest - prompt.len())
             .collect();
-        let mut cache = self.model.cache(padding);
+        let mut cache = self.cache(padding, options);
         generate::run(
             &self.model,
             &self.tokenizer,
@@ -256,6 +257,13 @@ impl Gemma4 {
             max_tokens,
             &mut |_, _| ControlFlow::Continue(()),
         )
+    }
+
+    fn cache(&self, padding: Vec<usize>, options: &GenerateOptions) -> Cache {
+        match options.compact_keys {
+            true => self.model.compact_cache(padding),
+            false => self.model.cache(padding),
+        }
     }
 
     /// Generations that share what they have read: a conversation, each turn of which begins with all turns before.
@@ -279,7 +287,7 @@ pub struct Session<'a> {
 
 impl Session<'_> {
     /// Goes on from a prompt, as [`Gemma4::generate`]. What the prompt has in common with what the session has read is not read again,
-    /// if the prompt begins with all of it.
+    /// if the prompt begins with all of it and keys are kept in the same way.
     ///
     /// # Errors
     /// As [`Gemma4::generate`].
@@ -293,9 +301,12 @@ impl Session<'_> {
         let config = self.gemma.config();
         let max_tokens = generate::check(config, std::slice::from_ref(&tokens), options)?;
         // The last token must be read again for its logits, and a ring forgets: there is no going back a few tokens.
-        let continues = tokens.len() > self.read.len() && tokens.starts_with(&self.read);
+        let continues = tokens.len() > self.read.len()
+            && tokens.starts_with(&self.read)
+            && options.compact_keys == self.cache.has_compact_keys();
         if !continues {
-            self.reset();
+            self.cache = self.gemma.cache(vec![0], options);
+            self.read.clear();
         }
         let generations = generate::run(
             &self.gemma.model,

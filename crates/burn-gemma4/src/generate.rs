@@ -27,6 +27,9 @@ pub struct GenerateOptions {
     /// Records a token's launches once and replays them, where the device can. Programs whose other threads use the same
     /// CUDA device do without: see [`Decoder`](crate::Decoder).
     pub records: bool,
+    /// Keeps less of keys and values, where the model has layers that can: see
+    /// [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
+    pub compact_keys: bool,
     /// How a conversation becomes a prompt.
     pub chat: ChatOptions,
 }

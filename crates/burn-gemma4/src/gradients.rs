@@ -263,13 +263,12 @@ impl<'a> Pass<'a> {
         let module = &model.layers[layer];
         let normed = module.input_layernorm.forward(stream.clone());
         let own = module.self_attn.key_value(&normed, rotation);
-        let own = own.map(|(key, value)| KeyValues {
-            key,
-            value,
-            visible: Visible {
+        let own = own.map(|(key, value)| {
+            let visible = Visible {
                 segments: self.segments.clone(),
                 ..Visible::in_order(kind, config.sliding_window)
-            },
+            };
+            KeyValues::new(key, value, visible)
         });
         let read = own.as_ref().or(source);
         let read = read.expect("a layer without keys comes after the layer that it reads");
@@ -300,11 +299,11 @@ impl<'a> Pass<'a> {
         let source = self.model.config().key_value_source(layer);
         let read = (source != layer).then(|| {
             let read = &kept.sources[&source];
-            KeyValues {
-                key: self.leaf(read.key.clone()),
-                value: self.leaf(read.value.clone()),
-                visible: read.visible.clone(),
-            }
+            KeyValues::new(
+                self.leaf(read.key.clone()),
+                self.leaf(read.value.clone()),
+                read.visible.clone(),
+            )
         });
         let (output, own) = self.layer(
             self.model,

@@ -113,11 +113,16 @@ pub struct RopeConfig {
 }
 
 impl RopeConfig {
+    /// How many of the pairs turn.
+    pub(crate) fn turned_pairs(&self, head_dim: usize) -> usize {
+        (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize
+    }
+
     /// Channels turn by this many radians a position: `head_dim / 2` numbers, 0 for pairs that stay.
     ///
     /// In f32 and by the same steps as transformers, whose rounding the checkpoints were trained with.
     pub(crate) fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
-        let turning = (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize;
+        let turning = self.turned_pairs(head_dim);
         (0..head_dim / 2)
             .map(|pair| match pair < turning {
                 true => {

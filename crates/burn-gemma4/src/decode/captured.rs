@@ -144,7 +144,7 @@ fn make(
     let positions = cache.room();
     let tables = |kind| model.rope().tables(kind, positions, model.dtype(), device);
     Position {
-        buffers: cache.buffers(),
+        targets: cache.targets(),
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),
         model: model.clone(),

@@ -6,6 +6,7 @@
 use super::Part;
 use crate::{
     Gemma4Model, LayerType,
+    cache::Target,
     kernel::{self, Added, RotationTables},
     layer::{
         DecoderLayer, Linear,
@@ -20,8 +21,8 @@ use burn::tensor::{Int, Tensor};
 pub(super) struct Position {
     /// Its tensors are the caller's model's.
     pub model: Gemma4Model,
-    /// Keys and values of every layer that has its own.
-    pub buffers: Vec<(Tensor<4>, Tensor<4>)>,
+    /// Where every layer that has keys and values of its own writes them.
+    pub targets: Vec<Target>,
     pub sliding: RotationTables,
     pub full: RotationTables,
     /// `[2 · batch]`: the sequences' tokens, then their positions.
@@ -50,7 +51,7 @@ impl Position {
         let written = positions.clone() + 1;
         let in_ring = written.clone().clamp_max(config.sliding_window as i64);
         let targets = Targets {
-            buffers: &self.buffers,
+            layers: &self.targets,
             sliding_lengths: in_ring,
             full_lengths: written,
         };
@@ -96,7 +97,7 @@ pub(crate) struct Layers<'a> {
 
 /// Where the position's keys and values go, and what its queries see afterwards: what is written, in a ring in any order.
 pub(crate) struct Targets<'a> {
-    buffers: &'a [(Tensor<4>, Tensor<4>)],
+    layers: &'a [Target],
     sliding_lengths: Tensor<1, Int>,
     full_lengths: Tensor<1, Int>,
 }
@@ -192,23 +193,38 @@ impl Layers<'_> {
         after(Part::Projections);
 
         if let (Some((keys, values, weight)), Some(targets)) = (own, targets) {
-            let (key, value) = targets.buffers[index].clone();
             let lengths = match kind {
                 LayerType::Sliding => &targets.sliding_lengths,
                 LayerType::Full => &targets.full_lengths,
             };
-            let key_values = KeyValues {
-                key: kernel::write_keys(keys, weight, tables, positions(), key, epsilon),
-                value: kernel::write_values(values, positions(), value, epsilon),
-                visible: Visible {
-                    lengths: Some(lengths.clone()),
-                    ..Visible::default()
-                },
+            let visible = Visible {
+                lengths: Some(lengths.clone()),
+                ..Visible::default()
+            };
+            let write_values = |values, buffer, compact| {
+                kernel::write_values(values, positions(), buffer, compact, epsilon)
+            };
+            let write_keys = |keys, buffer, compact| {
+                kernel::write_keys(keys, weight, tables, positions(), buffer, compact, epsilon)
+            };
+            let key_values = match targets.layers[index].clone() {
+                Target::Apart { key, value } => KeyValues::new(
+                    write_keys(keys, key, None),
+                    write_values(values, value, None),
+                    visible,
+                ),
+                Target::Compact { slots, keys: how } => {
+                    let turned = Some(how.layout.turned_pairs);
+                    let slots = write_values(values, slots, turned);
+                    how.key_values(&write_keys(keys, slots, turned), visible)
+                }
             };
             sources.set(kind, key_values);
         }
-        let weight = attention.q_norm.weight.val();
-        let queries = kernel::query_heads(queries, weight, tables, positions(), epsilon);
+        let key_values = sources.get(kind);
+        let weight = attention.query_weight(key_values);
+        let compact = key_values.compact().map(|how| how.layout.turned_pairs);
+        let queries = kernel::query_heads(queries, weight, tables, positions(), compact, epsilon);
         after(Part::Heads);
         queries
     }

@@ -7,12 +7,53 @@
 use super::sums::{Team, cube_sum};
 use cubecl::prelude::*;
 
-/// The strides of `[rows, heads, slots, channels]`, whose channels lie together.
+/// The strides of `[rows, heads, slots, columns]`, whose columns lie together.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct HeadStrides {
     pub row: u32,
     pub head: u32,
     pub slot: u32,
+}
+
+/// Which columns of the target a head's channels go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Columns {
+    /// Their own.
+    Channels,
+    /// Those of values in slots that keys share: first the channels that turn.
+    CompactValues,
+    /// Those of keys there: behind the values the channels that turn, and no others.
+    CompactKeys,
+    /// Those of queries that read there: the channels that turn last.
+    CompactQueries,
+}
+
+/// The column of a pair's first or second channel. `turned` pairs turn.
+#[cube]
+fn column(
+    pair: u32,
+    pairs: u32,
+    turned: u32,
+    #[comptime] second: bool,
+    #[comptime] columns: Columns,
+) -> u32 {
+    let behind = if comptime!(second) {
+        select(pair < turned, turned, pairs)
+    } else {
+        select(pair < turned, 0u32, turned)
+    };
+    let of_values = pair + behind;
+    if comptime!(columns == Columns::Channels && second) {
+        pair + pairs
+    } else if comptime!(columns == Columns::Channels) {
+        pair
+    } else if comptime!(columns == Columns::CompactValues) {
+        of_values
+    } else if comptime!(columns == Columns::CompactKeys) {
+        of_values + 2u32 * pairs
+    } else {
+        (of_values + 2u32 * (pairs - turned)) % (2u32 * pairs)
+    }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -28,8 +69,10 @@ pub(super) fn place_heads<E: Float, I: Int>(
     positions_in_order: u32,
     heads: u32,
     pairs: u32,
+    turned: u32,
     slots: u32,
     epsilon: f32,
+    #[comptime] columns: Columns,
     #[comptime] team: Team,
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
@@ -64,8 +107,13 @@ pub(super) fn place_heads<E: Float, I: Int>(
     let to = row as usize * strides.row as usize
         + head as usize * strides.head as usize
         + (position % slots) as usize * strides.slot as usize;
+    let placed = if comptime!(columns == Columns::CompactKeys) {
+        turned
+    } else {
+        pairs
+    };
     let mut pair = UNIT_POS;
-    while pair < pairs {
+    while pair < placed {
         let (low, high) = (pair as usize, (pair + pairs) as usize);
         let mut first = f32::cast_from(projected[from + low]) * factor;
         let mut second = f32::cast_from(projected[from + high]) * factor;
@@ -98,8 +146,10 @@ pub(super) fn place_heads<E: Float, I: Int>(
             }
             ComptimeOption::None => {}
         }
-        target[to + low] = E::cast_from(first);
-        target[to + high] = E::cast_from(second);
+        let low = column(pair, pairs, turned, false, columns);
+        let high = column(pair, pairs, turned, true, columns);
+        target[to + low as usize] = E::cast_from(first);
+        target[to + high as usize] = E::cast_from(second);
         pair += comptime!(team.units as u32);
     }
 }

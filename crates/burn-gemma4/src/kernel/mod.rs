@@ -145,12 +145,14 @@ pub(crate) struct RotationTables {
 }
 
 /// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of `[rows, heads · head_dim]`: normalised by heads and
-/// turned by `positions`, one a row.
+/// turned by `positions`, one a row. With `compact`, the pairs that turn, their channels are in the order of keys that share
+/// their values' slots.
 pub(crate) fn query_heads(
     projected: Tensor<2>,
     weight: Tensor<1>,
     tables: &RotationTables,
     positions: Tensor<1, Int>,
+    compact: Option<usize>,
     epsilon: f64,
 ) -> Tensor<4> {
     float(Dispatch::query_heads(
@@ -159,6 +161,7 @@ pub(crate) fn query_heads(
         tables.cos.clone().into_dispatch(),
         tables.sin.clone().into_dispatch(),
         positions.into_dispatch(),
+        compact,
         epsilon,
     ))
 }
@@ -180,7 +183,7 @@ pub(crate) fn heads_in_order(
 }
 
 /// Writes keys into their slots of `[rows, heads, slots, head_dim]`, as [`query_heads`] makes queries: the row's position,
-/// modulo the slots.
+/// modulo the slots. With `compact`, the pairs that turn, the slots are those of values, and it writes these pairs behind them.
 ///
 /// Every handle to the buffer's memory sees what was written; the result is one of them, and what reads it comes after.
 pub(crate) fn write_keys(
@@ -189,6 +192,7 @@ pub(crate) fn write_keys(
     tables: &RotationTables,
     positions: Tensor<1, Int>,
     buffer: Tensor<4>,
+    compact: Option<usize>,
     epsilon: f64,
 ) -> Tensor<4> {
     float(Dispatch::write_keys(
@@ -198,6 +202,7 @@ pub(crate) fn write_keys(
         tables.sin.clone().into_dispatch(),
         positions.into_dispatch(),
         buffer.into_dispatch(),
+        compact,
         epsilon,
     ))
 }
@@ -207,14 +212,22 @@ pub(crate) fn write_values(
     projected: Tensor<2>,
     positions: Tensor<1, Int>,
     buffer: Tensor<4>,
+    compact: Option<usize>,
     epsilon: f64,
 ) -> Tensor<4> {
     float(Dispatch::write_values(
         projected.into_dispatch(),
         positions.into_dispatch(),
         buffer.into_dispatch(),
+        compact,
         epsilon,
     ))
+}
+
+/// `count` columns of `[batch, heads, slots, width]` from `start` on; a view where the device addresses by pointers, and else where
+/// Burn's own slice is one.
+pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4> {
+    float(Dispatch::columns(slots.into_dispatch(), start, count))
 }
 
 /// The first of the largest columns of each row of `[rows, columns]`: `[rows]`. NaN counts as the smallest.
@@ -264,6 +277,11 @@ mod metadata {
             Shape::new([rows, columns / head_dim, 1, head_dim]),
             projected.dtype,
         )
+    }
+
+    pub fn columns(slots: &TensorSpec, count: usize) -> TensorSpec {
+        let [batch, heads, rows] = [slots.shape[0], slots.shape[1], slots.shape[2]];
+        TensorSpec::new(Shape::new([batch, heads, rows, count]), slots.dtype)
     }
 
     pub fn norm_gradients(input: &TensorSpec) -> NormGradientsMetadata {
@@ -363,13 +381,14 @@ pub trait InferenceBackend: Backend {
         epsilon: f64,
     ) -> Residual<Self>;
 
-    #[fusion(meta = |projected, _weight, cos, _sin, _positions, _epsilon| metadata::heads(projected, cos))]
+    #[fusion(meta = |projected, _weight, cos, _sin, _positions, _compact, _epsilon| metadata::heads(projected, cos))]
     fn query_heads(
         projected: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         cos: FloatTensor<Self>,
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
+        compact: Option<usize>,
         epsilon: f64,
     ) -> FloatTensor<Self>;
 
@@ -385,7 +404,7 @@ pub trait InferenceBackend: Backend {
     #[fusion(meta = |input, _epsilon| input.clone())]
     fn norm_without_weight(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self>;
 
-    #[fusion(meta = |_projected, _weight, _cos, _sin, _positions, buffer, _epsilon| buffer.clone())]
+    #[fusion(meta = |_projected, _weight, _cos, _sin, _positions, buffer, _compact, _epsilon| buffer.clone())]
     fn write_keys(
         projected: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -393,16 +412,21 @@ pub trait InferenceBackend: Backend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
+        compact: Option<usize>,
         epsilon: f64,
     ) -> FloatTensor<Self>;
 
-    #[fusion(meta = |_projected, _positions, buffer, _epsilon| buffer.clone())]
+    #[fusion(meta = |_projected, _positions, buffer, _compact, _epsilon| buffer.clone())]
     fn write_values(
         projected: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
+        compact: Option<usize>,
         epsilon: f64,
     ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |slots, _start, count| metadata::columns(slots, *count))]
+    fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self>;
 
     #[fusion(meta = |logits| metadata::numbers(logits))]
     fn likeliest(logits: FloatTensor<Self>) -> IntTensor<Self>;

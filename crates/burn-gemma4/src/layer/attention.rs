@@ -1,7 +1,7 @@
 //! Attention of one layer, through `fused_attention`.
 
 use super::{Linear, RmsNorm, norm, rope::Rotation};
-use crate::{Gemma4Config, LayerType};
+use crate::{Gemma4Config, LayerType, cache::CompactKeys};
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::{
     module::Module,
@@ -39,6 +39,38 @@ pub struct KeyValues {
     pub value: Tensor<4>,
     /// What the queries see.
     pub visible: Visible,
+    /// Where keys and values share columns, how: the key's norm is then the query's in part.
+    compact: Option<CompactKeys>,
+}
+
+impl KeyValues {
+    /// Keys and values with columns of their own.
+    pub(crate) fn new(key: Tensor<4>, value: Tensor<4>, visible: Visible) -> Self {
+        Self {
+            key,
+            value,
+            visible,
+            compact: None,
+        }
+    }
+
+    /// How keys and values share columns, if they do.
+    pub(crate) fn compact(&self) -> Option<&CompactKeys> {
+        self.compact.as_ref()
+    }
+}
+
+impl CompactKeys {
+    /// Of `[batch, kv_heads, slots, width]`.
+    pub(crate) fn key_values(&self, slots: &Tensor<4>, visible: Visible) -> KeyValues {
+        let (key, value) = self.read(slots);
+        KeyValues {
+            key,
+            value,
+            visible,
+            compact: Some(self.clone()),
+        }
+    }
 }
 
 /// What queries see of keys. The last query is at the last key.
@@ -131,22 +163,56 @@ impl Attention {
         Some((key, value))
     }
 
-    /// The queries of `[batch, positions, hidden]`: `[batch, q_heads, positions, head_dim]`.
-    pub fn query(&self, input: Tensor<3>, rotation: &Rotation) -> Tensor<4> {
-        rotation.heads(self.q_proj.forward(input), &self.q_norm)
+    /// The weight of the norm of keys.
+    ///
+    /// # Panics
+    /// For a layer that reads an earlier layer's keys.
+    pub(crate) fn key_weight(&self) -> Tensor<1> {
+        let norm = self.k_norm.as_ref().expect("the layer makes keys");
+        norm.weight.val()
+    }
+
+    /// The weight of the norm of queries for `key_values`.
+    pub(crate) fn query_weight(&self, key_values: &KeyValues) -> Tensor<1> {
+        let weight = self.q_norm.weight.val();
+        match &key_values.compact {
+            Some(compact) => weight * compact.query_factor.clone(),
+            None => weight,
+        }
+    }
+
+    /// The queries of `[batch, positions, hidden]` for `key_values`: `[batch, q_heads, positions, head_dim]`.
+    pub fn query(
+        &self,
+        input: Tensor<3>,
+        rotation: &Rotation,
+        key_values: &KeyValues,
+    ) -> Tensor<4> {
+        let projected = self.q_proj.forward(input);
+        match &key_values.compact {
+            Some(compact) => {
+                let norm = self.q_norm.with_weight(self.query_weight(key_values));
+                compact.queries(rotation.heads(projected, &norm))
+            }
+            None => rotation.heads(projected, &self.q_norm),
+        }
     }
 
     /// What the queries read: `[batch, positions, q_heads · head_dim]`, before the projection back.
     pub fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<3> {
         let [batch, heads, positions, head_dim] = query.dims();
-        fused_attention(
+        let read = fused_attention(
             query,
             key_values.key.clone(),
             key_values.value.clone(),
             key_values.visible.options(),
-        )
-        .swap_dims(1, 2)
-        .reshape([batch, positions, heads * head_dim])
+        );
+        let read = match &key_values.compact {
+            Some(compact) => compact.channels(read),
+            None => read,
+        };
+        read.swap_dims(1, 2)
+            .reshape([batch, positions, heads * head_dim])
     }
 }
 

@@ -89,7 +89,7 @@ impl DecoderLayer {
         key_values: &KeyValues,
         observer: &mut Observed<'_, O>,
     ) -> Tensor<3> {
-        let query = self.self_attn.query(normed, rotation);
+        let query = self.self_attn.query(normed, rotation, key_values);
         observer.see(LayerSite::Query, || query.clone());
         let read = self.self_attn.attend(query, key_values);
         observer.see(LayerSite::Attention, || read.clone());

@@ -32,6 +32,14 @@ impl RmsNorm {
         }
     }
 
+    /// The same with another weight.
+    pub(crate) fn with_weight(&self, weight: Tensor<1>) -> Self {
+        Self {
+            weight: Param::from_tensor(weight),
+            epsilon: self.epsilon,
+        }
+    }
+
     /// Normalises each row of the last dimension.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         let weight = self.weight.val();

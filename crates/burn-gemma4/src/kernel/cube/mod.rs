@@ -5,7 +5,7 @@ mod product;
 
 use super::{
     InferenceBackend, NUMBERS, Residual,
-    heads::{HeadStridesLaunch, place_heads},
+    heads::{Columns, HeadStridesLaunch, place_heads},
     likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
     sums::Team,
 };
@@ -19,7 +19,7 @@ use burn::{
 };
 use burn_cubecl::{
     CubeBackend, cubecl,
-    kernel::{into_contiguous, untile},
+    kernel::{into_contiguous, slice, untile},
     ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
@@ -34,6 +34,9 @@ use product::{ProductOptions, launch_product};
 
 /// Buffers that a kernel binds at most, and what the runtime adds.
 const BINDINGS: u32 = 8;
+
+/// Bytes of a load at most, to a multiple of which kernels take tensors to begin.
+const WIDEST_LOAD: u64 = 16;
 
 /// Whether the device has the dtype, and room for every kernel's tensors.
 pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
@@ -141,20 +144,44 @@ fn heads(projected: &CubeTensor, cos: &CubeTensor) -> [usize; 4] {
     [rows, columns / head_dim, 1, head_dim]
 }
 
+/// Where a head's channels go.
+struct Placing {
+    columns: Columns,
+    turned: usize,
+}
+
+impl Placing {
+    const CHANNELS: Self = Self {
+        columns: Columns::Channels,
+        turned: 0,
+    };
+
+    /// In `columns`, where `compact` pairs turn; in order, where slots are not shared.
+    fn of(compact: Option<usize>, columns: Columns) -> Self {
+        match compact {
+            Some(turned) => Self { columns, turned },
+            None => Self::CHANNELS,
+        }
+    }
+}
+
 /// Without `positions`, rows are at the tables' positions in their order, and from their beginning again after the last.
 fn launch_heads(
     projected: CubeTensor,
     weights: Option<HeadWeights>,
     positions: Option<CubeTensor>,
     target: &CubeTensor,
+    placing: Placing,
     epsilon: f64,
 ) {
     let client = projected.client.clone();
     let projected = into_contiguous(projected);
     let shape = target.meta.shape();
-    let [rows, heads, slots, head_dim] = [shape[0], shape[1], shape[2], shape[3]];
+    let [rows, heads, slots] = [shape[0], shape[1], shape[2]];
+    let head_dim = projected.meta.shape()[1] / heads;
     let strides = target.meta.strides();
-    assert_eq!(strides[3], 1, "a head's channels lie together");
+    assert_eq!(strides[3], 1, "a head's columns lie together");
+    assert!(2 * placing.turned <= head_dim, "what turns are channels");
     let team = team(&client, head_dim / 2);
     let positions_in_order = match &weights {
         Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
@@ -175,7 +202,7 @@ fn launch_heads(
         ),
     );
     // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
-    // cache has room for, and writes one slot of that head.
+    // cache has room for, and writes one slot of that head, which has columns for all that are placed.
     unsafe {
         place_heads::launch_unchecked(
             &client,
@@ -193,8 +220,10 @@ fn launch_heads(
             positions_in_order as u32,
             heads as u32,
             (head_dim / 2) as u32,
+            placing.turned as u32,
             slots as u32,
             epsilon as f32,
+            placing.columns,
             team,
             element,
             integer,
@@ -310,11 +339,20 @@ impl InferenceBackend for CubeBackend {
         cos: FloatTensor<Self>,
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
+        compact: Option<usize>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
         let target = empty(&projected, heads(&projected, &cos), projected.dtype);
-        let weights = HeadWeights { weight, cos, sin };
-        launch_heads(projected, Some(weights), Some(positions), &target, epsilon);
+        let weights = Some(HeadWeights { weight, cos, sin });
+        let placing = Placing::of(compact, Columns::CompactQueries);
+        launch_heads(
+            projected,
+            weights,
+            Some(positions),
+            &target,
+            placing,
+            epsilon,
+        );
         target
     }
 
@@ -327,7 +365,8 @@ impl InferenceBackend for CubeBackend {
     ) -> FloatTensor<Self> {
         let target = empty(&projected, heads(&projected, &cos), projected.dtype);
         let weights = HeadWeights { weight, cos, sin };
-        launch_heads(projected, Some(weights), None, &target, epsilon);
+        let placing = Placing::CHANNELS;
+        launch_heads(projected, Some(weights), None, &target, placing, epsilon);
         target
     }
 
@@ -342,10 +381,19 @@ impl InferenceBackend for CubeBackend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
+        compact: Option<usize>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        let weights = HeadWeights { weight, cos, sin };
-        launch_heads(projected, Some(weights), Some(positions), &buffer, epsilon);
+        let weights = Some(HeadWeights { weight, cos, sin });
+        let placing = Placing::of(compact, Columns::CompactKeys);
+        launch_heads(
+            projected,
+            weights,
+            Some(positions),
+            &buffer,
+            placing,
+            epsilon,
+        );
         buffer
     }
 
@@ -353,10 +401,29 @@ impl InferenceBackend for CubeBackend {
         projected: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
+        compact: Option<usize>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        launch_heads(projected, None, Some(positions), &buffer, epsilon);
+        let placing = Placing::of(compact, Columns::CompactValues);
+        launch_heads(projected, None, Some(positions), &buffer, placing, epsilon);
         buffer
+    }
+
+    fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self> {
+        let slots = untile(slots);
+        let [batch, heads, rows, width] = slots.meta.shape().dims();
+        assert!(start + count <= width, "the columns are there");
+        let strides = slots.meta.strides();
+        let bytes = |columns: usize| (columns * strides[3] * slots.dtype.size()) as u64;
+        let (before, behind) = (bytes(start), bytes(width - start - count));
+        let by_pointers = matches!(slots.client.name(), "cuda" | "hip");
+        if !by_pointers || !before.is_multiple_of(WIDEST_LOAD) {
+            return slice(slots, &[0..batch, 0..heads, 0..rows, start..start + count]);
+        }
+        let mut view = slots;
+        view.handle = view.handle.offset_start(before).offset_end(behind);
+        view.meta.shape_mut()[3] = count;
+        view
     }
 
     fn likeliest(logits: FloatTensor<Self>) -> IntTensor<Self> {

@@ -4,14 +4,19 @@
 //! earlier layer's keys and values keep nothing. Sequences of a batch are aligned at their ends: a shorter one
 //! begins with padding, which nothing sees, so that every sequence writes the same column.
 
+mod compact;
+
+pub(crate) use compact::CompactKeys;
+
 use crate::{
     Gemma4Config, LayerType,
     layer::{
-        attention::{KeyValues, Visible},
+        attention::{Attention, KeyValues, Visible},
         rope::Positions,
     },
 };
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+use compact::CompactLayout;
 
 /// Columns that a full layer's buffer grows by. Growing copies the buffer, which attention reads once a column
 /// anyway, so this bounds the copies to 1/256 of what is read.
@@ -27,24 +32,55 @@ pub struct Cache {
     columns: usize,
     /// Leading columns of each sequence that are padding.
     padding: Vec<usize>,
+    compact_keys: bool,
     /// See [`Self::room`].
     #[cfg(feature = "cube")]
     room: usize,
 }
 
-/// Where one layer's keys and values are: `[batch, kv_heads, slots, head_dim]`, from the first call on.
+/// Where one layer's keys and values are, from the first call on.
 #[derive(Debug)]
 enum Store {
     /// Column `c` is in slot `c % window`.
     Ring(Option<Buffers>),
     /// Column `c` is in slot `c`.
     Growing(Option<Buffers>),
+    /// Column `c` is in slot `c`, which holds both key and value.
+    Compact(CompactLayout, Option<CompactBuffer>),
 }
 
-#[derive(Debug)]
+/// `[batch, kv_heads, slots, head_dim]` each.
+#[derive(Clone, Debug)]
 struct Buffers {
     key: Tensor<4>,
     value: Tensor<4>,
+}
+
+#[derive(Clone, Debug)]
+struct CompactBuffer {
+    /// `[batch, kv_heads, slots, width]`.
+    slots: Tensor<4>,
+    keys: CompactKeys,
+}
+
+/// Where a layer's next key and value are written.
+#[cfg(feature = "cube")]
+#[derive(Clone, Debug)]
+pub(crate) enum Target {
+    /// `[batch, kv_heads, slots, head_dim]` each.
+    Apart {
+        /// The keys.
+        key: Tensor<4>,
+        /// The values.
+        value: Tensor<4>,
+    },
+    /// `[batch, kv_heads, slots, width]`.
+    Compact {
+        /// The slots.
+        slots: Tensor<4>,
+        /// How they are laid out and read.
+        keys: CompactKeys,
+    },
 }
 
 /// What all layers share in one call.
@@ -60,12 +96,15 @@ pub(crate) struct Step {
 
 impl Cache {
     /// An empty cache for `padding.len()` sequences, each of which begins with that many columns of padding.
-    pub(crate) fn new(config: &Gemma4Config, padding: Vec<usize>) -> Self {
-        let stores = config.layer_types[..config.first_shared_layer()]
-            .iter()
-            .map(|kind| match kind {
-                LayerType::Sliding => Store::Ring(None),
-                LayerType::Full => Store::Growing(None),
+    pub(crate) fn new(config: &Gemma4Config, padding: Vec<usize>, compact_keys: bool) -> Self {
+        let stores = (0..config.first_shared_layer())
+            .map(|layer| {
+                let layout = CompactLayout::of(config, layer).filter(|_| compact_keys);
+                match (config.layer_types[layer], layout) {
+                    (LayerType::Sliding, _) => Store::Ring(None),
+                    (LayerType::Full, Some(layout)) => Store::Compact(layout, None),
+                    (LayerType::Full, None) => Store::Growing(None),
+                }
             })
             .collect();
         Self {
@@ -73,9 +112,15 @@ impl Cache {
             window: config.sliding_window,
             columns: 0,
             padding,
+            compact_keys,
             #[cfg(feature = "cube")]
             room: 0,
         }
+    }
+
+    /// Whether it was asked to keep keys compact: see [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
+    pub fn has_compact_keys(&self) -> bool {
+        self.compact_keys
     }
 
     /// Sequences.
@@ -98,10 +143,13 @@ impl Cache {
         let bytes = |tensor: &Tensor<4>| tensor.shape().num_elements() * tensor.dtype().size();
         self.stores
             .iter()
-            .filter_map(|store| match store {
-                Store::Ring(buffers) | Store::Growing(buffers) => buffers.as_ref(),
+            .map(|store| match store {
+                Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => {
+                    bytes(&buffers.key) + bytes(&buffers.value)
+                }
+                Store::Compact(_, Some(buffer)) => bytes(&buffer.slots),
+                Store::Ring(None) | Store::Growing(None) | Store::Compact(_, None) => 0,
             })
-            .map(|buffers| bytes(&buffers.key) + bytes(&buffers.value))
             .sum()
     }
 
@@ -123,33 +171,43 @@ impl Cache {
     pub(crate) fn make_room(&mut self) {
         let columns = self.columns;
         let room = capacity(columns + (columns / 8).max(4 * BLOCK));
+        let grow = |buffer: &mut Tensor<4>| {
+            if buffer.dims()[2] < room {
+                *buffer = write(empty(buffer, room), buffer.clone(), 0, 0, columns);
+            }
+        };
         for store in &mut self.stores {
-            if let Store::Growing(Some(buffers)) = store {
-                let grown = |buffer: &Tensor<4>| match buffer.dims()[2] < room {
-                    true => write(empty(buffer, room), buffer.clone(), 0, 0, columns),
-                    false => buffer.clone(),
-                };
-                *buffers = Buffers {
-                    key: grown(&buffers.key),
-                    value: grown(&buffers.value),
-                };
+            match store {
+                Store::Growing(Some(buffers)) => {
+                    grow(&mut buffers.key);
+                    grow(&mut buffers.value);
+                }
+                Store::Compact(_, Some(buffer)) => grow(&mut buffer.slots),
+                Store::Ring(_) | Store::Growing(None) | Store::Compact(_, None) => {}
             }
         }
         self.room = room;
     }
 
-    /// The keys' and values' buffers of every layer that has its own.
+    /// Where every layer that has keys and values of its own writes the next ones.
     ///
     /// # Panics
     /// If the cache is empty.
     #[cfg(feature = "cube")]
-    pub(crate) fn buffers(&self) -> Vec<(Tensor<4>, Tensor<4>)> {
+    pub(crate) fn targets(&self) -> Vec<Target> {
         self.stores
             .iter()
             .map(|store| match store {
-                Store::Ring(buffers) | Store::Growing(buffers) => {
-                    let buffers = buffers.as_ref().expect("a filled cache has buffers");
-                    (buffers.key.clone(), buffers.value.clone())
+                Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => Target::Apart {
+                    key: buffers.key.clone(),
+                    value: buffers.value.clone(),
+                },
+                Store::Compact(_, Some(buffer)) => Target::Compact {
+                    slots: buffer.slots.clone(),
+                    keys: buffer.keys.clone(),
+                },
+                Store::Ring(None) | Store::Growing(None) | Store::Compact(_, None) => {
+                    panic!("an empty cache has no buffers")
                 }
             })
             .collect()
@@ -228,13 +286,15 @@ impl Cache {
         }
     }
 
-    /// Takes a layer's new keys and values, `[batch, kv_heads, count, head_dim]`, and gives what its queries read.
+    /// Takes a layer's new keys and values, `[batch, kv_heads, count, head_dim]`, which `attention` made, and gives what its
+    /// queries read.
     ///
     /// # Panics
     /// For a layer that reads an earlier layer's keys and values.
     pub(crate) fn extend(
         &mut self,
         layer: usize,
+        attention: &Attention,
         key: Tensor<4>,
         value: Tensor<4>,
         step: &Step,
@@ -258,48 +318,38 @@ impl Cache {
                 }
                 // The ring holds fewer columns than the queries see together: they read what it has kept and
                 // the new ones side by side.
-                let read = KeyValues {
-                    key: in_order(&buffers.key, &key, step.past, kept),
-                    value: in_order(&buffers.value, &value, step.past, kept),
+                let read = KeyValues::new(
+                    in_order(&buffers.key, &key, step.past, kept),
+                    in_order(&buffers.value, &value, step.past, kept),
                     visible,
-                };
+                );
                 *store =
                     Some(buffers.map(key, value, |buffer, new| write_ring(buffer, new, step.past)));
                 read
             }
             Store::Growing(store) => {
-                let visible = step.full.clone();
-                let end = step.past + step.count;
-                let new = (step.past == 0).then(|| KeyValues {
-                    key: key.clone(),
-                    value: value.clone(),
-                    visible: visible.clone(),
-                });
-                let buffers = store.take();
-                let grown = |buffer: Option<Tensor<4>>, new: &Tensor<4>| match buffer {
-                    Some(buffer) if buffer.dims()[2] >= end => buffer,
-                    Some(buffer) => write(
-                        empty(new, capacity(end)),
-                        buffer.clone(),
-                        0,
-                        0,
-                        buffer.dims()[2],
-                    ),
-                    None => empty(new, capacity(end)),
-                };
-                let (old_key, old_value) = match buffers {
+                let new = step.reads_itself(&key, &value);
+                let (old_key, old_value) = match store.take() {
                     Some(Buffers { key, value }) => (Some(key), Some(value)),
                     None => (None, None),
                 };
                 let buffers = Buffers {
-                    key: grown(old_key, &key),
-                    value: grown(old_value, &value),
-                }
-                .map(key, value, |buffer, new| {
-                    write(buffer, new, 0, step.past, step.count)
-                });
-                let read = new.unwrap_or_else(|| buffers.read(visible));
+                    key: extended(old_key, key, step),
+                    value: extended(old_value, value, step),
+                };
+                let read = new.unwrap_or_else(|| buffers.read(step.full.clone()));
                 *store = Some(buffers);
+                read
+            }
+            Store::Compact(layout, store) => {
+                let new = step.reads_itself(&key, &value);
+                let (old, keys) = match store.take() {
+                    Some(CompactBuffer { slots, keys }) => (Some(slots), keys),
+                    None => (None, CompactKeys::new(*layout, &attention.key_weight())),
+                };
+                let slots = extended(old, keys.slots(key, value), step);
+                let read = new.unwrap_or_else(|| keys.key_values(&slots, step.full.clone()));
+                *store = Some(CompactBuffer { slots, keys });
                 read
             }
         }
@@ -364,11 +414,15 @@ impl Buffers {
     }
 
     fn read(&self, visible: Visible) -> KeyValues {
-        KeyValues {
-            key: self.key.clone(),
-            value: self.value.clone(),
-            visible,
-        }
+        KeyValues::new(self.key.clone(), self.value.clone(), visible)
+    }
+}
+
+impl Step {
+    /// What full layers' queries read in a first call: its own keys and values, as they were made.
+    fn reads_itself(&self, key: &Tensor<4>, value: &Tensor<4>) -> Option<KeyValues> {
+        let first = self.past == 0;
+        first.then(|| KeyValues::new(key.clone(), value.clone(), self.full.clone()))
     }
 }
 
@@ -379,11 +433,27 @@ fn capacity(columns: usize) -> usize {
 
 /// A buffer for tensors like `like` with `slots` slots. What is in them before they are written is never read.
 fn empty(like: &Tensor<4>, slots: usize) -> Tensor<4> {
-    let [batch, heads, _, head_dim] = like.dims();
-    Tensor::empty(
-        [batch, heads, slots, head_dim],
+    let [batch, heads, _, columns] = like.dims();
+    // A slot a row, CUDA's allocator would fill slots of 1,280 bytes up to 1,536.
+    let flat = Tensor::<3>::empty(
+        [batch, heads, slots * columns],
         (&like.device(), like.dtype()),
-    )
+    );
+    flat.reshape([batch, heads, slots, columns])
+}
+
+/// A full layer's buffer with the call's columns, `[batch, kv_heads, count, …]`, after those of the past.
+fn extended(buffer: Option<Tensor<4>>, new: Tensor<4>, step: &Step) -> Tensor<4> {
+    let end = step.past + step.count;
+    let buffer = match buffer {
+        Some(buffer) if buffer.dims()[2] >= end => buffer,
+        Some(buffer) => {
+            let slots = buffer.dims()[2];
+            write(empty(&new, capacity(end)), buffer, 0, 0, slots)
+        }
+        None => empty(&new, capacity(end)),
+    };
+    write(buffer, new, 0, step.past, step.count)
 }
 
 /// Writes `count` columns of `new`, from its `start` on, into the slots from `slot` on.
