@@ -5,7 +5,10 @@ use crate::{
     fixture::{Fixture, largest, tokens, values},
 };
 use burn::tensor::{DType, Tensor};
-use burn_gemma4::observe::{LayerSite, Observer, Site};
+use burn_gemma4::{
+    Cache, Gemma4, Logits,
+    observe::{LayerSite, Observer, Site},
+};
 
 /// The root of the mean square of `a - b`.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
@@ -106,4 +109,39 @@ fn logits_are_as_close_to_f32_as_those_of_transformers() {
             }
         }
     }
+}
+
+/// Keys that share columns with values are rounded elsewhere than keys of their own, and no worse.
+#[test]
+fn compact_keys_are_as_close_to_f32() {
+    for device in devices() {
+        for dtype in [DType::BF16, DType::F16] {
+            if !device.device.supports_dtype(dtype) || !device.supports(dtype) {
+                println!("{} does not compute in {}", device.name, dtype.name());
+                continue;
+            }
+            let fixture = Fixture::open("dense-keqv");
+            let gemma = fixture.load(&device.device, dtype);
+            let exact = &fixture.reference("logits").values;
+            let read = |cache: Cache| distance(&by_chunks(&gemma, cache, &fixture.prompt), exact);
+            let apart = read(gemma.model().cache(vec![0]));
+            let compact = read(gemma.model().compact_cache(vec![0]));
+            let what = format!("{} {}", device.name, dtype.name());
+            println!("{what}: {compact} from f32, keys apart {apart}");
+            assert!(compact <= 1.5 * apart, "{what}: {compact} > 1.5 * {apart}");
+        }
+    }
+}
+
+/// The logits of all of `prompt`, read by a few tokens at a time.
+fn by_chunks(gemma: &Gemma4, mut cache: Cache, prompt: &[u32]) -> Vec<f32> {
+    let model = gemma.model();
+    prompt
+        .chunks(3)
+        .flat_map(|chunk| {
+            let chunk = tokens(&[chunk], &model.device());
+            let logits = model.step(chunk, &mut cache, Logits::All).expect("a step");
+            values(logits.expect("logits"))
+        })
+        .collect()
 }
