@@ -46,41 +46,33 @@ enum Store {
     /// Column `c` is in slot `c`.
     Growing(Option<Buffers>),
     /// Column `c` is in slot `c`, which holds both key and value.
-    Compact(CompactLayout, Option<CompactBuffer>),
+    Compact(CompactLayout, Option<Box<CompactBuffer>>),
 }
 
 /// `[batch, kv_heads, slots, head_dim]` each.
 #[derive(Clone, Debug)]
-struct Buffers {
-    key: Tensor<4>,
-    value: Tensor<4>,
+pub(crate) struct Buffers {
+    pub key: Tensor<4>,
+    pub value: Tensor<4>,
 }
 
+/// Keys and values that share slots.
 #[derive(Clone, Debug)]
-struct CompactBuffer {
+pub(crate) struct CompactBuffer {
     /// `[batch, kv_heads, slots, width]`.
-    slots: Tensor<4>,
-    keys: CompactKeys,
+    pub slots: Tensor<4>,
+    /// How they are laid out and read.
+    pub keys: CompactKeys,
 }
 
 /// Where a layer's next key and value are written.
 #[cfg(feature = "cube")]
 #[derive(Clone, Debug)]
 pub(crate) enum Target {
-    /// `[batch, kv_heads, slots, head_dim]` each.
-    Apart {
-        /// The keys.
-        key: Tensor<4>,
-        /// The values.
-        value: Tensor<4>,
-    },
-    /// `[batch, kv_heads, slots, width]`.
-    Compact {
-        /// The slots.
-        slots: Tensor<4>,
-        /// How they are laid out and read.
-        keys: CompactKeys,
-    },
+    /// Each in a buffer of its own.
+    Apart(Box<Buffers>),
+    /// Both in the same slots.
+    Compact(Box<CompactBuffer>),
 }
 
 /// What all layers share in one call.
@@ -198,14 +190,10 @@ impl Cache {
         self.stores
             .iter()
             .map(|store| match store {
-                Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => Target::Apart {
-                    key: buffers.key.clone(),
-                    value: buffers.value.clone(),
-                },
-                Store::Compact(_, Some(buffer)) => Target::Compact {
-                    slots: buffer.slots.clone(),
-                    keys: buffer.keys.clone(),
-                },
+                Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => {
+                    Target::Apart(Box::new(buffers.clone()))
+                }
+                Store::Compact(_, Some(buffer)) => Target::Compact(buffer.clone()),
                 Store::Ring(None) | Store::Growing(None) | Store::Compact(_, None) => {
                     panic!("an empty cache has no buffers")
                 }
@@ -343,13 +331,13 @@ impl Cache {
             }
             Store::Compact(layout, store) => {
                 let new = step.reads_itself(&key, &value);
-                let (old, keys) = match store.take() {
+                let (old, keys) = match store.take().map(|buffer| *buffer) {
                     Some(CompactBuffer { slots, keys }) => (Some(slots), keys),
                     None => (None, CompactKeys::new(*layout, &attention.key_weight())),
                 };
                 let slots = extended(old, keys.slots(key, value), step);
                 let read = new.unwrap_or_else(|| keys.key_values(&slots, step.full.clone()));
-                *store = Some(CompactBuffer { slots, keys });
+                *store = Some(Box::new(CompactBuffer { slots, keys }));
                 read
             }
         }

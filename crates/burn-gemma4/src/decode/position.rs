@@ -7,7 +7,7 @@ use super::Part;
 use crate::{
     Gemma4Model, LayerType,
     cache::Target,
-    kernel::{self, Added, RotationTables},
+    kernel::{self, Added, HeadOptions, RotationTables},
     layer::{
         DecoderLayer, Linear,
         attention::{KeyValues, Visible},
@@ -202,29 +202,35 @@ impl Layers<'_> {
                 ..Visible::default()
             };
             let write_values = |values, buffer, compact| {
-                kernel::write_values(values, positions(), buffer, compact, epsilon)
+                let options = HeadOptions { compact, epsilon };
+                kernel::write_values(values, positions(), buffer, options)
             };
             let write_keys = |keys, buffer, compact| {
-                kernel::write_keys(keys, weight, tables, positions(), buffer, compact, epsilon)
+                let options = HeadOptions { compact, epsilon };
+                kernel::write_keys(keys, weight, tables, positions(), buffer, options)
             };
             let key_values = match targets.layers[index].clone() {
-                Target::Apart { key, value } => KeyValues::new(
-                    write_keys(keys, key, None),
-                    write_values(values, value, None),
+                Target::Apart(buffers) => KeyValues::new(
+                    write_keys(keys, buffers.key, None),
+                    write_values(values, buffers.value, None),
                     visible,
                 ),
-                Target::Compact { slots, keys: how } => {
-                    let turned = Some(how.layout.turned_pairs);
-                    let slots = write_values(values, slots, turned);
-                    how.key_values(&write_keys(keys, slots, turned), visible)
+                Target::Compact(buffer) => {
+                    let turned = Some(buffer.keys.layout.turned_pairs);
+                    let slots = write_values(values, buffer.slots, turned);
+                    let slots = write_keys(keys, slots, turned);
+                    buffer.keys.key_values(&slots, visible)
                 }
             };
             sources.set(kind, key_values);
         }
         let key_values = sources.get(kind);
         let weight = attention.query_weight(key_values);
-        let compact = key_values.compact().map(|how| how.layout.turned_pairs);
-        let queries = kernel::query_heads(queries, weight, tables, positions(), compact, epsilon);
+        let options = HeadOptions {
+            compact: key_values.compact().map(|how| how.layout.turned_pairs),
+            epsilon,
+        };
+        let queries = kernel::query_heads(queries, weight, tables, positions(), options);
         after(Part::Heads);
         queries
     }

@@ -144,16 +144,24 @@ pub(crate) struct RotationTables {
     pub sin: Tensor<2>,
 }
 
+/// How heads are made and where they go.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadOptions {
+    /// Where keys share their values' slots, the pairs of channels that turn: values begin with them, of keys they are
+    /// written behind, and queries are in these keys' order.
+    pub compact: Option<usize>,
+    /// Of the norm.
+    pub epsilon: f64,
+}
+
 /// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of `[rows, heads · head_dim]`: normalised by heads and
-/// turned by `positions`, one a row. With `compact`, the pairs that turn, their channels are in the order of keys that share
-/// their values' slots.
+/// turned by `positions`, one a row.
 pub(crate) fn query_heads(
     projected: Tensor<2>,
     weight: Tensor<1>,
     tables: &RotationTables,
     positions: Tensor<1, Int>,
-    compact: Option<usize>,
-    epsilon: f64,
+    options: HeadOptions,
 ) -> Tensor<4> {
     float(Dispatch::query_heads(
         projected.into_dispatch(),
@@ -161,8 +169,7 @@ pub(crate) fn query_heads(
         tables.cos.clone().into_dispatch(),
         tables.sin.clone().into_dispatch(),
         positions.into_dispatch(),
-        compact,
-        epsilon,
+        options,
     ))
 }
 
@@ -183,7 +190,7 @@ pub(crate) fn heads_in_order(
 }
 
 /// Writes keys into their slots of `[rows, heads, slots, head_dim]`, as [`query_heads`] makes queries: the row's position,
-/// modulo the slots. With `compact`, the pairs that turn, the slots are those of values, and it writes these pairs behind them.
+/// modulo the slots.
 ///
 /// Every handle to the buffer's memory sees what was written; the result is one of them, and what reads it comes after.
 pub(crate) fn write_keys(
@@ -192,8 +199,7 @@ pub(crate) fn write_keys(
     tables: &RotationTables,
     positions: Tensor<1, Int>,
     buffer: Tensor<4>,
-    compact: Option<usize>,
-    epsilon: f64,
+    options: HeadOptions,
 ) -> Tensor<4> {
     float(Dispatch::write_keys(
         projected.into_dispatch(),
@@ -202,8 +208,7 @@ pub(crate) fn write_keys(
         tables.sin.clone().into_dispatch(),
         positions.into_dispatch(),
         buffer.into_dispatch(),
-        compact,
-        epsilon,
+        options,
     ))
 }
 
@@ -212,15 +217,13 @@ pub(crate) fn write_values(
     projected: Tensor<2>,
     positions: Tensor<1, Int>,
     buffer: Tensor<4>,
-    compact: Option<usize>,
-    epsilon: f64,
+    options: HeadOptions,
 ) -> Tensor<4> {
     float(Dispatch::write_values(
         projected.into_dispatch(),
         positions.into_dispatch(),
         buffer.into_dispatch(),
-        compact,
-        epsilon,
+        options,
     ))
 }
 
@@ -381,15 +384,14 @@ pub trait InferenceBackend: Backend {
         epsilon: f64,
     ) -> Residual<Self>;
 
-    #[fusion(meta = |projected, _weight, cos, _sin, _positions, _compact, _epsilon| metadata::heads(projected, cos))]
+    #[fusion(meta = |projected, _weight, cos, _sin, _positions, _options| metadata::heads(projected, cos))]
     fn query_heads(
         projected: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         cos: FloatTensor<Self>,
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
-        compact: Option<usize>,
-        epsilon: f64,
+        options: HeadOptions,
     ) -> FloatTensor<Self>;
 
     #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| metadata::heads(projected, cos))]
@@ -404,7 +406,7 @@ pub trait InferenceBackend: Backend {
     #[fusion(meta = |input, _epsilon| input.clone())]
     fn norm_without_weight(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self>;
 
-    #[fusion(meta = |_projected, _weight, _cos, _sin, _positions, buffer, _compact, _epsilon| buffer.clone())]
+    #[fusion(meta = |_projected, _weight, _cos, _sin, _positions, buffer, _options| buffer.clone())]
     fn write_keys(
         projected: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -412,17 +414,15 @@ pub trait InferenceBackend: Backend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
-        compact: Option<usize>,
-        epsilon: f64,
+        options: HeadOptions,
     ) -> FloatTensor<Self>;
 
-    #[fusion(meta = |_projected, _positions, buffer, _compact, _epsilon| buffer.clone())]
+    #[fusion(meta = |_projected, _positions, buffer, _options| buffer.clone())]
     fn write_values(
         projected: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
-        compact: Option<usize>,
-        epsilon: f64,
+        options: HeadOptions,
     ) -> FloatTensor<Self>;
 
     #[fusion(meta = |slots, _start, count| metadata::columns(slots, *count))]

@@ -4,7 +4,7 @@ mod norms;
 mod product;
 
 use super::{
-    InferenceBackend, NUMBERS, Residual,
+    HeadOptions, InferenceBackend, NUMBERS, Residual,
     heads::{Columns, HeadStridesLaunch, place_heads},
     likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
     sums::Team,
@@ -339,19 +339,18 @@ impl InferenceBackend for CubeBackend {
         cos: FloatTensor<Self>,
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
-        compact: Option<usize>,
-        epsilon: f64,
+        options: HeadOptions,
     ) -> FloatTensor<Self> {
         let target = empty(&projected, heads(&projected, &cos), projected.dtype);
         let weights = Some(HeadWeights { weight, cos, sin });
-        let placing = Placing::of(compact, Columns::CompactQueries);
+        let placing = Placing::of(options.compact, Columns::CompactQueries);
         launch_heads(
             projected,
             weights,
             Some(positions),
             &target,
             placing,
-            epsilon,
+            options.epsilon,
         );
         target
     }
@@ -381,18 +380,17 @@ impl InferenceBackend for CubeBackend {
         sin: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
-        compact: Option<usize>,
-        epsilon: f64,
+        options: HeadOptions,
     ) -> FloatTensor<Self> {
         let weights = Some(HeadWeights { weight, cos, sin });
-        let placing = Placing::of(compact, Columns::CompactKeys);
+        let placing = Placing::of(options.compact, Columns::CompactKeys);
         launch_heads(
             projected,
             weights,
             Some(positions),
             &buffer,
             placing,
-            epsilon,
+            options.epsilon,
         );
         buffer
     }
@@ -401,11 +399,17 @@ impl InferenceBackend for CubeBackend {
         projected: FloatTensor<Self>,
         positions: IntTensor<Self>,
         buffer: FloatTensor<Self>,
-        compact: Option<usize>,
-        epsilon: f64,
+        options: HeadOptions,
     ) -> FloatTensor<Self> {
-        let placing = Placing::of(compact, Columns::CompactValues);
-        launch_heads(projected, None, Some(positions), &buffer, placing, epsilon);
+        let placing = Placing::of(options.compact, Columns::CompactValues);
+        launch_heads(
+            projected,
+            None,
+            Some(positions),
+            &buffer,
+            placing,
+            options.epsilon,
+        );
         buffer
     }
 
