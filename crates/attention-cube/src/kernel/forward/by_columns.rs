@@ -32,7 +32,7 @@ use crate::kernel::engine::wgmma::{
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     async_proxy_fence, barrier_arrive, barrier_init, barrier_init_fence, barrier_wait,
-    give_registers, load_shared, named_barrier, shared_address, store_matrices, store_shared,
+    give_registers, load_shared, named_barrier, pack, shared_address, store_matrices, store_shared,
     take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
@@ -630,20 +630,14 @@ fn softmax<NS: Size>(
         + (count % 2u32 * 2u32 + warpgroup) * comptime!(ColumnTiles::HALF_BYTES as u32);
     #[unroll]
     for step in 0..comptime!(HALF_KEYS / 16) {
-        let made = numerators::<NS>(
-            s,
-            shift,
-            power,
-            step,
-            tiles.half,
-            comptime!(kind.leaves_holes()),
-        );
+        let made = numerators::<NS>(s, shift, power, step, comptime!(kind.leaves_holes()));
+        let e = made.values;
         store_matrices(
             matrix_row(half, step),
-            made.p_0,
-            made.p_1,
-            made.p_2,
-            made.p_3,
+            pack(e.extract(0usize), e.extract(1usize), tiles.half),
+            pack(e.extract(2usize), e.extract(3usize), tiles.half),
+            pack(e.extract(4usize), e.extract(5usize), tiles.half),
+            pack(e.extract(6usize), e.extract(7usize), tiles.half),
         );
         sum_0 += made.sums.first;
         sum_1 += made.sums.second;

@@ -31,7 +31,7 @@ use crate::kernel::engine::wgmma::{
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    shared_address, store_shared, take_registers, uniform,
+    pack, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -332,7 +332,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind.fragment,
         );
-        let made = softmax::<NS, NP>(
+        let made = softmax::<NS>(
             s,
             pair(reference_0, reference_1),
             pair(sum_0, sum_1),
@@ -346,7 +346,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         sum_1 = made.sums.second;
         let mut factor_0 = f32::new(1.0);
         let mut factor_1 = f32::new(1.0);
-        let mut p = made.p;
+        let mut p = packed::<NS, NP>(made.numerators, tiles);
         let mut hole_count = holes_before;
         if comptime!(kind.leaves_holes()) {
             if may_have_holes {
@@ -437,7 +437,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind.fragment,
             );
-            let made = softmax::<NS, NP>(
+            let made = softmax::<NS>(
                 s,
                 pair(reference_0, reference_1),
                 pair(sum_0, sum_1),
@@ -445,21 +445,23 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 negative_infinity,
                 tiles,
             );
+            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+            // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
+            // product (C7513).
+            p = packed::<NS, NP>(made.numerators, tiles);
             if comptime!(kind.leaves_holes()) {
                 hole_count += u32::cast_from(may_have_holes);
                 may_have_holes = seen.may_have_holes;
                 if may_have_holes {
-                    tell_used_by(places, made.p, hole_count, elected, tiles);
+                    tell_used_by(places, p, hole_count, elected, tiles);
                 }
             }
-            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
             reference_0 = made.reference.first;
             reference_1 = made.reference.second;
             factor_0 = made.factor.first;
             factor_1 = made.factor.second;
             sum_0 = made.sums.first;
             sum_1 = made.sums.second;
-            p = made.p;
             block = next;
             count += 1u32;
             next = next_block(
@@ -519,11 +521,11 @@ fn free_queries(empty: u32, elected: u32, has_keys: bool) {
     barrier_arrive(empty, select(has_keys, elected, 0u32));
 }
 
-/// P of a block, and what it makes of the rows' statistics.
+/// The numerators of a block, and what it makes of the rows' statistics.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct Step<NP: Size> {
-    p: Vector<u32, NP>,
+struct Step<NS: Size> {
+    numerators: Vector<f32, NS>,
     reference: Pair,
     sums: Pair,
     /// On older results; the sums have it already.
@@ -531,14 +533,14 @@ struct Step<NP: Size> {
 }
 
 #[cube]
-fn softmax<NS: Size, NP: Size>(
+fn softmax<NS: Size>(
     s: Vector<f32, NS>,
     reference: Pair,
     sums: Pair,
     power: f32,
     negative_infinity: f32,
     #[comptime] tiles: RowTiles,
-) -> Step<NP> {
+) -> Step<NS> {
     let largest = maxima::<NS>(s, reference, tiles.keys);
     let moved = follow(reference, largest, power, negative_infinity);
     let shift = Pair {
@@ -553,19 +555,19 @@ fn softmax<NS: Size, NP: Size>(
     };
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);
-    let mut p = Vector::<u32, NP>::zeroed();
+    let mut values = Vector::<f32, NS>::zeroed();
     #[unroll]
     for step in 0..comptime!(tiles.keys / 16) {
-        let made = numerators::<NS>(s, shift, power, step, tiles.half, false);
-        p.insert(comptime!(4 * step), made.p_0);
-        p.insert(comptime!(4 * step + 1), made.p_1);
-        p.insert(comptime!(4 * step + 2), made.p_2);
-        p.insert(comptime!(4 * step + 3), made.p_3);
+        let made = numerators::<NS>(s, shift, power, step, false);
+        #[unroll]
+        for i in 0..8usize {
+            values.insert(comptime!(8 * step + i), made.values.extract(i));
+        }
         sum_0 += made.sums.first;
         sum_1 += made.sums.second;
     }
-    Step::<NP> {
-        p,
+    Step::<NS> {
+        numerators: values,
         reference: moved.reference,
         sums: Pair {
             first: sums.first * moved.factor.first + sum_0,
@@ -573,6 +575,22 @@ fn softmax<NS: Size, NP: Size>(
         },
         factor: moved.factor,
     }
+}
+
+/// P as the left operand of a product.
+#[cube]
+fn packed<NS: Size, NP: Size>(
+    numerators: Vector<f32, NS>,
+    #[comptime] tiles: RowTiles,
+) -> Vector<u32, NP> {
+    let mut p = Vector::<u32, NP>::zeroed();
+    #[unroll]
+    for pair in 0..comptime!(tiles.keys / 4) {
+        let first = numerators.extract(comptime!(2 * pair));
+        let second = numerators.extract(comptime!(2 * pair + 1));
+        p.insert(pair, pack(first, second, tiles.half));
+    }
+    p
 }
 
 /// Tells which keys the warp's rows use of the `count`-th block that may have holes.

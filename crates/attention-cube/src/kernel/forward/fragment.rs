@@ -7,10 +7,10 @@
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
-use crate::kernel::ptx::{exp2, pack, reciprocal};
+use crate::kernel::ptx::{exp2, reciprocal};
 use crate::kernel::score::{ScoreArguments, ScoreKind, plus_bias};
 use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
-use crate::plan::wgmma::{Half, Side};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::*;
 
 /// A reference may fall behind the maximum by this power of two.
@@ -545,27 +545,23 @@ pub(crate) fn centred<NS: Size>(
     s
 }
 
-/// The numerators of 16 columns from `step` on: 4 registers of P, and what they add to the sums.
+/// The numerators of a thread's 8 registers, and what they add to the sums.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Numerators {
-    pub p_0: u32,
-    pub p_1: u32,
-    pub p_2: u32,
-    pub p_3: u32,
+    pub values: Vector<f32, Const<8>>,
     pub sums: Pair,
     /// A bit for each of the thread's columns that some row of its sees, where that is asked for.
     pub used: u32,
 }
 
-/// `shift` is the reference in powers of two.
+/// Of 16 columns from the `step`-th on. `shift` is the reference in powers of two.
 #[cube]
 pub(crate) fn numerators<NS: Size>(
     s: Vector<f32, NS>,
     shift: Pair,
     power: f32,
     #[comptime] step: usize,
-    #[comptime] half: Half,
     #[comptime] uses: bool,
 ) -> Numerators {
     let e_0 = exp2(fma(s.extract(8 * step), power, -shift.first));
@@ -584,11 +580,17 @@ pub(crate) fn numerators<NS: Size>(
             | used_bit(e_4, e_6, comptime!(first + 2))
             | used_bit(e_5, e_7, comptime!(first + 3));
     }
+    let mut values = Vector::<f32, Const<8>>::zeroed();
+    values.insert(0usize, e_0);
+    values.insert(1usize, e_1);
+    values.insert(2usize, e_2);
+    values.insert(3usize, e_3);
+    values.insert(4usize, e_4);
+    values.insert(5usize, e_5);
+    values.insert(6usize, e_6);
+    values.insert(7usize, e_7);
     Numerators {
-        p_0: pack(e_0, e_1, half),
-        p_1: pack(e_2, e_3, half),
-        p_2: pack(e_4, e_5, half),
-        p_3: pack(e_6, e_7, half),
+        values,
         sums: Pair {
             first: (e_0 + e_1) + (e_4 + e_5),
             second: (e_2 + e_3) + (e_6 + e_7),
