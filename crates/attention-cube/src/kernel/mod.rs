@@ -17,4 +17,6 @@ pub(crate) mod rounding;
 pub(crate) mod schedule;
 pub(crate) mod score;
 pub(crate) mod softmax;
+#[cfg(all(test, feature = "cuda"))]
+mod source;
 pub(crate) mod visibility;

@@ -9,6 +9,8 @@ use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
 use crate::AttentionProblem;
 
 use gradient::backward;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use gradient::gradient_tiles;
 pub use gradient::{
     BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Side, Sums,
 };

@@ -199,7 +199,11 @@ const STAGES: usize = 5;
 const STAGES_BESIDE_DOTS: usize = 8;
 
 /// The tiles for operands of this width: of queries, of keys, and of values where these have their own.
-fn gradient_tiles(head_dim: usize, value_dim: usize, half: Half) -> [Option<GradientTiles>; 3] {
+pub(crate) fn gradient_tiles(
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+) -> [Option<GradientTiles>; 3] {
     let width = head_dim.max(value_dim);
     let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
         let tiles = |side, sums, stages| {
