@@ -55,6 +55,7 @@ impl KeyValues {
     }
 
     /// How keys and values share columns, if they do.
+    #[cfg(feature = "cube")]
     pub(crate) fn compact(&self) -> Option<&CompactKeys> {
         self.compact.as_ref()
     }
