@@ -91,7 +91,7 @@ pub fn keys_read(config: &Gemma4Config, context: usize, compact_keys: bool) -> u
         };
         let head_dim = config.head_dim(layer);
         let of_key = match compact_keys && config.values_are_keys(layer) {
-            true => (config.global_rope.partial_rotary_factor * head_dim as f64) as usize,
+            true => 2 * config.global_rope.turned_pairs(head_dim),
             false => head_dim,
         };
         columns * config.key_value_heads(layer) * (of_key + head_dim)

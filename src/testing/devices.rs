@@ -23,6 +23,15 @@ impl TestDevice {
     pub fn supports(&self, dtype: DType) -> bool {
         serves(&self.device, dtype)
     }
+
+    /// Whether models are computed there in `dtype`; prints where not.
+    pub fn computes_in(&self, dtype: DType) -> bool {
+        let computes = self.device.supports_dtype(dtype) && self.supports(dtype);
+        if !computes {
+            println!("{} does not compute in {}", self.name, dtype.name());
+        }
+        computes
+    }
 }
 
 /// Whether `device` serves attention in `dtype`.

@@ -70,8 +70,7 @@ impl Observer for Routing<'_> {
 fn logits_are_as_close_to_f32_as_those_of_transformers() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
-            if !device.device.supports_dtype(dtype) || !device.supports(dtype) {
-                println!("{} does not compute in {}", device.name, dtype.name());
+            if !device.computes_in(dtype) {
                 continue;
             }
             for fixture in Fixture::all() {
@@ -116,8 +115,7 @@ fn logits_are_as_close_to_f32_as_those_of_transformers() {
 fn compact_keys_are_as_close_to_f32() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
-            if !device.device.supports_dtype(dtype) || !device.supports(dtype) {
-                println!("{} does not compute in {}", device.name, dtype.name());
+            if !device.computes_in(dtype) {
                 continue;
             }
             let fixture = Fixture::open("dense-keqv");

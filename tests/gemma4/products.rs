@@ -51,7 +51,7 @@ fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<
 fn are_rounded_once() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
-            if !device.device.supports_dtype(dtype) || !device.supports(dtype) {
+            if !device.computes_in(dtype) {
                 continue;
             }
             device.device.seed(1);

@@ -247,7 +247,7 @@ impl Gemma4 {
             .iter()
             .map(|prompt| longest - prompt.len())
             .collect();
-        let mut cache = self.cache(padding, options);
+        let mut cache = Cache::new(self.config(), padding, options.compact_keys);
         generate::run(
             &self.model,
             &self.tokenizer,
@@ -257,13 +257,6 @@ impl Gemma4 {
             max_tokens,
             &mut |_, _| ControlFlow::Continue(()),
         )
-    }
-
-    fn cache(&self, padding: Vec<usize>, options: &GenerateOptions) -> Cache {
-        match options.compact_keys {
-            true => self.model.compact_cache(padding),
-            false => self.model.cache(padding),
-        }
     }
 
     /// Generations that share what they have read: a conversation, each turn of which begins with all turns before.
@@ -305,8 +298,7 @@ impl Session<'_> {
             && tokens.starts_with(&self.read)
             && options.compact_keys == self.cache.has_compact_keys();
         if !continues {
-            self.cache = self.gemma.cache(vec![0], options);
-            self.read.clear();
+            self.begin(options.compact_keys);
         }
         let generations = generate::run(
             &self.gemma.model,
@@ -333,7 +325,11 @@ impl Session<'_> {
 
     /// Forgets everything read.
     pub fn reset(&mut self) {
-        self.cache = self.gemma.model.cache(vec![0]);
+        self.begin(self.cache.has_compact_keys());
+    }
+
+    fn begin(&mut self, compact_keys: bool) {
+        self.cache = Cache::new(self.gemma.config(), vec![0], compact_keys);
         self.read.clear();
     }
 

@@ -24,9 +24,7 @@ use super::{
     score::{ScoreArgumentsCompilationArg, ScoreKind},
     visibility::{ExtentCompilationArg, Structure},
 };
-use crate::plan::wgmma::{
-    ColumnTiles, ForwardTiles, GradientTiles, Half, Side, forward_tiles, gradient_tiles,
-};
+use crate::plan::wgmma::{ForwardTiles, GradientTiles, Half, Side, forward_tiles, gradient_tiles};
 use cubecl::{
     CubeKernel,
     ir::{settings::*, *},
@@ -129,10 +127,13 @@ impl Wanted {
             self.causal,
             masked,
         );
+        let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
+        let kind = self.kind(Side::Queries, tiles.boxes_output());
+        let settings = settings(tiles.units());
         macro_rules! definition {
-            ($kernel:ident, $units:expr, $tiles:expr, $kind:expr) => {
+            ($kernel:ident, $tiles:expr) => {
                 $kernel::new(
-                    settings($units),
+                    settings,
                     properties(),
                     Arc::default(),
                     (),
@@ -154,7 +155,7 @@ impl Wanted {
                     (),
                     (),
                     $tiles,
-                    $kind,
+                    kind,
                     ELEMENT,
                     ELEMENT,
                     ELEMENT,
@@ -166,13 +167,9 @@ impl Wanted {
                 .define()
             };
         }
-        let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
-        let kind = self.kind(Side::Queries, tiles.boxes_output());
         let definition = match tiles {
-            ForwardTiles::Rows(tiles) => definition!(ForwardByRows, tiles.units(), tiles, kind),
-            ForwardTiles::Columns(tiles) => {
-                definition!(ForwardByColumns, ColumnTiles::UNITS, tiles, kind)
-            }
+            ForwardTiles::Rows(tiles) => definition!(ForwardByRows, tiles),
+            ForwardTiles::Columns(tiles) => definition!(ForwardByColumns, tiles),
         };
         save(folder, name, definition);
     }
@@ -184,70 +181,49 @@ impl Wanted {
             let kind = self.kind(tiles.side(), false);
             let settings = settings(tiles.units());
             let has_integers = self.structure.segments || self.structure.lengths;
+            // By the tensors that differ: what the copy engine reads, and what is summed.
+            macro_rules! definition {
+                ($kernel:ident, $tiles:expr, [$($read:expr),*], [$($summed:expr),*]) => {
+                    $kernel::new(
+                        settings,
+                        properties(),
+                        Arc::default(),
+                        $($read,)*
+                        tensor(),
+                        optional!(self.structure.mask),
+                        optional!(self.score.bias),
+                        optional!(has_integers),
+                        $($summed,)*
+                        GRID,
+                        EXTENT,
+                        ARGUMENTS,
+                        GRADIENT_STEPS,
+                        MASK_PLACES,
+                        (),
+                        $tiles,
+                        kind,
+                        ELEMENT,
+                        ELEMENT,
+                        2,
+                        2,
+                        $tiles.fragments(),
+                    )
+                    .define()
+                };
+            }
             let definition = match tiles {
-                GradientTiles::Rows(tiles) => GradientByRows::new(
-                    settings,
-                    properties(),
-                    Arc::default(),
-                    (),
-                    (),
-                    (),
-                    (),
-                    (),
-                    tensor(),
-                    optional!(self.structure.mask),
-                    optional!(self.score.bias),
-                    optional!(has_integers),
-                    (),
-                    tensor(),
-                    (),
-                    tensor(),
-                    GRID,
-                    EXTENT,
-                    ARGUMENTS,
-                    GRADIENT_STEPS,
-                    MASK_PLACES,
-                    (),
+                GradientTiles::Rows(tiles) => definition!(
+                    GradientByRows,
                     tiles,
-                    kind,
-                    ELEMENT,
-                    ELEMENT,
-                    2,
-                    2,
-                    tiles.fragments(),
-                )
-                .define(),
-                GradientTiles::Columns(tiles) => GradientByColumns::new(
-                    settings,
-                    properties(),
-                    Arc::default(),
-                    (),
-                    (),
-                    (),
-                    (),
-                    (),
-                    (),
-                    tensor(),
-                    optional!(self.structure.mask),
-                    optional!(self.score.bias),
-                    optional!(has_integers),
-                    (),
-                    tensor(),
-                    GRID,
-                    EXTENT,
-                    ARGUMENTS,
-                    GRADIENT_STEPS,
-                    MASK_PLACES,
-                    (),
+                    [(), (), (), (), ()],
+                    [(), tensor(), (), tensor()]
+                ),
+                GradientTiles::Columns(tiles) => definition!(
+                    GradientByColumns,
                     tiles,
-                    kind,
-                    ELEMENT,
-                    ELEMENT,
-                    2,
-                    2,
-                    tiles.fragments(),
-                )
-                .define(),
+                    [(), (), (), (), (), ()],
+                    [(), tensor()]
+                ),
             };
             save(folder, &format!("{name}-{sums}"), definition);
         }

@@ -13,10 +13,13 @@
 //! With Gemma 4's 512 channels, 128 of which turn, that is 640 numbers instead of 1024. It is the same mathematics; in half
 //! precision it is rounded elsewhere.
 
-use crate::Gemma4Config;
 #[cfg(feature = "cube")]
 use crate::kernel;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use crate::{
+    Gemma4Config,
+    layer::attention::{KeyValues, Visible},
+};
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// How a slot is laid out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +71,16 @@ impl CompactLayout {
         order
     }
 
+    /// What each of a slot's columns has: of a value's channels and then a key's.
+    fn slot_order(&self) -> Vec<usize> {
+        let mut order = self.value_order();
+        order.extend_from_within(..self.turned());
+        for channel in &mut order[self.head_dim..] {
+            *channel += self.head_dim;
+        }
+        order
+    }
+
     /// The values' column that each channel is in.
     fn value_columns(&self) -> Vec<usize> {
         let mut columns = vec![0; self.head_dim];
@@ -84,7 +97,7 @@ pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
     /// `[head_dim]`: what queries are multiplied by, beside their norm's weight: the keys' where channels stay.
     pub query_factor: Tensor<1>,
-    value_order: Tensor<1, Int>,
+    slot_order: Tensor<1, Int>,
     key_order: Tensor<1, Int>,
     value_columns: Tensor<1, Int>,
 }
@@ -93,17 +106,16 @@ impl CompactKeys {
     /// For keys whose norm has the weight `[head_dim]`.
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {
         let device = key_weight.device();
-        let (pairs, turned) = (layout.head_dim / 2, layout.turned_pairs);
-        let ones = || Tensor::<1>::ones([turned], (&device, key_weight.dtype()));
-        let stay = |first| key_weight.clone().narrow(0, first, pairs - turned);
-        let query_factor = match turned {
-            0 => key_weight.clone(),
-            _ => Tensor::cat(vec![ones(), stay(turned), ones(), stay(pairs + turned)], 0),
-        };
+        let pairs = layout.head_dim / 2;
+        let turns: Vec<bool> = (0..layout.head_dim)
+            .map(|channel| channel % pairs < layout.turned_pairs)
+            .collect();
+        let turns = TensorData::new(turns, [layout.head_dim]);
+        let turns = Tensor::<1, Bool>::from_data(turns, &device);
         Self {
             layout,
-            query_factor,
-            value_order: indices(layout.value_order(), &device),
+            query_factor: key_weight.clone().mask_fill(turns, 1.0),
+            slot_order: indices(layout.slot_order(), &device),
             key_order: indices(layout.key_order(), &device),
             value_columns: indices(layout.value_columns(), &device),
         }
@@ -111,23 +123,20 @@ impl CompactKeys {
 
     /// Slots for keys and values, `[batch, kv_heads, positions, head_dim]` each: `[batch, kv_heads, positions, width]`.
     pub fn slots(&self, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
-        let value = value.select(3, self.value_order.clone());
-        match self.layout.turned() {
-            0 => value,
-            turned => {
-                let order = self.value_order.clone().narrow(0, 0, turned);
-                Tensor::cat(vec![value, key.select(3, order)], 3)
-            }
-        }
+        Tensor::cat(vec![value, key], 3).select(3, self.slot_order.clone())
     }
 
-    /// Keys and values of slots, where they lie.
-    pub fn read(&self, slots: &Tensor<4>) -> (Tensor<4>, Tensor<4>) {
+    /// Keys and values of slots, read where they lie.
+    pub fn key_values(&self, slots: &Tensor<4>, visible: Visible) -> KeyValues {
         let (turned, head_dim) = (self.layout.turned(), self.layout.head_dim);
-        (
-            columns(slots, turned, head_dim),
-            columns(slots, 0, head_dim),
-        )
+        KeyValues {
+            compact: Some(self.clone()),
+            ..KeyValues::new(
+                columns(slots, turned, head_dim),
+                columns(slots, 0, head_dim),
+                visible,
+            )
+        }
     }
 
     /// Queries that have been multiplied by [`query_factor`](Self::query_factor), `[…, head_dim]`, in the keys' order.
@@ -170,8 +179,11 @@ mod tests {
     fn keys_and_values_share_what_stays() {
         assert_eq!(LAYOUT.width(), 16);
         assert_eq!(LAYOUT.value_order(), [0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]);
-        let slot = [&LAYOUT.value_order()[..], &LAYOUT.value_order()[..4]].concat();
-        assert_eq!(slot[4..], LAYOUT.key_order());
+        let slot = LAYOUT.slot_order();
+        assert_eq!(slot[..12], LAYOUT.value_order());
+        assert_eq!(slot[12..], [12, 13, 18, 19]);
+        let channels: Vec<usize> = slot.iter().map(|channel| channel % 12).collect();
+        assert_eq!(channels[4..], LAYOUT.key_order());
     }
 
     #[test]

@@ -163,11 +163,7 @@ impl Cache {
     pub(crate) fn make_room(&mut self) {
         let columns = self.columns;
         let room = capacity(columns + (columns / 8).max(4 * BLOCK));
-        let grow = |buffer: &mut Tensor<4>| {
-            if buffer.dims()[2] < room {
-                *buffer = write(empty(buffer, room), buffer.clone(), 0, 0, columns);
-            }
-        };
+        let grow = |buffer: &mut Tensor<4>| *buffer = grown(buffer.clone(), room, columns);
         for store in &mut self.stores {
             match store {
                 Store::Growing(Some(buffers)) => {
@@ -430,16 +426,20 @@ fn empty(like: &Tensor<4>, slots: usize) -> Tensor<4> {
     flat.reshape([batch, heads, slots, columns])
 }
 
+/// The buffer, or a larger one with its first `columns`, where it has fewer slots than these.
+fn grown(buffer: Tensor<4>, slots: usize, columns: usize) -> Tensor<4> {
+    match buffer.dims()[2] < slots {
+        true => write(empty(&buffer, slots), buffer, 0, 0, columns),
+        false => buffer,
+    }
+}
+
 /// A full layer's buffer with the call's columns, `[batch, kv_heads, count, …]`, after those of the past.
 fn extended(buffer: Option<Tensor<4>>, new: Tensor<4>, step: &Step) -> Tensor<4> {
-    let end = step.past + step.count;
+    let slots = capacity(step.past + step.count);
     let buffer = match buffer {
-        Some(buffer) if buffer.dims()[2] >= end => buffer,
-        Some(buffer) => {
-            let slots = buffer.dims()[2];
-            write(empty(&new, capacity(end)), buffer, 0, 0, slots)
-        }
-        None => empty(&new, capacity(end)),
+        Some(buffer) => grown(buffer, slots, step.past),
+        None => empty(&new, slots),
     };
     write(buffer, new, 0, step.past, step.count)
 }

@@ -113,8 +113,8 @@ pub struct RopeConfig {
 }
 
 impl RopeConfig {
-    /// How many of the pairs turn.
-    pub(crate) fn turned_pairs(&self, head_dim: usize) -> usize {
+    /// How many of a head's pairs of channels turn.
+    pub fn turned_pairs(&self, head_dim: usize) -> usize {
         (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize
     }
 

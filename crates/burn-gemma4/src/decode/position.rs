@@ -227,7 +227,10 @@ impl Layers<'_> {
         let key_values = sources.get(kind);
         let weight = attention.query_weight(key_values);
         let options = HeadOptions {
-            compact: key_values.compact().map(|how| how.layout.turned_pairs),
+            compact: key_values
+                .compact
+                .as_ref()
+                .map(|how| how.layout.turned_pairs),
             epsilon,
         };
         let queries = kernel::query_heads(queries, weight, tables, positions(), options);

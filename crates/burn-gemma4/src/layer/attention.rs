@@ -40,7 +40,7 @@ pub struct KeyValues {
     /// What the queries see.
     pub visible: Visible,
     /// Where keys and values share columns, how: the key's norm is then the query's in part.
-    compact: Option<CompactKeys>,
+    pub(crate) compact: Option<CompactKeys>,
 }
 
 impl KeyValues {
@@ -51,25 +51,6 @@ impl KeyValues {
             value,
             visible,
             compact: None,
-        }
-    }
-
-    /// How keys and values share columns, if they do.
-    #[cfg(feature = "cube")]
-    pub(crate) fn compact(&self) -> Option<&CompactKeys> {
-        self.compact.as_ref()
-    }
-}
-
-impl CompactKeys {
-    /// Of `[batch, kv_heads, slots, width]`.
-    pub(crate) fn key_values(&self, slots: &Tensor<4>, visible: Visible) -> KeyValues {
-        let (key, value) = self.read(slots);
-        KeyValues {
-            key,
-            value,
-            visible,
-            compact: Some(self.clone()),
         }
     }
 }
