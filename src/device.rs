@@ -101,6 +101,8 @@ const GPUS: [DeviceName; 5] = [
 /// # Errors
 /// Where this build has no such feature, or this machine no such device.
 pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
+    #[cfg(all(feature = "persistence", feature = "cube"))]
+    keep_kernels();
     if name != DeviceName::Auto {
         return named(name, Drivers::All);
     }
@@ -115,6 +117,18 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
          software driver with --device vulkan or --device wgpu"
             .into()
     })
+}
+
+/// Has CubeCL keep what it compiles, beside whatever else a `cubecl.toml` says. It finds a kernel of another build by
+/// its source, so none is ever stale.
+#[cfg(all(feature = "persistence", feature = "cube"))]
+fn keep_kernels() {
+    use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+
+    let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
+    config.compilation.cache = true;
+    // A second choice of a device finds it set.
+    CubeClRuntimeConfig::try_set(config);
 }
 
 /// The devices with these numbers among those of the chosen one's kind. The processor is any number of them.

@@ -14,6 +14,7 @@ use super::{
         by_rows::gradient_by_rows::GradientByRows, held::GradientStepsCompilationArg,
     },
     forward::{
+        bias::BiasReads,
         by_columns::forward_by_columns::ForwardByColumns,
         by_rows::forward_by_rows::ForwardByRows,
         fragment::FragmentKind,
@@ -111,6 +112,10 @@ impl Wanted {
                 structure: self.structure,
                 score: self.score,
                 raw: !self.score.softcap && !self.score.bias,
+                bias_reads: match self.score.bias && side == Side::Queries {
+                    true => BiasReads::Ahead(Half::Bf16),
+                    false => BiasReads::There,
+                },
             },
             heads: 1,
             split: false,

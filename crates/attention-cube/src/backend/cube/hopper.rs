@@ -2,13 +2,14 @@
 
 use super::forward::join;
 use super::*;
+use crate::kernel::forward::bias::BiasReads;
 use crate::kernel::forward::by_columns::forward_by_columns;
 use crate::kernel::forward::by_rows::forward_by_rows;
 use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
 use crate::kernel::schedule::TurnsLaunch;
 use crate::plan::wgmma::{
-    ColumnTiles, ForwardPlan, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, Side, is_whole,
+    ColumnTiles, ForwardPlan, ForwardTiles, Half, PRODUCT_ROWS, Residence, SUBTILE, Side, is_whole,
 };
 use burn::tensor::Shape;
 use cubecl::prelude::TensorMapSwizzle;
@@ -74,7 +75,19 @@ pub(super) fn forward(
         Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
     };
     let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
-    let fragment = fragment_kind(problem, Side::Queries);
+    let bias_vector = match &extras.bias {
+        Some(bias) if is_in_pairs(bias) => 2,
+        _ => 1,
+    };
+    let half_of_bias = extras
+        .bias
+        .as_ref()
+        .and_then(|bias| Half::of(bias.dtype))
+        .filter(|_| bias_vector == 2);
+    let fragment = FragmentKind {
+        bias_reads: half_of_bias.map_or(BiasReads::There, BiasReads::Ahead),
+        ..fragment_kind(problem, Side::Queries)
+    };
     let kind = HopperKind {
         fragment,
         heads: shared_heads,
@@ -106,10 +119,6 @@ pub(super) fn forward(
     );
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
-    let bias_vector = match &extras.bias {
-        Some(bias) if is_in_pairs(bias) => 2,
-        _ => 1,
-    };
     let output_boxes = match kind.boxes_output {
         true => map(&output, [1, PRODUCT_ROWS], None),
         // Not used, but there must be one.
@@ -209,6 +218,7 @@ pub(super) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         structure: structure(problem),
         score,
         raw: !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale),
+        bias_reads: BiasReads::There,
     }
 }
 

@@ -14,6 +14,7 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
+use super::bias::bias_words;
 use super::fragment::{
     Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
@@ -310,6 +311,14 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
+        let biases = bias_words::<F, NB>(
+            bias,
+            rows,
+            block * comptime!(tiles.keys as i32),
+            extent,
+            tiles.keys,
+            kind.fragment,
+        );
         let s = take_scores::<NS>(
             started,
             places.key_empty + 8u32 * turn.stage,
@@ -324,6 +333,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             seen.whole,
             rows,
             seen.mask_words,
+            biases,
             bias,
             integers,
             sight,
@@ -416,6 +426,14 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
+            let biases = bias_words::<F, NB>(
+                bias,
+                rows,
+                next * comptime!(tiles.keys as i32),
+                extent,
+                tiles.keys,
+                kind.fragment,
+            );
             let s = take_scores::<NS>(
                 started,
                 places.key_empty + 8u32 * next_turn.stage,
@@ -429,6 +447,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 seen.whole,
                 rows,
                 seen.mask_words,
+                biases,
                 bias,
                 integers,
                 sight,
