@@ -56,6 +56,20 @@ pub(crate) fn reciprocal(x: f32) -> f32 {
     y
 }
 
+/// The smaller of two numbers; none where one is none.
+#[cube]
+pub(crate) fn smaller_or_none(a: f32, b: f32) -> f32 {
+    let y: f32;
+    gpu_asm!(
+        "min.NaN.f32 {y}, {a}, {b};",
+        y = out(_) y,
+        a = in(_) value_of::<f32>(a),
+        b = in(_) value_of::<f32>(b),
+        options(pure, nomem)
+    );
+    y
+}
+
 /// What all lanes of the plane have alike: the result is in a uniform register, and what is computed from it is too.
 #[cube]
 pub(crate) fn uniform(x: u32) -> u32 {

@@ -84,8 +84,16 @@ pub(super) fn forward(
         .as_ref()
         .and_then(|bias| Half::of(bias.dtype))
         .filter(|_| bias_vector == 2);
+    let boxes_bias = match tiles {
+        ForwardTiles::Rows(tiles) => tiles.bias_stages > 0,
+        ForwardTiles::Columns(_) => false,
+    };
     let fragment = FragmentKind {
-        bias_reads: half_of_bias.map_or(BiasReads::There, BiasReads::Ahead),
+        bias_reads: match half_of_bias {
+            Some(half) if boxes_bias => BiasReads::Boxes(half),
+            Some(half) => BiasReads::Ahead(half),
+            None => BiasReads::There,
+        },
         ..fragment_kind(problem, Side::Queries)
     };
     let kind = HopperKind {
@@ -99,12 +107,15 @@ pub(super) fn forward(
         false => std::f64::consts::LOG2_E,
     };
     let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
+    let bias_step = |dim| extras.bias.as_ref().map_or(0, |bias| step(bias, dim));
     let steps = StepsLaunch::new(
         step(&inputs.query, 0),
         step(&inputs.key, 0),
         step(&inputs.key, 1),
         step(&inputs.value, 0),
         step(&inputs.value, 1),
+        bias_step(0),
+        bias_step(1),
     );
     let query_box = match shares_tile {
         true => [shared_heads, q_len],
@@ -124,6 +135,10 @@ pub(super) fn forward(
         // Not used, but there must be one.
         false => map(&inputs.query, [1, PRODUCT_ROWS], None),
     };
+    let bias_boxes = match &extras.bias {
+        Some(bias) if boxes_bias => map(bias, [1, tiles.rows()], None),
+        _ => map(&inputs.query, [1, PRODUCT_ROWS], None),
+    };
     match tiles {
         // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
         // that the kernel was given.
@@ -137,6 +152,7 @@ pub(super) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
                 map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
+                bias_boxes,
                 mask.argument().into(),
                 extras.bias().into(),
                 extras.integers().into(),

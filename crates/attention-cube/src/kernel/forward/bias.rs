@@ -1,7 +1,8 @@
 //! Biases of a fragment's scores.
 //!
-//! Where biases lie by twos in half precision, a thread asks for all of a block's before the scores are there, a word for two
-//! of them, so that their way from memory is hidden behind the products. A bias of −∞ hides its key whatever the score is,
+//! Where biases lie by twos in half precision, a thread has all of a block's before the scores are there, a word for two of
+//! them, so that their way from memory is hidden behind the products. A warp's words are 8 rows of 16 bytes, for which the L1
+//! cache takes 8 accesses: the copy engine brings them eight times as fast, where it can and there is room for them. A bias of −∞ hides its key whatever the score is,
 //! also one that is no number; a block without any, of which the smallest tells, spares the question for each.
 
 use super::fragment::{
@@ -21,6 +22,8 @@ pub(crate) enum BiasReads {
     There,
     /// By words of two neighbours in half precision, before the scores are there.
     Ahead(Half),
+    /// By boxes that the copy engine brings in half precision.
+    Boxes(Half),
 }
 
 /// A thread's biases of a block of up to 128 columns, two in a word, in the order of its pairs of registers.

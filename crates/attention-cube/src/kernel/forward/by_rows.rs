@@ -14,7 +14,7 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::bias::bias_words;
+use super::bias::{BiasWords, bias_words};
 use super::fragment::{
     Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
@@ -27,12 +27,13 @@ use super::tile::{
 };
 use crate::kernel::engine::ring::{Turn, stage_turn};
 use crate::kernel::engine::wgmma::{
-    descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
+    STEP, SUBTILE_STEPS, descriptor, matrix_row, multiply_output, multiply_scores, take_output,
+    take_scores, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    pack, shared_address, store_shared, take_registers, uniform,
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, load_matrices,
+    named_barrier, pack, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -56,6 +57,7 @@ pub(crate) fn forward_by_rows<
     query: &TensorMap<E, Tiled>,
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
+    bias_boxes: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: ComptimeOption<&Tensor<i32>>,
@@ -103,6 +105,12 @@ pub(crate) fn forward_by_rows<
                 comptime!(4 * tiles.warpgroups),
             );
         }
+        #[unroll]
+        for stage in 0..tiles.bias_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.bias_full + at, 1usize);
+            barrier_init(places.bias_empty + at, comptime!(4 * tiles.warpgroups));
+        }
         barrier_init_fence();
         if comptime!(kind.leaves_holes()) {
             #[unroll]
@@ -120,6 +128,7 @@ pub(crate) fn forward_by_rows<
                 query,
                 key,
                 value,
+                bias_boxes,
                 &mask,
                 &mask_places,
                 &integers,
@@ -311,13 +320,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
-        let biases = bias_words::<F, NB>(
-            bias,
-            rows,
-            block * comptime!(tiles.keys as i32),
-            extent,
-            tiles.keys,
-            kind.fragment,
+        let biases = biases_of::<F, NB>(
+            bias, rows, block, count, extent, places, warpgroup, elected, tiles, kind,
         );
         let s = take_scores::<NS>(
             started,
@@ -426,13 +430,17 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
-            let biases = bias_words::<F, NB>(
+            let biases = biases_of::<F, NB>(
                 bias,
                 rows,
-                next * comptime!(tiles.keys as i32),
+                next,
+                count + 1u32,
                 extent,
-                tiles.keys,
-                kind.fragment,
+                places,
+                warpgroup,
+                elected,
+                tiles,
+                kind,
             );
             let s = take_scores::<NS>(
                 started,
@@ -532,6 +540,60 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         visited: count,
         holes,
     }
+}
+
+/// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.
+#[cube]
+fn biases_of<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    rows: &RowPair,
+    block: i32,
+    count: u32,
+    extent: &Extent,
+    places: &Places,
+    warpgroup: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> BiasWords {
+    if comptime!(kind.fragment.boxes_bias()) {
+        let turn = stage_turn(count, tiles.bias_stages);
+        barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
+        let words = load_biases(
+            places.biases
+                + turn.stage * comptime!(tiles.bias_bytes() as u32)
+                + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+            tiles,
+        );
+        barrier_arrive(places.bias_empty + 8u32 * turn.stage, elected);
+        words
+    } else {
+        bias_words::<F, NB>(
+            bias,
+            rows,
+            block * comptime!(tiles.keys as i32),
+            extent,
+            tiles.keys,
+            kind.fragment,
+        )
+    }
+}
+
+/// A thread's biases of a block from shared memory, where the warpgroup's are at `start`.
+#[cube]
+fn load_biases(start: u32, #[comptime] tiles: RowTiles) -> BiasWords {
+    let mut words = BiasWords::zeroed();
+    #[unroll]
+    for step in 0..comptime!(tiles.keys / STEP) {
+        let subtile = comptime!((step / SUBTILE_STEPS * tiles.rows() * ROW_BYTES) as u32);
+        let row = matrix_row(start + subtile, comptime!(step % SUBTILE_STEPS));
+        let loaded = load_matrices(row);
+        #[unroll]
+        for i in 0..4usize {
+            words.insert(comptime!(4 * step + i), loaded.extract(i));
+        }
+    }
+    words
 }
 
 /// The warp has read its queries, if the tile had any.

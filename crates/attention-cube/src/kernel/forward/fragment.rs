@@ -8,7 +8,7 @@
 
 use super::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
-use crate::kernel::ptx::{exp2, reciprocal};
+use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
 use crate::kernel::score::{ScoreArguments, ScoreKind};
 use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
 use crate::plan::wgmma::{Half, Side};
@@ -42,15 +42,20 @@ pub(crate) struct FragmentKind {
 }
 
 impl FragmentKind {
-    /// Whether the forward reads biases before the scores are there.
+    /// Whether the forward has biases before the scores are there.
     pub(crate) const fn reads_ahead(&self) -> bool {
-        matches!(self.bias_reads, BiasReads::Ahead(_))
+        !matches!(self.bias_reads, BiasReads::There)
+    }
+
+    /// Whether the copy engine brings them.
+    pub(crate) const fn boxes_bias(&self) -> bool {
+        matches!(self.bias_reads, BiasReads::Boxes(_))
     }
 
     /// The precision of biases that are read ahead.
     pub(crate) fn half_of_bias(&self) -> Half {
         match self.bias_reads {
-            BiasReads::Ahead(half) => half,
+            BiasReads::Ahead(half) | BiasReads::Boxes(half) => half,
             BiasReads::There => unreachable!("asked only where biases are read ahead"),
         }
     }
@@ -87,6 +92,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     let mut s = scored::<F, NB, NS>(
         s,
         first_column,
+        whole,
         rows,
         bias_words,
         bias,
@@ -141,6 +147,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
     first_column: i32,
+    whole: bool,
     rows: &RowPair,
     bias_words: BiasWords,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
@@ -154,6 +161,24 @@ fn scored<F: Float, NB: Size, NS: Size>(
     if comptime!(kind.reads_ahead()) {
         let half = comptime!(kind.half_of_bias());
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
+    } else if comptime!(kind.score.softcap && !kind.score.bias) {
+        // Where everybody sees everything, a score that is no number may take its neighbour along: the row is lost
+        // either way.
+        if whole {
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let values = capped_together(pair_of::<NS>(s, pair), arguments);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        } else {
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let values = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        }
     } else if comptime!(!kind.raw) {
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
         #[unroll]
@@ -388,11 +413,34 @@ pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: S
 #[cube]
 fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     if comptime!(kind.softcap) {
-        let power = comptime!(2.0 * std::f32::consts::LOG2_E) * arguments.scale / arguments.softcap;
-        let below = reciprocal(exp2(dot * power) + 1.0f32);
+        let below = reciprocal(exp2(dot * softcap_power(arguments)) + 1.0f32);
         fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
     } else {
         dot * arguments.scale
+    }
+}
+
+/// `2 / c` of a scaled dot, in powers of two.
+#[cube]
+fn softcap_power(arguments: &ScoreArguments) -> f32 {
+    comptime!(2.0 * std::f32::consts::LOG2_E) * arguments.scale / arguments.softcap
+}
+
+/// From this power of two on, `tanh` is 1 in f32; twice of it is far from f32's largest.
+const CAPPED: f32 = 60.0;
+
+/// Two capped scores by one reciprocal, `1 / a = b · 1 / (a b)`, since the unit that makes reciprocals and exponentials bounds
+/// the softcap. If one is no number, both become none.
+#[cube]
+fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
+    let power = softcap_power(arguments);
+    let first = exp2(smaller_or_none(dots.first * power, CAPPED)) + 1.0f32;
+    let second = exp2(smaller_or_none(dots.second * power, CAPPED)) + 1.0f32;
+    let both = reciprocal(first * second);
+    let slope = -2.0f32 * arguments.softcap;
+    Pair {
+        first: fma(second * both, slope, arguments.softcap),
+        second: fma(first * both, slope, arguments.softcap),
     }
 }
 

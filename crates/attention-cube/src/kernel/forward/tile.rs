@@ -46,6 +46,8 @@ pub(crate) struct Steps {
     pub key_head: u32,
     pub value_batch: u32,
     pub value_head: u32,
+    pub bias_batch: u32,
+    pub bias_head: u32,
 }
 
 /// A tile of queries and the keys it sees.

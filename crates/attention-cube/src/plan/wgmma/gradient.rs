@@ -90,8 +90,9 @@ impl GradientTiles {
     }
 }
 
-/// The part of [`GradientRowTiles`] that is chosen: warpgroups, columns, stages of dots and of values.
-type Shape = [usize; 4];
+/// The part of [`GradientRowTiles`] that is chosen: warpgroups, columns, stages of dots and of values, and warpgroups to
+/// spare.
+type Shape = [usize; 5];
 
 /// The kernels for operands of up to this width.
 struct Row {
@@ -107,28 +108,28 @@ struct Row {
 const ROWS: &[Row] = &[
     Row {
         width: 64,
-        query: [2, 128, 2, 2], // 336 (112: 329)
-        // ptxas keeps to 168 registers a thread here, whatever setmaxnreg says, and 64 columns spill.
-        key: [2, 48, 3, 3], // (64: 245, 112: 268)
+        query: [2, 128, 2, 2, 0], // (112: 350; four warpgroups of 48: 310; three of 80: 319 to 332)
+        // With the spare warpgroup; without one 48 columns: 332.
+        key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two to spare: 356)
         value: None,
     },
     Row {
         width: 128,
-        query: [2, 96, 2, 2], // 461 (64: 448, 80: 443)
-        key: [2, 64, 3, 3],   // 456 (two stages: 443; 48: 443; apart: 389)
+        query: [2, 96, 2, 2, 0], // 461 (64: 448, 80: 443)
+        key: [2, 64, 3, 3, 0],   // 456 (two stages: 443; 48: 443; apart: 389)
         value: None,
     },
     Row {
         width: 192,
-        query: [2, 64, 2, 2],
-        key: [2, 64, 2, 2],
-        value: Some([2, 80, 2, 2]),
+        query: [2, 64, 2, 2, 0],
+        key: [2, 64, 2, 2, 0],
+        value: Some([2, 80, 2, 2, 0]),
     },
     Row {
         width: 256,
-        query: [2, 64, 2, 1], // 413, full 424
-        key: [2, 64, 2, 1],
-        value: Some([2, 80, 2, 2]), // (64: the same)
+        query: [2, 64, 2, 1, 0], // 413, full 424
+        key: [2, 64, 2, 1, 0],
+        value: Some([2, 80, 2, 2, 0]), // (64: the same)
     },
 ];
 
@@ -225,7 +226,7 @@ pub(crate) fn gradient_tiles(
             false => [None; 3],
         };
     };
-    let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages]: Shape| {
+    let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages, spare]: Shape| {
         Some(GradientTiles::Rows(GradientRowTiles {
             side,
             sums,
@@ -236,6 +237,7 @@ pub(crate) fn gradient_tiles(
             columns,
             dot_stages,
             value_stages,
+            spare,
         }))
     };
     let keys = match row.value {
@@ -249,6 +251,9 @@ pub(crate) fn gradient_tiles(
             .and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
     ]
 }
+
+/// Registers a thread of a warpgroup that does not multiply.
+const FETCHING_REGISTERS: usize = 24;
 
 /// What the rows of a tile are; the blocks that it visits are of the other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -483,6 +488,9 @@ pub struct GradientRowTiles {
     pub dot_stages: usize,
     /// Blocks of values in shared memory.
     pub value_stages: usize,
+    /// Warpgroups that do nothing but give their registers. ptxas hands registers out anew (`setmaxnreg`) only in kernels that
+    /// need more than a thread has at entry, else it keeps to these (C7508): with more threads that is fewer.
+    pub spare: usize,
 }
 
 impl GradientRowTiles {
@@ -493,7 +501,7 @@ impl GradientRowTiles {
 
     /// Threads of a cube: a warpgroup more than multiply fetches.
     pub const fn units(&self) -> usize {
-        WARPGROUP * (self.warpgroups + 1)
+        WARPGROUP * (self.warpgroups + 1 + self.spare)
     }
 
     /// Subtiles of a row of queries or keys.
@@ -620,11 +628,11 @@ impl GradientRowTiles {
 
     /// Registers a thread of the warpgroup that fetches, and of those that multiply.
     pub const fn thread_registers(&self) -> [usize; 2] {
-        match self.warpgroups {
-            1 => [56, 240],
-            2 => [24, 240],
-            _ => [32, 160],
-        }
+        // What the cube starts with is handed out anew: of 65,536, by eights a thread.
+        let all = 65_536 / self.units() / 8 * 8 * self.units();
+        let idle = WARPGROUP * FETCHING_REGISTERS * (1 + self.spare);
+        let each = (all - idle) / (WARPGROUP * self.warpgroups) / 8 * 8;
+        [FETCHING_REGISTERS, if each < 240 { each } else { 240 }]
     }
 }
 
