@@ -20,7 +20,7 @@ use crate::plan::wgmma::{
 use cubecl::prelude::*;
 
 /// Columns of one step of a product.
-pub(crate) const STEP: usize = 16;
+pub(super) const STEP: usize = 16;
 
 /// Bytes of a step in a row of a subtile, and of 16 rows of one.
 pub(super) const STEP_BYTES: usize = 2 * STEP;
@@ -229,7 +229,7 @@ pub(crate) fn take_output<NO: Size, NP: Size>(
 const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
 
 /// Steps of 16 columns in a subtile.
-pub(crate) const SUBTILE_STEPS: usize = 4;
+const SUBTILE_STEPS: usize = 4;
 
 /// How a text walks the ring: where the next chunk's barriers and data are.
 ///

@@ -15,7 +15,6 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::bias::bias_words;
 use super::fragment::{
     Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
@@ -300,15 +299,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             HALF_KEYS,
             kind,
         );
-        let biases = bias_words::<F, NB>(
-            bias,
-            rows,
-            block * comptime!(ColumnTiles::KEYS as i32)
-                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-            extent,
-            HALF_KEYS,
-            kind.fragment,
-        );
         let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
         free_chunk(
             places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
@@ -323,7 +313,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             seen.whole,
             rows,
             seen.mask_words,
-            biases,
             bias,
             integers,
             sight,
@@ -405,15 +394,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 HALF_KEYS,
                 kind,
             );
-            let biases = bias_words::<F, NB>(
-                bias,
-                rows,
-                next * comptime!(ColumnTiles::KEYS as i32)
-                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-                extent,
-                HALF_KEYS,
-                kind.fragment,
-            );
             let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
             let s = score::<F, NB, NS>(
                 s,
@@ -422,7 +402,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 seen.whole,
                 rows,
                 seen.mask_words,
-                biases,
                 bias,
                 integers,
                 sight,

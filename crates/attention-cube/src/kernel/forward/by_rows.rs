@@ -14,7 +14,6 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::bias::{BiasWords, bias_words};
 use super::fragment::{
     Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
     totals,
@@ -27,13 +26,12 @@ use super::tile::{
 };
 use crate::kernel::engine::ring::{Turn, stage_turn};
 use crate::kernel::engine::wgmma::{
-    STEP, SUBTILE_STEPS, descriptor, matrix_row, multiply_output, multiply_scores, take_output,
-    take_scores, transposed_descriptor,
+    descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, load_matrices,
-    named_barrier, pack, shared_address, store_shared, take_registers, uniform,
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
+    pack, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -57,7 +55,6 @@ pub(crate) fn forward_by_rows<
     query: &TensorMap<E, Tiled>,
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
-    bias_boxes: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: ComptimeOption<&Tensor<i32>>,
@@ -105,12 +102,6 @@ pub(crate) fn forward_by_rows<
                 comptime!(4 * tiles.warpgroups),
             );
         }
-        #[unroll]
-        for stage in 0..tiles.bias_stages {
-            let at = comptime!(8 * stage as u32);
-            barrier_init(places.bias_full + at, 1usize);
-            barrier_init(places.bias_empty + at, comptime!(4 * tiles.warpgroups));
-        }
         barrier_init_fence();
         if comptime!(kind.leaves_holes()) {
             #[unroll]
@@ -128,7 +119,6 @@ pub(crate) fn forward_by_rows<
                 query,
                 key,
                 value,
-                bias_boxes,
                 &mask,
                 &mask_places,
                 &integers,
@@ -320,9 +310,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
-        let biases = biases_of::<F, NB>(
-            bias, rows, block, count, extent, places, warpgroup, elected, tiles, kind,
-        );
         let s = take_scores::<NS>(
             started,
             places.key_empty + 8u32 * turn.stage,
@@ -337,7 +324,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             seen.whole,
             rows,
             seen.mask_words,
-            biases,
             bias,
             integers,
             sight,
@@ -430,18 +416,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
-            let biases = biases_of::<F, NB>(
-                bias,
-                rows,
-                next,
-                count + 1u32,
-                extent,
-                places,
-                warpgroup,
-                elected,
-                tiles,
-                kind,
-            );
             let s = take_scores::<NS>(
                 started,
                 places.key_empty + 8u32 * next_turn.stage,
@@ -455,7 +429,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 seen.whole,
                 rows,
                 seen.mask_words,
-                biases,
                 bias,
                 integers,
                 sight,
@@ -472,17 +445,37 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 negative_infinity,
                 tiles,
             );
-            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
-            // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
-            // product (C7513).
-            p = packed::<NS, NP>(made.numerators, tiles);
-            if comptime!(kind.leaves_holes()) {
-                hole_count += u32::cast_from(may_have_holes);
-                may_have_holes = seen.may_have_holes;
-                if may_have_holes {
-                    tell_used_by(places, p, hole_count, elected, tiles);
-                }
+            let had_holes = may_have_holes;
+            may_have_holes = seen.may_have_holes;
+            let mut next_p = Vector::<u32, NP>::zeroed();
+            if comptime!(kind.rounds_early()) {
+                next_p = packed::<NS, NP>(made.numerators, tiles);
+                hole_count = tell_holes(
+                    places,
+                    next_p,
+                    had_holes,
+                    may_have_holes,
+                    hole_count,
+                    elected,
+                    tiles,
+                    kind,
+                );
             }
+            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+            if comptime!(!kind.rounds_early()) {
+                next_p = packed::<NS, NP>(made.numerators, tiles);
+                hole_count = tell_holes(
+                    places,
+                    next_p,
+                    had_holes,
+                    may_have_holes,
+                    hole_count,
+                    elected,
+                    tiles,
+                    kind,
+                );
+            }
+            p = next_p;
             reference_0 = made.reference.first;
             reference_1 = made.reference.second;
             factor_0 = made.factor.first;
@@ -540,60 +533,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         visited: count,
         holes,
     }
-}
-
-/// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.
-#[cube]
-fn biases_of<F: Float, NB: Size>(
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    rows: &RowPair,
-    block: i32,
-    count: u32,
-    extent: &Extent,
-    places: &Places,
-    warpgroup: u32,
-    elected: u32,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) -> BiasWords {
-    if comptime!(kind.fragment.boxes_bias()) {
-        let turn = stage_turn(count, tiles.bias_stages);
-        barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
-        let words = load_biases(
-            places.biases
-                + turn.stage * comptime!(tiles.bias_bytes() as u32)
-                + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
-            tiles,
-        );
-        barrier_arrive(places.bias_empty + 8u32 * turn.stage, elected);
-        words
-    } else {
-        bias_words::<F, NB>(
-            bias,
-            rows,
-            block * comptime!(tiles.keys as i32),
-            extent,
-            tiles.keys,
-            kind.fragment,
-        )
-    }
-}
-
-/// A thread's biases of a block from shared memory, where the warpgroup's are at `start`.
-#[cube]
-fn load_biases(start: u32, #[comptime] tiles: RowTiles) -> BiasWords {
-    let mut words = BiasWords::zeroed();
-    #[unroll]
-    for step in 0..comptime!(tiles.keys / STEP) {
-        let subtile = comptime!((step / SUBTILE_STEPS * tiles.rows() * ROW_BYTES) as u32);
-        let row = matrix_row(start + subtile, comptime!(step % SUBTILE_STEPS));
-        let loaded = load_matrices(row);
-        #[unroll]
-        for i in 0..4usize {
-            words.insert(comptime!(4 * step + i), loaded.extract(i));
-        }
-    }
-    words
 }
 
 /// The warp has read its queries, if the tile had any.
@@ -672,6 +611,28 @@ fn packed<NS: Size, NP: Size>(
         p.insert(pair, pack(first, second, tiles.half));
     }
     p
+}
+
+/// Tells what the warp's rows use of a block that may have holes, and counts the block before it if it `had` some.
+#[cube]
+fn tell_holes<NP: Size>(
+    places: &Places,
+    p: Vector<u32, NP>,
+    had: bool,
+    may_have: bool,
+    count: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> u32 {
+    let mut count = count;
+    if comptime!(kind.leaves_holes()) {
+        count += u32::cast_from(had);
+        if may_have {
+            tell_used_by(places, p, count, elected, tiles);
+        }
+    }
+    count
 }
 
 /// Tells which keys the warp's rows use of the `count`-th block that may have holes.

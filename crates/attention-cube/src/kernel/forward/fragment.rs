@@ -6,12 +6,11 @@
 //! by 2^8, so that the output is seldom rescaled (FlashAttention-4 does likewise). P stays below 2^8 and the
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
-use super::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
-use crate::kernel::score::{ScoreArguments, ScoreKind};
+use crate::kernel::score::{ScoreArguments, ScoreKind, plus_bias};
 use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
-use crate::plan::wgmma::{Half, Side};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::*;
 
 /// A reference may fall behind the maximum by this power of two.
@@ -38,27 +37,6 @@ pub(crate) struct FragmentKind {
     pub score: ScoreKind,
     /// The score is the product, to be scaled in the exponential: no softcap, no bias, a positive scale.
     pub raw: bool,
-    pub bias_reads: BiasReads,
-}
-
-impl FragmentKind {
-    /// Whether the forward has biases before the scores are there.
-    pub(crate) const fn reads_ahead(&self) -> bool {
-        !matches!(self.bias_reads, BiasReads::There)
-    }
-
-    /// Whether the copy engine brings them.
-    pub(crate) const fn boxes_bias(&self) -> bool {
-        matches!(self.bias_reads, BiasReads::Boxes(_))
-    }
-
-    /// The precision of biases that are read ahead.
-    pub(crate) fn half_of_bias(&self) -> Half {
-        match self.bias_reads {
-            BiasReads::Ahead(half) | BiasReads::Boxes(half) => half,
-            BiasReads::There => unreachable!("asked only where biases are read ahead"),
-        }
-    }
 }
 
 /// Column of register `index`, from the fragment's first.
@@ -80,7 +58,6 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     whole: bool,
     rows: &RowPair,
     mask_words: MaskWords,
-    bias_words: BiasWords,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
@@ -89,20 +66,28 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
-    let mut s = scored::<F, NB, NS>(
-        s,
-        first_column,
-        whole,
-        rows,
-        bias_words,
-        bias,
-        sight,
-        extent,
-        arguments,
-        columns,
-        kind,
-    );
-    if !whole {
+    let mut s = s;
+    if whole {
+        if comptime!(!kind.raw) {
+            let known = known::<F, NB>(rows, bias, sight, extent, kind);
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let dots = pair_of::<NS>(s, pair);
+                // Where everybody sees everything, a score that is no number may take its neighbour along: the row is
+                // lost either way.
+                let capped = if comptime!(kind.score.softcap && !kind.score.bias) {
+                    capped_together(dots, arguments)
+                } else {
+                    capped(dots, arguments, kind.score)
+                };
+                let at = own_column(first_column, pair) as u32;
+                let values =
+                    with_bias::<F, NB>(capped, bias, &known, at, arguments.negative_infinity, pair);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        }
+    } else {
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
@@ -118,8 +103,18 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                 bits_0 = bits.first;
                 bits_1 = bits.second;
             }
+            let dots = pair_of::<NS>(s, pair);
+            let at = own_column(first_column, pair);
+            let values = if comptime!(kind.raw) {
+                dots
+            } else {
+                let capped = capped(dots, arguments, kind.score);
+                let existing = min(at as u32, known.last_pair);
+                let hidden = arguments.negative_infinity;
+                with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair)
+            };
             let shown = shown(
-                pair_of::<NS>(s, pair),
+                values,
                 &known,
                 if comptime!(is_second(2 * pair)) {
                     bits_1
@@ -127,7 +122,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                     bits_0
                 },
                 rows,
-                own_column(first_column, pair),
+                at,
                 integers,
                 sight,
                 extent,
@@ -137,58 +132,6 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
             );
             s.insert(comptime!(2 * pair), shown.first);
             s.insert(comptime!(2 * pair + 1), shown.second);
-        }
-    }
-    s
-}
-
-/// The scores of the dots `s`, or these where they wait for their scale, whoever sees what.
-#[cube]
-fn scored<F: Float, NB: Size, NS: Size>(
-    s: Vector<f32, NS>,
-    first_column: i32,
-    whole: bool,
-    rows: &RowPair,
-    bias_words: BiasWords,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
-    arguments: &ScoreArguments,
-    #[comptime] columns: usize,
-    #[comptime] kind: FragmentKind,
-) -> Vector<f32, NS> {
-    let mut s = s;
-    if comptime!(kind.reads_ahead()) {
-        let half = comptime!(kind.half_of_bias());
-        s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
-    } else if comptime!(kind.score.softcap && !kind.score.bias) {
-        // Where everybody sees everything, a score that is no number may take its neighbour along: the row is lost
-        // either way.
-        if whole {
-            #[unroll]
-            for pair in 0..columns / 4 {
-                let values = capped_together(pair_of::<NS>(s, pair), arguments);
-                s.insert(comptime!(2 * pair), values.first);
-                s.insert(comptime!(2 * pair + 1), values.second);
-            }
-        } else {
-            #[unroll]
-            for pair in 0..columns / 4 {
-                let values = capped(pair_of::<NS>(s, pair), arguments, kind.score);
-                s.insert(comptime!(2 * pair), values.first);
-                s.insert(comptime!(2 * pair + 1), values.second);
-            }
-        }
-    } else if comptime!(!kind.raw) {
-        let known = known::<F, NB>(rows, bias, sight, extent, kind);
-        #[unroll]
-        for pair in 0..columns / 4 {
-            let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
-            let existing = min(own_column(first_column, pair) as u32, known.last_pair);
-            let hidden = arguments.negative_infinity;
-            let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair);
-            s.insert(comptime!(2 * pair), values.first);
-            s.insert(comptime!(2 * pair + 1), values.second);
         }
     }
     s
@@ -390,6 +333,25 @@ pub(crate) fn mask_words(
 /// Pairs of registers that the keys of a word of the mask take: two rows, and a quarter of the columns.
 pub(crate) const PAIRS_PER_WORD: usize = 8;
 
+/// Where a row's biases start, in elements.
+#[cube]
+fn bias_row<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    batch: u32,
+    head: u32,
+    row: u32,
+) -> usize {
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            batch as usize * bias.stride(0)
+                + head as usize * bias.stride(1)
+                + row as usize * bias.stride(2)
+        }
+        ComptimeOption::None => 0usize.runtime(),
+    }
+}
+
 /// Two registers of S.
 #[cube]
 pub(crate) fn pair_of<NS: Size>(s: Vector<f32, NS>, #[comptime] pair: usize) -> Pair {
@@ -405,6 +367,48 @@ pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: S
     Pair {
         first: cap(dots.first, arguments, kind),
         second: cap(dots.second, arguments, kind),
+    }
+}
+
+/// The scores of the `pair`-th two registers with their biases, of the columns from `at` on. Two biases are read
+/// at once where they lie together.
+#[cube]
+pub(crate) fn with_bias<F: Float, NB: Size>(
+    capped: Pair,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    known: &Known,
+    at: u32,
+    hidden: f32,
+    #[comptime] pair: usize,
+) -> Pair {
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            let row = if comptime!(is_second(2 * pair)) {
+                known.bias_1
+            } else {
+                known.bias_0
+            };
+            let vector = bias.vector_size();
+            if comptime!(vector == 2) {
+                let both = bias[(row + at as usize) / 2];
+                Pair {
+                    first: plus_bias(capped.first, f32::cast_from(both.extract(0usize)), hidden),
+                    second: plus_bias(capped.second, f32::cast_from(both.extract(1usize)), hidden),
+                }
+            } else {
+                let own = row + at as usize * bias.stride(3);
+                // The last column may have no neighbour.
+                let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
+                let first = f32::cast_from(bias[own].extract(0usize));
+                let second = f32::cast_from(bias[next].extract(0usize));
+                Pair {
+                    first: plus_bias(capped.first, first, hidden),
+                    second: plus_bias(capped.second, second, hidden),
+                }
+            }
+        }
+        ComptimeOption::None => capped,
     }
 }
 

@@ -31,6 +31,13 @@ impl HopperKind {
         self.fragment.score.leaves_holes(&self.fragment.structure)
     }
 
+    /// Whether P' is rounded before the product of P is done. It then needs registers beside P, and where there is a branch behind,
+    /// ptxas waits after every product (C7513). Kernels with a bias do so all the same: with P' rounded after, their outputs at
+    /// head size 128 were seen to differ from run to run, for a reason that is not known yet.
+    pub(crate) const fn rounds_early(&self) -> bool {
+        self.fragment.score.bias
+    }
+
     /// Whether it is known beforehand what tiles see of blocks by the mask.
     pub(crate) const fn sums_up_mask(&self) -> bool {
         self.fragment.structure.mask && self.heads == 1
@@ -46,8 +53,6 @@ pub(crate) struct Steps {
     pub key_head: u32,
     pub value_batch: u32,
     pub value_head: u32,
-    pub bias_batch: u32,
-    pub bias_head: u32,
 }
 
 /// A tile of queries and the keys it sees.
