@@ -15,6 +15,7 @@ fn problem(head_dim: usize) -> AttentionProblem {
 const READABLE: Layouts = Layouts {
     vectors: true,
     boxes: true,
+    bias_boxes: true,
 };
 
 /// A device on which everything is served.

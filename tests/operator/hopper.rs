@@ -156,10 +156,10 @@ fn biases_and_softcaps() {
     });
 }
 
-/// Biases that lie by whole vectors: of every sequence or broadcast, in tiles with tails, of several tiles a cube, and of −∞,
-/// which hides keys and values that are not numbers.
+/// Biases of a length that lets the copy engine bring them: of every sequence or broadcast, in tiles with tails, of several
+/// tiles a cube, and of −∞, which hides keys and values that are not numbers.
 #[test]
-fn biases_of_whole_vectors() {
+fn biases_by_boxes() {
     for (head_dim, value_dim) in WIDTHS {
         let case = Case::new([2, 2, 1, 200, 328, head_dim, value_dim]);
         check(Case {

@@ -104,6 +104,10 @@ impl AttentionBackend for CubeBackend {
                 .into_iter()
                 .all(is_vectorized),
             boxes: inputs_are_boxed(&inputs),
+            bias_boxes: inputs
+                .bias
+                .as_option()
+                .is_some_and(|bias| is_boxed(bias, 2)),
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Forward) {
             #[cfg(feature = "cuda")]
@@ -145,6 +149,8 @@ impl AttentionBackend for CubeBackend {
             .into_iter()
             .all(is_vectorized),
             boxes: inputs_are_boxed(&inputs) && is_boxed(&saved.output_gradient, 1),
+            // It is read by threads.
+            bias_boxes: false,
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Backward) {
             #[cfg(feature = "cuda")]

@@ -97,6 +97,68 @@ pub(crate) fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     y
 }
 
+/// A pointer as a number. It is one only for `gpu_asm!`: its type stays what it is.
+#[cube]
+fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
+    intrinsic!(|scope| unsafe { *pointer }.value(scope).into())
+}
+
+/// Where the `index`-th word after `start` lies in global memory.
+#[cube]
+pub(crate) fn word_address<T: CubePrimitive>(start: *const T, index: u64) -> u64 {
+    let address: u64;
+    gpu_asm!(
+        "mad.lo.u64 {address}, {index}, 4, {start};",
+        address = out(_) address,
+        index = in(_) value_of::<u64>(index),
+        start = in(_) number_of::<T>(start),
+        options(pure, nomem)
+    );
+    address
+}
+
+/// The `offset`-th word after an address in global memory that nobody writes to.
+#[cube]
+pub(crate) fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
+    let bytes = comptime!(4 * offset);
+    let word: u32;
+    gpu_asm!(
+        "ld.global.nc.b32 {word}, [{address}+{bytes}];",
+        word = out(_) word,
+        address = in(_) value_of::<u64>(address)
+    );
+    word
+}
+
+/// The two values of a word, the one in the low bits first.
+#[cube]
+pub(crate) fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
+    let name = comptime!(half.ptx());
+    let both: Vector<f32, Const<2>>;
+    gpu_asm!(
+        "{{.reg .b16 low, high; mov.b32 {{low, high}}, %2; cvt.f32.{name} %0, low; cvt.f32.{name} %1, high;}} // {both} {word}\n",
+        both = out(_) both,
+        word = in(_) value_of::<u32>(word),
+        options(pure, nomem)
+    );
+    both
+}
+
+/// The smaller of the low halves, and of the high ones; a number where the other is none.
+#[cube]
+pub(crate) fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
+    let name = comptime!(half.ptx());
+    let y: u32;
+    gpu_asm!(
+        "min.{name}x2 {y}, {a}, {b};",
+        y = out(_) y,
+        a = in(_) value_of::<u32>(a),
+        b = in(_) value_of::<u32>(b),
+        options(pure, nomem)
+    );
+    y
+}
+
 /// Registers of each thread of this warpgroup from here on, fewer than it was launched with.
 #[cube]
 pub(crate) fn give_registers(#[comptime] registers: usize) {
@@ -287,14 +349,14 @@ pub(crate) fn async_proxy_fence() {
 
 /// A meeting of `units` threads; `id` from 1 to 15, 0 is `sync_cube`'s.
 #[cube]
-pub(crate) fn named_barrier(#[comptime] id: usize, #[comptime] units: usize) {
-    plain(comptime!(format!("bar.sync {id}, {units};\n")));
+pub(crate) fn named_barrier(id: u32, #[comptime] units: usize) {
+    with_one(id, comptime!(format!("bar.sync %0, {units};\n")));
 }
 
 /// Arrives at a meeting without waiting for it.
 #[cube]
-pub(crate) fn named_barrier_arrive(#[comptime] id: usize, #[comptime] units: usize) {
-    plain(comptime!(format!("bar.arrive {id}, {units};\n")));
+pub(crate) fn named_barrier_arrive(id: u32, #[comptime] units: usize) {
+    with_one(id, comptime!(format!("bar.arrive %0, {units};\n")));
 }
 
 /// Sets bits of a word in shared memory.

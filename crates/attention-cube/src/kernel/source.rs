@@ -14,6 +14,7 @@ use super::{
         by_rows::gradient_by_rows::GradientByRows, held::GradientStepsCompilationArg,
     },
     forward::{
+        bias::BiasReads,
         by_columns::forward_by_columns::ForwardByColumns,
         by_rows::forward_by_rows::ForwardByRows,
         fragment::FragmentKind,
@@ -104,13 +105,18 @@ impl Wanted {
         }
     }
 
-    fn kind(&self, side: Side, boxes_output: bool) -> HopperKind {
+    fn kind(&self, side: Side, boxes_output: bool, boxes_bias: bool) -> HopperKind {
         HopperKind {
             fragment: FragmentKind {
                 side,
                 structure: self.structure,
                 score: self.score,
                 raw: !self.score.softcap && !self.score.bias,
+                bias_reads: match self.score.bias && side == Side::Queries {
+                    true if boxes_bias => BiasReads::Boxes(Half::Bf16),
+                    true => BiasReads::Ahead(Half::Bf16),
+                    false => BiasReads::There,
+                },
             },
             heads: 1,
             split: false,
@@ -126,19 +132,19 @@ impl Wanted {
             Half::Bf16,
             self.causal,
             masked,
+            self.score.bias,
         );
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
-        let kind = self.kind(Side::Queries, tiles.boxes_output());
+        let boxes_bias = self.score.bias && matches!(tiles, ForwardTiles::Rows(_));
+        let kind = self.kind(Side::Queries, tiles.boxes_output(), boxes_bias);
         let settings = settings(tiles.units());
         macro_rules! definition {
-            ($kernel:ident, $tiles:expr) => {
+            ($kernel:ident, $tiles:expr, [$($read:expr),*]) => {
                 $kernel::new(
                     settings,
                     properties(),
                     Arc::default(),
-                    (),
-                    (),
-                    (),
+                    $($read,)*
                     optional!(self.structure.mask),
                     optional!(self.score.bias),
                     optional!(self.structure.segments || self.structure.lengths),
@@ -168,8 +174,8 @@ impl Wanted {
             };
         }
         let definition = match tiles {
-            ForwardTiles::Rows(tiles) => definition!(ForwardByRows, tiles),
-            ForwardTiles::Columns(tiles) => definition!(ForwardByColumns, tiles),
+            ForwardTiles::Rows(tiles) => definition!(ForwardByRows, tiles, [(), (), (), ()]),
+            ForwardTiles::Columns(tiles) => definition!(ForwardByColumns, tiles, [(), (), ()]),
         };
         save(folder, name, definition);
     }
@@ -178,7 +184,7 @@ impl Wanted {
         let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16);
         for (tiles, sums) in kernels.into_iter().zip(["query", "key", "value"]) {
             let Some(tiles) = tiles else { continue };
-            let kind = self.kind(tiles.side(), false);
+            let kind = self.kind(tiles.side(), false, false);
             let settings = settings(tiles.units());
             let has_integers = self.structure.segments || self.structure.lengths;
             // By the tensors that differ: what the copy engine reads, and what is summed.
@@ -278,6 +284,8 @@ const STEPS: StepsCompilationArg = StepsCompilationArg {
     key_head: (),
     value_batch: (),
     value_head: (),
+    bias_batch: (),
+    bias_head: (),
 };
 
 const GRADIENT_STEPS: GradientStepsCompilationArg = GradientStepsCompilationArg {

@@ -97,6 +97,8 @@ pub struct Layouts {
     /// Query, keys and values can be read by Hopper's copy engine: rows are contiguous, and start at
     /// multiples of 16 bytes.
     pub boxes: bool,
+    /// So can the bias, whatever it is broadcast along.
+    pub bias_boxes: bool,
 }
 
 impl Layouts {
@@ -107,6 +109,7 @@ impl Layouts {
         Self {
             vectors: multiple_of(4),
             boxes: multiple_of(8),
+            bias_boxes: problem.kv_len.is_multiple_of(8),
         }
     }
 }

@@ -69,6 +69,8 @@ struct RowShape {
     keys: usize,
     stages: usize,
     turns: Turns,
+    /// Keys of a block where the copy engine brings biases, too, and blocks of these in shared memory.
+    biased: [usize; 2],
 }
 
 /// Where warpgroups issue their products in turns: see [`RowTiles::takes_turns`].
@@ -88,6 +90,7 @@ const fn row_shape(
     keys: usize,
     stages: usize,
     turns: Turns,
+    biased: [usize; 2],
 ) -> RowShape {
     RowShape {
         head_dim,
@@ -96,16 +99,17 @@ const fn row_shape(
         keys,
         stages,
         turns,
+        biased,
     }
 }
 
 /// By rows, the first that is wide enough.
 const BY_ROWS: &[RowShape] = &[
-    row_shape(64, 64, 3, 96, 2, Turns::Always),
-    row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal),
-    row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal),
-    row_shape(192, 192, 2, 112, 2, Turns::Always),
-    row_shape(256, 256, 2, 80, 2, Turns::UnlessMasked),
+    row_shape(64, 64, 3, 96, 2, Turns::Always, [96, 2]),
+    row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal, [128, 1]),
+    row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal, [96, 1]),
+    row_shape(192, 192, 2, 112, 2, Turns::Always, [80, 1]),
+    row_shape(256, 256, 2, 80, 2, Turns::UnlessMasked, [64, 2]),
 ];
 
 /// By columns: the widest keys, and how many stages fit beside them.
@@ -153,7 +157,7 @@ pub fn plan(
         return Err(Refusal::Strides);
     }
     match pass {
-        Pass::Forward => forward(problem, device, half).map(WgmmaPlan::Forward),
+        Pass::Forward => forward(problem, device, layouts, half).map(WgmmaPlan::Forward),
         Pass::Backward => {
             backward(problem, device, layouts, half).map(|plan| WgmmaPlan::Backward(Box::new(plan)))
         }
@@ -164,21 +168,32 @@ pub fn plan(
 fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
+    layouts: Layouts,
     half: Half,
 ) -> Result<ForwardPlan, Refusal> {
-    let tiles = forward_tiles(
-        problem.head_dim,
-        problem.value_dim,
-        half,
-        problem.causal.is_some(),
-        problem.mask.is_some() || problem.bias.is_some(),
-    )
-    .ok_or(Refusal::Width {
-        widest_head: WIDEST_DOTS,
-        widest_value: WIDEST_VALUES,
-        head_dim: problem.head_dim,
-        value_dim: problem.value_dim,
-    })?;
+    let tiles = |boxes_bias| {
+        forward_tiles(
+            problem.head_dim,
+            problem.value_dim,
+            half,
+            problem.causal.is_some(),
+            problem.mask.is_some() || problem.bias.is_some(),
+            boxes_bias,
+        )
+        .ok_or(Refusal::Width {
+            widest_head: WIDEST_DOTS,
+            widest_value: WIDEST_VALUES,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+        })
+    };
+    let group = problem.group().max(1);
+    // Two heads at least must fit for sharing a tile to save one.
+    let heads = match tiles(false)?.rows() / problem.q_len.max(1) {
+        0 | 1 => 1,
+        heads => heads.min(group),
+    };
+    let tiles = tiles(heads == 1 && layouts.bias_boxes && has_box_of_biases(problem))?;
     if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
         return Err(Refusal::Tiles {
             width: problem.value_dim,
@@ -187,12 +202,6 @@ fn forward(
         });
     }
 
-    let group = problem.group().max(1);
-    // Two heads at least must fit for sharing a tile to save one.
-    let heads = match tiles.rows() / problem.q_len.max(1) {
-        0 | 1 => 1,
-        heads => heads.min(group),
-    };
     let (planes, tile_count) = match heads {
         1 => (
             problem.batch * problem.q_heads,
@@ -210,6 +219,13 @@ fn forward(
     })
 }
 
+/// Whether a tile's biases are a box: every pair of query and key has its own, in the precision of the queries.
+fn has_box_of_biases(problem: &AttentionProblem) -> bool {
+    problem.bias.is_some_and(|([_, _, queries, keys], dtype)| {
+        queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype
+    })
+}
+
 /// The tiles for operands of this width.
 pub(crate) fn forward_tiles(
     head_dim: usize,
@@ -217,6 +233,7 @@ pub(crate) fn forward_tiles(
     half: Half,
     causal: bool,
     masked: bool,
+    boxes_bias: bool,
 ) -> Option<ForwardTiles> {
     let by_rows = BY_ROWS
         .iter()
@@ -227,8 +244,15 @@ pub(crate) fn forward_tiles(
                 value_dim,
                 half,
                 warpgroups: shape.warpgroups,
-                keys: shape.keys,
+                keys: match boxes_bias {
+                    true => shape.biased[0],
+                    false => shape.keys,
+                },
                 stages: shape.stages,
+                bias_stages: match boxes_bias {
+                    true => shape.biased[1],
+                    false => 0,
+                },
                 takes_turns: match shape.turns {
                     Turns::Always => true,
                     Turns::UnlessCausal => !causal,
@@ -309,9 +333,11 @@ mod tests {
     /// Every width up to the limit has a tile, and every tile fits a Hopper GPU's shared memory.
     #[test]
     fn every_width_has_a_tile_that_fits() {
-        for head_dim in 1..=576 {
-            for value_dim in 1..=512 {
-                let tiles = forward_tiles(head_dim, value_dim, Half::Bf16, false, false);
+        let widths =
+            (1..=576).flat_map(|head_dim| (1..=512).map(move |value_dim| (head_dim, value_dim)));
+        for (head_dim, value_dim) in widths {
+            for biased in [false, true] {
+                let tiles = forward_tiles(head_dim, value_dim, Half::Bf16, false, biased, biased);
                 let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {head_dim}/{value_dim}"));
                 assert!(tiles.shared_memory() <= 232_448, "{tiles:?}");
                 if let ForwardTiles::Rows(rows) = tiles {

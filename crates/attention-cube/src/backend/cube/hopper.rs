@@ -2,13 +2,14 @@
 
 use super::forward::join;
 use super::*;
+use crate::kernel::forward::bias::BiasReads;
 use crate::kernel::forward::by_columns::forward_by_columns;
 use crate::kernel::forward::by_rows::forward_by_rows;
 use crate::kernel::forward::fragment::FragmentKind;
 use crate::kernel::forward::tile::{HopperKind, StepsLaunch};
 use crate::kernel::schedule::TurnsLaunch;
 use crate::plan::wgmma::{
-    ColumnTiles, ForwardPlan, ForwardTiles, PRODUCT_ROWS, Residence, SUBTILE, Side, is_whole,
+    ColumnTiles, ForwardPlan, ForwardTiles, Half, PRODUCT_ROWS, Residence, SUBTILE, Side, is_whole,
 };
 use burn::tensor::Shape;
 use cubecl::prelude::TensorMapSwizzle;
@@ -74,7 +75,27 @@ pub(super) fn forward(
         Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
     };
     let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
-    let fragment = fragment_kind(problem, Side::Queries);
+    let bias_vector = match &extras.bias {
+        Some(bias) if is_in_pairs(bias) => 2,
+        _ => 1,
+    };
+    let half_of_bias = extras
+        .bias
+        .as_ref()
+        .and_then(|bias| Half::of(bias.dtype))
+        .filter(|_| bias_vector == 2);
+    let boxes_bias = match tiles {
+        ForwardTiles::Rows(tiles) => tiles.bias_stages > 0,
+        ForwardTiles::Columns(_) => false,
+    };
+    let fragment = FragmentKind {
+        bias_reads: match half_of_bias {
+            Some(half) if boxes_bias => BiasReads::Boxes(half),
+            Some(half) => BiasReads::Ahead(half),
+            None => BiasReads::There,
+        },
+        ..fragment_kind(problem, Side::Queries)
+    };
     let kind = HopperKind {
         fragment,
         heads: shared_heads,
@@ -86,12 +107,15 @@ pub(super) fn forward(
         false => std::f64::consts::LOG2_E,
     };
     let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
+    let bias_step = |dim| extras.bias.as_ref().map_or(0, |bias| step(bias, dim));
     let steps = StepsLaunch::new(
         step(&inputs.query, 0),
         step(&inputs.key, 0),
         step(&inputs.key, 1),
         step(&inputs.value, 0),
         step(&inputs.value, 1),
+        bias_step(0),
+        bias_step(1),
     );
     let query_box = match shares_tile {
         true => [shared_heads, q_len],
@@ -106,14 +130,14 @@ pub(super) fn forward(
     );
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
-    let bias_vector = match &extras.bias {
-        Some(bias) if is_in_pairs(bias) => 2,
-        _ => 1,
-    };
     let output_boxes = match kind.boxes_output {
         true => map(&output, [1, PRODUCT_ROWS], None),
         // Not used, but there must be one.
         false => map(&inputs.query, [1, PRODUCT_ROWS], None),
+    };
+    let bias_boxes = match &extras.bias {
+        Some(bias) if boxes_bias => map(bias, [1, tiles.rows()], None),
+        _ => map(&inputs.query, [1, PRODUCT_ROWS], None),
     };
     match tiles {
         // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
@@ -128,6 +152,7 @@ pub(super) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
                 map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
+                bias_boxes,
                 mask.argument().into(),
                 extras.bias().into(),
                 extras.integers().into(),
@@ -209,6 +234,7 @@ pub(super) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         structure: structure(problem),
         score,
         raw: !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale),
+        bias_reads: BiasReads::There,
     }
 }
 

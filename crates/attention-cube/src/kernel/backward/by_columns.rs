@@ -54,7 +54,7 @@ const CONSUMERS: usize = ColumnTiles::WARPGROUPS * WARPGROUP;
 const OWN_CHUNKS: usize = GradientColumnTiles::COLUMNS / ColumnTiles::VALUE_KEYS;
 
 /// Where both warpgroups meet: the last P or dS has been read; the next is there.
-const MEETING: usize = 1;
+const MEETING: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn gradient_by_columns<

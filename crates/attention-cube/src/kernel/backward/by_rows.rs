@@ -44,7 +44,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Where all warps that multiply meet, before a block is cleaned and after.
-const MEETING: usize = 1;
+const MEETING: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn gradient_by_rows<
@@ -311,7 +311,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            await_turn(warpgroup, tiles.warpgroups);
+            await_turn(warpgroup);
             let added =
                 multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
             let s = start_s::<NS>(&operands, places, count + 1u32, tiles);
@@ -414,11 +414,11 @@ fn start_s<NS: Size>(
     #[comptime] tiles: GradientRowTiles,
 ) -> Vector<f32, NS> {
     let turn = stage_turn(count, tiles.dot_stages);
+    let dots = uniform(operands.dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32));
+    barrier_wait(places.dot_full + 8u32 * turn.stage, turn.parity);
     multiply_scores::<NS>(
         operands.held_dots,
-        uniform(operands.dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
-        places.dot_full + 8u32 * turn.stage,
-        turn.parity,
+        dots,
         comptime!(tiles.score_product(tiles.head_dim)),
     )
 }
@@ -433,11 +433,12 @@ fn start_dp<NS: Size>(
 ) -> Vector<f32, NS> {
     if comptime!(tiles.sums.has_dots()) {
         let turn = stage_turn(count, tiles.value_stages);
+        let values =
+            uniform(operands.values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32));
+        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
         multiply_scores::<NS>(
             operands.held_values,
-            uniform(operands.values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32)),
-            places.value_full + 8u32 * turn.stage,
-            turn.parity,
+            values,
             comptime!(tiles.score_product(tiles.value_dim)),
         )
     } else {
@@ -584,14 +585,16 @@ fn multiply<NP: Size, ND: Size, NV: Size>(
 ) -> Gradients<ND, NV> {
     let values = if comptime!(tiles.sums.has_values()) {
         let turn = stage_turn(count, tiles.value_stages);
+        // For dP they are awaited before; so are the other products' operands for S.
+        if comptime!(!tiles.sums.has_dots()) {
+            barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+        }
         multiply_output::<NV, NP>(
             values,
             p,
             uniform(
                 operands.summed_values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32),
             ),
-            places.value_full + 8u32 * turn.stage,
-            turn.parity,
             comptime!(tiles.sum_product(tiles.value_columns())),
         )
     } else {
@@ -603,8 +606,6 @@ fn multiply<NP: Size, ND: Size, NV: Size>(
             dots,
             ds,
             uniform(operands.summed_dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
-            places.dot_full + 8u32 * turn.stage,
-            turn.parity,
             comptime!(tiles.sum_product(tiles.dot_columns())),
         )
     } else {

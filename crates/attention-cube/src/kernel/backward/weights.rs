@@ -4,9 +4,10 @@
 //! With a query's terms, its logsumexp and Δ, a score's *weight* is its probability times the
 //! slope of the softcap, and its gradient the weight times `dp − Δ`.
 
+use crate::kernel::forward::bias::with_bias;
 use crate::kernel::forward::fragment::{
     FragmentKind, Known, MaskWords, PAIRS_PER_WORD, Pair, RowPair, bits_of_word, capped, is_second,
-    known, own_column, pair, pair_of, shown, with_bias,
+    known, own_column, pair, pair_of, shown,
 };
 use crate::kernel::ptx::{exp2, load_shared_pair, pack};
 use crate::kernel::score::ScoreArguments;

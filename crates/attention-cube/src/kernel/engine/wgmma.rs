@@ -20,7 +20,7 @@ use crate::plan::wgmma::{
 use cubecl::prelude::*;
 
 /// Columns of one step of a product.
-pub(super) const STEP: usize = 16;
+pub(crate) const STEP: usize = 16;
 
 /// Bytes of a step in a row of a subtile, and of 16 rows of one.
 pub(super) const STEP_BYTES: usize = 2 * STEP;
@@ -74,11 +74,10 @@ pub(super) fn instruction(columns: usize, half: Half) -> String {
     format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}")
 }
 
-/// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors, full barrier, its parity.
+/// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors.
 fn scores_text(product: &ScoreProduct) -> String {
-    let [query, key, full, parity] = [0, 1, 2, 3].map(|i| format!("%{}", product.fragment() + i));
-    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
-    text += &wait_text("", &full, 0, &parity);
+    let [query, key] = [0, 1].map(|i| format!("%{}", product.fragment() + i));
+    let mut text = String::from("{\n.reg .pred sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
     text += "setp.ne.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
     for step in 0..product.depth.div_ceil(STEP) {
         let (subtile, within) = (step / 4, step % 4 * STEP_BYTES);
@@ -98,16 +97,14 @@ fn scores_text(product: &ScoreProduct) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// `O += P V` of a whole block, P in registers: registers of O | O, P, values' descriptor, full barrier,
-/// its parity.
+/// `O += P V` of a whole block, P in registers: registers of O | O, P, values' descriptor.
 fn output_text(product: &Product) -> String {
     let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
-    let [value, full, parity] = [0, 1, 2].map(|i| format!("%{}", p + p_fragment + i));
+    let value = format!("%{}", p + p_fragment);
     let columns = product.columns;
-    let mut text = String::from("{\n.reg .pred waited, sum;\n.reg .b64 b;\n.reg .b32 low;\n");
+    let mut text = String::from("{\n.reg .pred sum;\n.reg .b64 b;\n.reg .b32 low;\n");
     text += &moves(columns / 2, o_fragment);
-    text += &wait_text("", &full, 0, &parity);
     text += "setp.eq.b32 sum, 0, 0;\nwgmma.fence.sync.aligned;\n";
     for step in 0..product.depth / STEP {
         text += &descriptor_text("b", &value, units(step * STEP_ROWS_BYTES));
@@ -132,24 +129,20 @@ fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     )
 }
 
-/// Starts `S = Q Kᵀ` of a block.
+/// Starts `S = Q Kᵀ` of a block, whose keys are there.
 #[cube]
 pub(crate) fn multiply_scores<NS: Size>(
     query: u32,
     key: u32,
-    full: u32,
-    parity: u32,
     #[comptime] product: ScoreProduct,
 ) -> Vector<f32, NS> {
     let text = comptime!(scores_text(&product));
     let s: Vector<f32, NS>;
     gpu_asm!(
-        "{text} // {s} {query} {key} {full} {parity}\n",
+        "{text} // {s} {query} {key}\n",
         s = out(_) s,
         query = in(_) value_of::<u32>(query),
-        key = in(_) value_of::<u32>(key),
-        full = in(_) value_of::<u32>(full),
-        parity = in(_) value_of::<u32>(parity)
+        key = in(_) value_of::<u32>(key)
     );
     s
 }
@@ -175,26 +168,22 @@ pub(crate) fn take_scores<NS: Size>(
     taken
 }
 
-/// Starts `O += P V` of a block.
+/// Starts `O += P V` of a block, whose values are there.
 #[cube]
 pub(crate) fn multiply_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,
     p: Vector<u32, NP>,
     value: u32,
-    full: u32,
-    parity: u32,
     #[comptime] product: Product,
 ) -> Vector<f32, NO> {
     let text = comptime!(output_text(&product));
     let sum: Vector<f32, NO>;
     gpu_asm!(
-        "{text} // {sum} {o} {p} {value} {full} {parity}\n",
+        "{text} // {sum} {o} {p} {value}\n",
         sum = out(_) sum,
         o = in(_) value_of::<Vector<f32, NO>>(o),
         p = in(_) value_of::<Vector<u32, NP>>(p),
-        value = in(_) value_of::<u32>(value),
-        full = in(_) value_of::<u32>(full),
-        parity = in(_) value_of::<u32>(parity)
+        value = in(_) value_of::<u32>(value)
     );
     sum
 }
@@ -229,7 +218,7 @@ pub(crate) fn take_output<NO: Size, NP: Size>(
 const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
 
 /// Steps of 16 columns in a subtile.
-const SUBTILE_STEPS: usize = 4;
+pub(crate) const SUBTILE_STEPS: usize = 4;
 
 /// How a text walks the ring: where the next chunk's barriers and data are.
 ///

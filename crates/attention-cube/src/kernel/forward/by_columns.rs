@@ -15,8 +15,9 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
+use super::bias::bias_words;
 use super::fragment::{
-    Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
+    Measure, Pair, RowPair, maxima, measured, numerators, own_maxima, pair, rescale, score,
     totals,
 };
 use super::output::{Finished, Target, write_tile};
@@ -52,8 +53,8 @@ const CONSUMERS: usize = ColumnTiles::WARPGROUPS * WARPGROUP;
 const OWN_CHUNKS: usize = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
 
 /// Meetings of both warpgroups: the maxima are there; P is there.
-const MAXIMA: usize = 1;
-const PROBABILITIES: usize = 2;
+const MAXIMA: u32 = 1;
+const PROBABILITIES: u32 = 2;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn forward_by_columns<
@@ -299,6 +300,15 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             HALF_KEYS,
             kind,
         );
+        let biases = bias_words::<F, NB>(
+            bias,
+            rows,
+            block * comptime!(ColumnTiles::KEYS as i32)
+                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+            extent,
+            HALF_KEYS,
+            kind.fragment,
+        );
         let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
         free_chunk(
             places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
@@ -313,6 +323,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             seen.whole,
             rows,
             seen.mask_words,
+            biases,
             bias,
             integers,
             sight,
@@ -323,7 +334,11 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         );
         let made = softmax::<NS>(
             s,
-            pair(reference_0, reference_1),
+            Measure {
+                reference: pair(reference_0, reference_1),
+                shift: pair(0.0f32, 0.0f32),
+                far: false.runtime(),
+            },
             pair(sum_0, sum_1),
             power,
             negative_infinity,
@@ -335,10 +350,14 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             tiles,
             kind,
         );
-        reference_0 = made.reference.first;
-        reference_1 = made.reference.second;
+        reference_0 = made.measure.reference.first;
+        reference_1 = made.measure.reference.second;
+        let mut shift_0 = made.measure.shift.first;
+        let mut shift_1 = made.measure.shift.second;
+        let mut far = made.measure.far;
         sum_0 = made.sums.first;
         sum_1 = made.sums.second;
+        let mut moved = false.runtime();
         let mut factor_0 = f32::new(1.0);
         let mut factor_1 = f32::new(1.0);
 
@@ -364,6 +383,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             let key_empty = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
             o = rescale::<NO>(
                 o,
+                moved,
                 pair(factor_0, factor_1),
                 comptime!(tiles.value_columns()),
             );
@@ -394,6 +414,15 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 HALF_KEYS,
                 kind,
             );
+            let biases = bias_words::<F, NB>(
+                bias,
+                rows,
+                next * comptime!(ColumnTiles::KEYS as i32)
+                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+                extent,
+                HALF_KEYS,
+                kind.fragment,
+            );
             let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
             let s = score::<F, NB, NS>(
                 s,
@@ -402,6 +431,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 seen.whole,
                 rows,
                 seen.mask_words,
+                biases,
                 bias,
                 integers,
                 sight,
@@ -412,7 +442,11 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             );
             let made = softmax::<NS>(
                 s,
-                pair(reference_0, reference_1),
+                Measure {
+                    reference: pair(reference_0, reference_1),
+                    shift: pair(shift_0, shift_1),
+                    far,
+                },
                 pair(sum_0, sum_1),
                 power,
                 negative_infinity,
@@ -439,8 +473,12 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 tiles,
             );
             passed += comptime!(tiles.value_chunks() as u32);
-            reference_0 = made.reference.first;
-            reference_1 = made.reference.second;
+            reference_0 = made.measure.reference.first;
+            reference_1 = made.measure.reference.second;
+            shift_0 = made.measure.shift.first;
+            shift_1 = made.measure.shift.second;
+            far = made.measure.far;
+            moved = made.moved;
             factor_0 = made.factor.first;
             factor_1 = made.factor.second;
             sum_0 = made.sums.first;
@@ -459,6 +497,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         }
         o = rescale::<NO>(
             o,
+            moved,
             pair(factor_0, factor_1),
             comptime!(tiles.value_columns()),
         );
@@ -583,9 +622,10 @@ fn exchange(places: &Places, own: Pair, buffer: u32, #[comptime] largest: bool) 
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Step {
-    reference: Pair,
+    measure: Measure,
     sums: Pair,
-    /// On older results; the sums have it already.
+    /// Whether older results are to be multiplied by the factors; the sums are already.
+    moved: bool,
     factor: Pair,
 }
 
@@ -594,7 +634,7 @@ struct Step {
 #[cube]
 fn softmax<NS: Size>(
     s: Vector<f32, NS>,
-    reference: Pair,
+    measure: Measure,
     sums: Pair,
     power: f32,
     negative_infinity: f32,
@@ -607,22 +647,23 @@ fn softmax<NS: Size>(
     #[comptime] kind: HopperKind,
 ) -> Step {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    let own = maxima::<NS>(s, reference, HALF_KEYS);
+    let own = maxima(own_maxima::<NS>(s, measure.reference, HALF_KEYS));
     let largest = exchange(places, own, count % 2u32, true);
     if comptime!(busy && !tiles.frees_first_chunk_at_once()) {
         free_values(places.empty, ring, values, 0usize, 3usize, tiles);
     }
-    let moved = follow(reference, largest, power, negative_infinity);
-    let shift = Pair {
-        first: finite(moved.reference.first, negative_infinity) * power,
-        second: finite(moved.reference.second, negative_infinity) * power,
-    };
-    let far = is_far(shift);
-    let s = centred::<NS>(s, far, moved.reference, negative_infinity, HALF_KEYS);
-    let shift = Pair {
-        first: select(far, 0.0f32, shift.first),
-        second: select(far, 0.0f32, shift.second),
-    };
+    let made = measured::<NS>(
+        s,
+        largest,
+        measure,
+        power,
+        negative_infinity,
+        true,
+        HALF_KEYS,
+    );
+    let s = made.s;
+    let shift = made.measure.shift;
+    let measured = made;
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);
     let mut used = 0u32;
@@ -659,12 +700,13 @@ fn softmax<NS: Size>(
         free_values(places.empty, ring, values, 2usize, 1usize, tiles);
     }
     Step {
-        reference: moved.reference,
+        measure: measured.measure,
         sums: Pair {
-            first: sums.first * moved.factor.first + sum_0,
-            second: sums.second * moved.factor.second + sum_1,
+            first: sums.first * measured.factor.first + sum_0,
+            second: sums.second * measured.factor.second + sum_1,
         },
-        factor: moved.factor,
+        moved: measured.moved,
+        factor: measured.factor,
     }
 }
 

@@ -14,9 +14,9 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
+use super::bias::{BiasWords, bias_words};
 use super::fragment::{
-    Pair, RowPair, centred, finite, follow, is_far, maxima, numerators, pair, rescale, score,
-    totals,
+    Measure, Pair, RowPair, measured, numerators, own_maxima, pair, rescale, score, totals,
 };
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
@@ -26,12 +26,13 @@ use super::tile::{
 };
 use crate::kernel::engine::ring::{Turn, stage_turn};
 use crate::kernel::engine::wgmma::{
-    descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
+    STEP, SUBTILE_STEPS, descriptor, matrix_row, multiply_output, multiply_scores, take_output,
+    take_scores, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    pack, shared_address, store_shared, take_registers, uniform,
+    async_proxy_fence, barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, load_matrices,
+    named_barrier, pack, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -55,6 +56,7 @@ pub(crate) fn forward_by_rows<
     query: &TensorMap<E, Tiled>,
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
+    bias_boxes: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: ComptimeOption<&Tensor<i32>>,
@@ -102,6 +104,12 @@ pub(crate) fn forward_by_rows<
                 comptime!(4 * tiles.warpgroups),
             );
         }
+        #[unroll]
+        for stage in 0..tiles.bias_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.bias_full + at, 1usize);
+            barrier_init(places.bias_empty + at, comptime!(4 * tiles.warpgroups));
+        }
         barrier_init_fence();
         if comptime!(kind.leaves_holes()) {
             #[unroll]
@@ -119,6 +127,7 @@ pub(crate) fn forward_by_rows<
                 query,
                 key,
                 value,
+                bias_boxes,
                 &mask,
                 &mask_places,
                 &integers,
@@ -290,11 +299,11 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         barrier_wait(places.queries_full, queries_parity);
         let mut block = assigned.first;
         let turn = stage_turn(count, tiles.stages);
+        let key_block = uniform(key_operand + turn.stage * key_stage);
+        barrier_wait(places.key_full + 8u32 * turn.stage, turn.parity);
         let started = multiply_scores::<NS>(
             query_operand,
-            uniform(key_operand + turn.stage * key_stage),
-            places.key_full + 8u32 * turn.stage,
-            turn.parity,
+            key_block,
             comptime!(tiles.score_product()),
         );
         let seen = view(
@@ -310,6 +319,9 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
+        let biases = biases_of::<F, NB>(
+            bias, rows, block, count, extent, places, warpgroup, elected, tiles, kind,
+        );
         let s = take_scores::<NS>(
             started,
             places.key_empty + 8u32 * turn.stage,
@@ -324,6 +336,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             seen.whole,
             rows,
             seen.mask_words,
+            biases,
             bias,
             integers,
             sight,
@@ -334,16 +347,24 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         );
         let made = softmax::<NS>(
             s,
-            pair(reference_0, reference_1),
+            Measure {
+                reference: pair(reference_0, reference_1),
+                shift: pair(0.0f32, 0.0f32),
+                far: false.runtime(),
+            },
             pair(sum_0, sum_1),
             power,
             negative_infinity,
             tiles,
         );
-        reference_0 = made.reference.first;
-        reference_1 = made.reference.second;
+        reference_0 = made.measure.reference.first;
+        reference_1 = made.measure.reference.second;
+        let mut shift_0 = made.measure.shift.first;
+        let mut shift_1 = made.measure.shift.second;
+        let mut far = made.measure.far;
         sum_0 = made.sums.first;
         sum_1 = made.sums.second;
+        let mut moved = false.runtime();
         let mut factor_0 = f32::new(1.0);
         let mut factor_1 = f32::new(1.0);
         let mut p = packed::<NS, NP>(made.numerators, tiles);
@@ -377,27 +398,33 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles,
                 kind,
             );
+            let key_block = uniform(key_operand + next_turn.stage * key_stage);
+            let value_block = uniform(value_operand + turn.stage * value_stage);
+            let value_full = places.value_full + 8u32 * turn.stage;
+            barrier_wait(
+                places.key_full + 8u32 * next_turn.stage,
+                next_turn.parity,
+            );
+            let factor = pair(factor_0, factor_1);
             if comptime!(tiles.takes_turns) {
-                await_turn(warpgroup, tiles.warpgroups);
+                // In its turn a warpgroup keeps the others waiting.
+                barrier_wait(value_full, turn.parity);
+                o = rescale::<NO>(o, moved, factor, comptime!(tiles.value_columns()));
+                await_turn(warpgroup);
             }
             let started = multiply_scores::<NS>(
                 query_operand,
-                uniform(key_operand + next_turn.stage * key_stage),
-                places.key_full + 8u32 * next_turn.stage,
-                next_turn.parity,
+                key_block,
                 comptime!(tiles.score_product()),
             );
-            o = rescale::<NO>(
-                o,
-                pair(factor_0, factor_1),
-                comptime!(tiles.value_columns()),
-            );
+            if comptime!(!tiles.takes_turns) {
+                o = rescale::<NO>(o, moved, factor, comptime!(tiles.value_columns()));
+                barrier_wait(value_full, turn.parity);
+            }
             o = multiply_output::<NO, NP>(
                 o,
                 p,
-                uniform(value_operand + turn.stage * value_stage),
-                places.value_full + 8u32 * turn.stage,
-                turn.parity,
+                value_block,
                 comptime!(tiles.output_product()),
             );
             if comptime!(tiles.takes_turns) {
@@ -416,6 +443,18 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
+            let biases = biases_of::<F, NB>(
+                bias,
+                rows,
+                next,
+                count + 1u32,
+                extent,
+                places,
+                warpgroup,
+                elected,
+                tiles,
+                kind,
+            );
             let s = take_scores::<NS>(
                 started,
                 places.key_empty + 8u32 * next_turn.stage,
@@ -429,6 +468,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 seen.whole,
                 rows,
                 seen.mask_words,
+                biases,
                 bias,
                 integers,
                 sight,
@@ -439,45 +479,33 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             );
             let made = softmax::<NS>(
                 s,
-                pair(reference_0, reference_1),
+                Measure {
+                    reference: pair(reference_0, reference_1),
+                    shift: pair(shift_0, shift_1),
+                    far,
+                },
                 pair(sum_0, sum_1),
                 power,
                 negative_infinity,
                 tiles,
             );
-            let had_holes = may_have_holes;
-            may_have_holes = seen.may_have_holes;
-            let mut next_p = Vector::<u32, NP>::zeroed();
-            if comptime!(kind.rounds_early()) {
-                next_p = packed::<NS, NP>(made.numerators, tiles);
-                hole_count = tell_holes(
-                    places,
-                    next_p,
-                    had_holes,
-                    may_have_holes,
-                    hole_count,
-                    elected,
-                    tiles,
-                    kind,
-                );
-            }
             o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
-            if comptime!(!kind.rounds_early()) {
-                next_p = packed::<NS, NP>(made.numerators, tiles);
-                hole_count = tell_holes(
-                    places,
-                    next_p,
-                    had_holes,
-                    may_have_holes,
-                    hole_count,
-                    elected,
-                    tiles,
-                    kind,
-                );
+            // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
+            // product (C7513).
+            p = packed::<NS, NP>(made.numerators, tiles);
+            if comptime!(kind.leaves_holes()) {
+                hole_count += u32::cast_from(may_have_holes);
+                may_have_holes = seen.may_have_holes;
+                if may_have_holes {
+                    tell_used_by(places, p, hole_count, elected, tiles);
+                }
             }
-            p = next_p;
-            reference_0 = made.reference.first;
-            reference_1 = made.reference.second;
+            reference_0 = made.measure.reference.first;
+            reference_1 = made.measure.reference.second;
+            shift_0 = made.measure.shift.first;
+            shift_1 = made.measure.shift.second;
+            far = made.measure.far;
+            moved = made.moved;
             factor_0 = made.factor.first;
             factor_1 = made.factor.second;
             sum_0 = made.sums.first;
@@ -497,6 +525,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         let turn = stage_turn(count, tiles.stages);
         o = rescale::<NO>(
             o,
+            moved,
             pair(factor_0, factor_1),
             comptime!(tiles.value_columns()),
         );
@@ -511,14 +540,9 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles,
             kind,
         );
-        o = multiply_output::<NO, NP>(
-            o,
-            p,
-            uniform(value_operand + turn.stage * value_stage),
-            places.value_full + 8u32 * turn.stage,
-            turn.parity,
-            comptime!(tiles.output_product()),
-        );
+        let value_block = uniform(value_operand + turn.stage * value_stage);
+        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+        o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
         o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
         count += 1u32;
         holes = hole_count + u32::cast_from(may_have_holes);
@@ -535,6 +559,62 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     }
 }
 
+/// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.
+#[cube]
+fn biases_of<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    rows: &RowPair,
+    block: i32,
+    count: u32,
+    extent: &Extent,
+    places: &Places,
+    warpgroup: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> BiasWords {
+    if comptime!(kind.fragment.boxes_bias()) {
+        let turn = stage_turn(count, tiles.bias_stages);
+        barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
+        let words = load_biases(
+            places.biases
+                + turn.stage * comptime!(tiles.bias_bytes() as u32)
+                + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+            tiles,
+        );
+        // Behind products that read shared memory, loads were seen to be served after the next box had come.
+        async_proxy_fence();
+        barrier_arrive(places.bias_empty + 8u32 * turn.stage, elected);
+        words
+    } else {
+        bias_words::<F, NB>(
+            bias,
+            rows,
+            block * comptime!(tiles.keys as i32),
+            extent,
+            tiles.keys,
+            kind.fragment,
+        )
+    }
+}
+
+/// A thread's biases of a block from shared memory, where the warpgroup's are at `start`.
+#[cube]
+fn load_biases(start: u32, #[comptime] tiles: RowTiles) -> BiasWords {
+    let mut words = BiasWords::zeroed();
+    #[unroll]
+    for step in 0..comptime!(tiles.keys / STEP) {
+        let subtile = comptime!((step / SUBTILE_STEPS * tiles.rows() * ROW_BYTES) as u32);
+        let row = matrix_row(start + subtile, comptime!(step % SUBTILE_STEPS));
+        let loaded = load_matrices(row);
+        #[unroll]
+        for i in 0..4usize {
+            words.insert(comptime!(4 * step + i), loaded.extract(i));
+        }
+    }
+    words
+}
+
 /// The warp has read its queries, if the tile had any.
 #[cube]
 fn free_queries(empty: u32, elected: u32, has_keys: bool) {
@@ -546,39 +626,38 @@ fn free_queries(empty: u32, elected: u32, has_keys: bool) {
 #[expand(derive(Clone, Copy))]
 struct Step<NS: Size> {
     numerators: Vector<f32, NS>,
-    reference: Pair,
+    measure: Measure,
     sums: Pair,
-    /// On older results; the sums have it already.
+    /// Whether older results are to be multiplied by the factors; the sums are already.
+    moved: bool,
     factor: Pair,
 }
 
 #[cube]
 fn softmax<NS: Size>(
     s: Vector<f32, NS>,
-    reference: Pair,
+    measure: Measure,
     sums: Pair,
     power: f32,
     negative_infinity: f32,
     #[comptime] tiles: RowTiles,
 ) -> Step<NS> {
-    let largest = maxima::<NS>(s, reference, tiles.keys);
-    let moved = follow(reference, largest, power, negative_infinity);
-    let shift = Pair {
-        first: finite(moved.reference.first, negative_infinity) * power,
-        second: finite(moved.reference.second, negative_infinity) * power,
-    };
-    let far = is_far(shift);
-    let s = centred::<NS>(s, far, moved.reference, negative_infinity, tiles.keys);
-    let shift = Pair {
-        first: select(far, 0.0f32, shift.first),
-        second: select(far, 0.0f32, shift.second),
-    };
+    let largest = own_maxima::<NS>(s, measure.reference, tiles.keys);
+    let made = measured::<NS>(
+        s,
+        largest,
+        measure,
+        power,
+        negative_infinity,
+        false,
+        tiles.keys,
+    );
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);
     let mut values = Vector::<f32, NS>::zeroed();
     #[unroll]
     for step in 0..comptime!(tiles.keys / 16) {
-        let made = numerators::<NS>(s, shift, power, step, false);
+        let made = numerators::<NS>(made.s, made.measure.shift, power, step, false);
         #[unroll]
         for i in 0..8usize {
             values.insert(comptime!(8 * step + i), made.values.extract(i));
@@ -588,12 +667,13 @@ fn softmax<NS: Size>(
     }
     Step::<NS> {
         numerators: values,
-        reference: moved.reference,
+        measure: made.measure,
         sums: Pair {
-            first: sums.first * moved.factor.first + sum_0,
-            second: sums.second * moved.factor.second + sum_1,
+            first: sums.first * made.factor.first + sum_0,
+            second: sums.second * made.factor.second + sum_1,
         },
-        factor: moved.factor,
+        moved: made.moved,
+        factor: made.factor,
     }
 }
 
@@ -611,28 +691,6 @@ fn packed<NS: Size, NP: Size>(
         p.insert(pair, pack(first, second, tiles.half));
     }
     p
-}
-
-/// Tells what the warp's rows use of a block that may have holes, and counts the block before it if it `had` some.
-#[cube]
-fn tell_holes<NP: Size>(
-    places: &Places,
-    p: Vector<u32, NP>,
-    had: bool,
-    may_have: bool,
-    count: u32,
-    elected: u32,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) -> u32 {
-    let mut count = count;
-    if comptime!(kind.leaves_holes()) {
-        count += u32::cast_from(had);
-        if may_have {
-            tell_used_by(places, p, count, elected, tiles);
-        }
-    }
-    count
 }
 
 /// Tells which keys the warp's rows use of the `count`-th block that may have holes.
@@ -710,5 +768,5 @@ fn clear(
         comptime!(tiles.value_subtiles()),
         holes,
     );
-    named_barrier(2usize, units);
+    named_barrier(2u32, units);
 }

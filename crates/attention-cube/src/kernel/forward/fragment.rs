@@ -6,11 +6,12 @@
 //! by 2^8, so that the output is seldom rescaled (FlashAttention-4 does likewise). P stays below 2^8 and the
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
+use super::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
-use crate::kernel::score::{ScoreArguments, ScoreKind, plus_bias};
+use crate::kernel::score::{ScoreArguments, ScoreKind};
 use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
-use crate::plan::wgmma::Side;
+use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
 
 /// A reference may fall behind the maximum by this power of two.
@@ -37,6 +38,27 @@ pub(crate) struct FragmentKind {
     pub score: ScoreKind,
     /// The score is the product, to be scaled in the exponential: no softcap, no bias, a positive scale.
     pub raw: bool,
+    pub bias_reads: BiasReads,
+}
+
+impl FragmentKind {
+    /// Whether the forward has biases before the scores are there.
+    pub(crate) const fn reads_ahead(&self) -> bool {
+        !matches!(self.bias_reads, BiasReads::There)
+    }
+
+    /// Whether the copy engine brings them.
+    pub(crate) const fn boxes_bias(&self) -> bool {
+        matches!(self.bias_reads, BiasReads::Boxes(_))
+    }
+
+    /// The precision of biases that are read ahead.
+    pub(crate) fn half_of_bias(&self) -> Half {
+        match self.bias_reads {
+            BiasReads::Ahead(half) | BiasReads::Boxes(half) => half,
+            BiasReads::There => unreachable!("asked only where biases are read ahead"),
+        }
+    }
 }
 
 /// Column of register `index`, from the fragment's first.
@@ -58,6 +80,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     whole: bool,
     rows: &RowPair,
     mask_words: MaskWords,
+    bias_words: BiasWords,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
@@ -66,28 +89,20 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
-    let mut s = s;
-    if whole {
-        if comptime!(!kind.raw) {
-            let known = known::<F, NB>(rows, bias, sight, extent, kind);
-            #[unroll]
-            for pair in 0..columns / 4 {
-                let dots = pair_of::<NS>(s, pair);
-                // Where everybody sees everything, a score that is no number may take its neighbour along: the row is
-                // lost either way.
-                let capped = if comptime!(kind.score.softcap && !kind.score.bias) {
-                    capped_together(dots, arguments)
-                } else {
-                    capped(dots, arguments, kind.score)
-                };
-                let at = own_column(first_column, pair) as u32;
-                let values =
-                    with_bias::<F, NB>(capped, bias, &known, at, arguments.negative_infinity, pair);
-                s.insert(comptime!(2 * pair), values.first);
-                s.insert(comptime!(2 * pair + 1), values.second);
-            }
-        }
-    } else {
+    let mut s = scored::<F, NB, NS>(
+        s,
+        first_column,
+        whole,
+        rows,
+        bias_words,
+        bias,
+        sight,
+        extent,
+        arguments,
+        columns,
+        kind,
+    );
+    if !whole {
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
@@ -103,18 +118,8 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                 bits_0 = bits.first;
                 bits_1 = bits.second;
             }
-            let dots = pair_of::<NS>(s, pair);
-            let at = own_column(first_column, pair);
-            let values = if comptime!(kind.raw) {
-                dots
-            } else {
-                let capped = capped(dots, arguments, kind.score);
-                let existing = min(at as u32, known.last_pair);
-                let hidden = arguments.negative_infinity;
-                with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair)
-            };
             let shown = shown(
-                values,
+                pair_of::<NS>(s, pair),
                 &known,
                 if comptime!(is_second(2 * pair)) {
                     bits_1
@@ -122,7 +127,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                     bits_0
                 },
                 rows,
-                at,
+                own_column(first_column, pair),
                 integers,
                 sight,
                 extent,
@@ -132,6 +137,58 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
             );
             s.insert(comptime!(2 * pair), shown.first);
             s.insert(comptime!(2 * pair + 1), shown.second);
+        }
+    }
+    s
+}
+
+/// The scores of the dots `s`, or these where they wait for their scale, whoever sees what.
+#[cube]
+fn scored<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    first_column: i32,
+    whole: bool,
+    rows: &RowPair,
+    bias_words: BiasWords,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> Vector<f32, NS> {
+    let mut s = s;
+    if comptime!(kind.reads_ahead()) {
+        let half = comptime!(kind.half_of_bias());
+        s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
+    } else if comptime!(kind.score.softcap && !kind.score.bias) {
+        // Where everybody sees everything, a score that is no number may take its neighbour along: the row is lost
+        // either way.
+        if whole {
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let values = capped_together(pair_of::<NS>(s, pair), arguments);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        } else {
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let values = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        }
+    } else if comptime!(!kind.raw) {
+        let known = known::<F, NB>(rows, bias, sight, extent, kind);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+            let existing = min(own_column(first_column, pair) as u32, known.last_pair);
+            let hidden = arguments.negative_infinity;
+            let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair);
+            s.insert(comptime!(2 * pair), values.first);
+            s.insert(comptime!(2 * pair + 1), values.second);
         }
     }
     s
@@ -333,25 +390,6 @@ pub(crate) fn mask_words(
 /// Pairs of registers that the keys of a word of the mask take: two rows, and a quarter of the columns.
 pub(crate) const PAIRS_PER_WORD: usize = 8;
 
-/// Where a row's biases start, in elements.
-#[cube]
-fn bias_row<F: Float, NB: Size>(
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    batch: u32,
-    head: u32,
-    row: u32,
-) -> usize {
-    #[comptime]
-    match bias {
-        ComptimeOption::Some(bias) => {
-            batch as usize * bias.stride(0)
-                + head as usize * bias.stride(1)
-                + row as usize * bias.stride(2)
-        }
-        ComptimeOption::None => 0usize.runtime(),
-    }
-}
-
 /// Two registers of S.
 #[cube]
 pub(crate) fn pair_of<NS: Size>(s: Vector<f32, NS>, #[comptime] pair: usize) -> Pair {
@@ -367,48 +405,6 @@ pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: S
     Pair {
         first: cap(dots.first, arguments, kind),
         second: cap(dots.second, arguments, kind),
-    }
-}
-
-/// The scores of the `pair`-th two registers with their biases, of the columns from `at` on. Two biases are read
-/// at once where they lie together.
-#[cube]
-pub(crate) fn with_bias<F: Float, NB: Size>(
-    capped: Pair,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    known: &Known,
-    at: u32,
-    hidden: f32,
-    #[comptime] pair: usize,
-) -> Pair {
-    #[comptime]
-    match bias {
-        ComptimeOption::Some(bias) => {
-            let row = if comptime!(is_second(2 * pair)) {
-                known.bias_1
-            } else {
-                known.bias_0
-            };
-            let vector = bias.vector_size();
-            if comptime!(vector == 2) {
-                let both = bias[(row + at as usize) / 2];
-                Pair {
-                    first: plus_bias(capped.first, f32::cast_from(both.extract(0usize)), hidden),
-                    second: plus_bias(capped.second, f32::cast_from(both.extract(1usize)), hidden),
-                }
-            } else {
-                let own = row + at as usize * bias.stride(3);
-                // The last column may have no neighbour.
-                let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
-                let first = f32::cast_from(bias[own].extract(0usize));
-                let second = f32::cast_from(bias[next].extract(0usize));
-                Pair {
-                    first: plus_bias(capped.first, first, hidden),
-                    second: plus_bias(capped.second, second, hidden),
-                }
-            }
-        }
-        ComptimeOption::None => capped,
     }
 }
 
@@ -461,9 +457,9 @@ pub(crate) fn pair(first: f32, second: f32) -> Pair {
     Pair { first, second }
 }
 
-/// The largest scores of the thread's rows over all `columns`, but not below `least`.
+/// The largest scores of the thread's rows among its own of `columns`, but not below `least`.
 #[cube]
-pub(crate) fn maxima<NS: Size>(
+pub(crate) fn own_maxima<NS: Size>(
     s: Vector<f32, NS>,
     least: Pair,
     #[comptime] columns: usize,
@@ -475,6 +471,14 @@ pub(crate) fn maxima<NS: Size>(
         first = max(first, max(s.extract(4 * i), s.extract(4 * i + 1)));
         second = max(second, max(s.extract(4 * i + 2), s.extract(4 * i + 3)));
     }
+    Pair { first, second }
+}
+
+/// The largest of the threads that share the rows.
+#[cube]
+pub(crate) fn maxima(own: Pair) -> Pair {
+    let mut first = own.first;
+    let mut second = own.second;
     first = max(first, plane_shuffle_xor(first, 1u32));
     second = max(second, plane_shuffle_xor(second, 1u32));
     first = max(first, plane_shuffle_xor(first, 2u32));
@@ -494,38 +498,98 @@ pub(crate) fn totals(sums: Pair) -> Pair {
     Pair { first, second }
 }
 
-/// New references, and the factors that bring older results to them.
+/// What the scores of a thread's rows are measured from.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct References {
+pub(crate) struct Measure {
+    /// The rows' references: the largest scores so far, or up to [`OUTGROWN`] powers of two below these.
     pub reference: Pair,
+    /// The references in powers of two, to be taken from the scores'; 0 where they are far.
+    pub shift: Pair,
+    /// Whether some reference of the warp is [`FAR`], so that scores lose theirs before the scale.
+    pub far: bool,
+}
+
+/// A block's scores as they are to be measured, from where, and what becomes of older results.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Measured<NS: Size> {
+    pub s: Vector<f32, NS>,
+    pub measure: Measure,
+    /// Whether the references of the warp's rows moved.
+    pub moved: bool,
+    /// What brings older results to them: 1 where they did not.
     pub factor: Pair,
 }
 
-/// Whether the references move to `maxima`, for all rows of the warp alike. `power` is the factor from
-/// scores to powers of two.
+/// Lets the references of all rows of the warp follow to their maxima where some row has outgrown its own. `largest` is at
+/// least what the thread has: only those that follow ask the threads that share their rows, unless they are `agreed`.
+/// `power` is the factor from scores to powers of two.
 #[cube]
-pub(crate) fn follow(
-    reference: Pair,
-    maxima: Pair,
+pub(crate) fn measured<NS: Size>(
+    s: Vector<f32, NS>,
+    largest: Pair,
+    measure: Measure,
     power: f32,
     negative_infinity: f32,
-) -> References {
-    let mut first = reference.first;
-    let mut second = reference.second;
+    #[comptime] agreed: bool,
+    #[comptime] columns: usize,
+) -> Measured<NS> {
+    let mut s = s;
+    let mut reference_0 = measure.reference.first;
+    let mut reference_1 = measure.reference.second;
+    let mut shift_0 = measure.shift.first;
+    let mut shift_1 = measure.shift.second;
+    let mut far = measure.far;
     let mut factor_0 = f32::new(1.0);
     let mut factor_1 = f32::new(1.0);
-    // Without a score yet both are −∞, and their difference is no number and not greater.
-    if plane_any(
-        (maxima.first - first) * power > OUTGROWN || (maxima.second - second) * power > OUTGROWN,
-    ) {
-        factor_0 = exp2((first - finite(maxima.first, negative_infinity)) * power);
-        factor_1 = exp2((second - finite(maxima.second, negative_infinity)) * power);
-        first = maxima.first;
-        second = maxima.second;
+    let margin = OUTGROWN / power;
+    // Without a score yet both sides are −∞, and none is greater.
+    let outgrown = largest.first > reference_0 + margin || largest.second > reference_1 + margin;
+    let moved = plane_any(far || outgrown);
+    if moved {
+        let largest = if comptime!(agreed) {
+            largest
+        } else {
+            maxima(largest)
+        };
+        let first = finite(largest.first, negative_infinity);
+        let second = finite(largest.second, negative_infinity);
+        factor_0 = exp2((reference_0 - first) * power);
+        factor_1 = exp2((reference_1 - second) * power);
+        reference_0 = largest.first;
+        reference_1 = largest.second;
+        shift_0 = first * power;
+        shift_1 = second * power;
+        far = plane_any(max(shift_0.abs(), shift_1.abs()) > FAR);
+        if far {
+            shift_0 = 0.0f32;
+            shift_1 = 0.0f32;
+            #[unroll]
+            for i in 0..columns / 2 {
+                let own = if comptime!(is_second(i)) {
+                    second
+                } else {
+                    first
+                };
+                s.insert(i, s.extract(i) - own);
+            }
+        }
     }
-    References {
-        reference: Pair { first, second },
+    Measured::<NS> {
+        s,
+        measure: Measure {
+            reference: Pair {
+                first: reference_0,
+                second: reference_1,
+            },
+            shift: Pair {
+                first: shift_0,
+                second: shift_1,
+            },
+            far,
+        },
+        moved,
         factor: Pair {
             first: factor_0,
             second: factor_1,
@@ -539,40 +603,9 @@ pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
 }
 
-/// Scores, in powers of two, that f32 no longer holds finely enough to be subtracted after the scale.
+/// References, in powers of two, that f32 no longer holds finely enough to be subtracted after the scale: the power of two of
+/// the largest score would not be 1.
 const FAR: f32 = 2048.0;
-
-/// Whether the rows' references are so large that the largest score's power of two would not be 1.
-#[cube]
-pub(crate) fn is_far(shift: Pair) -> bool {
-    plane_any(max(shift.first.abs(), shift.second.abs()) > FAR)
-}
-
-/// Where they are `far`, the scores less the rows' references, which takes the difference before its scale.
-#[cube]
-pub(crate) fn centred<NS: Size>(
-    s: Vector<f32, NS>,
-    far: bool,
-    reference: Pair,
-    negative_infinity: f32,
-    #[comptime] columns: usize,
-) -> Vector<f32, NS> {
-    let mut s = s;
-    if far {
-        let first = finite(reference.first, negative_infinity);
-        let second = finite(reference.second, negative_infinity);
-        #[unroll]
-        for i in 0..columns / 2 {
-            let own = if comptime!(is_second(i)) {
-                second
-            } else {
-                first
-            };
-            s.insert(i, s.extract(i) - own);
-        }
-    }
-    s
-}
 
 /// The numerators of a thread's 8 registers, and what they add to the sums.
 #[derive(CubeType, Clone, Copy)]
@@ -638,15 +671,16 @@ fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     )
 }
 
-/// Multiplies `columns` columns of O, where the factors are not 1 in the whole warp.
+/// Multiplies `columns` columns of O, where the references of the warp's rows `moved`.
 #[cube]
 pub(crate) fn rescale<NO: Size>(
     o: Vector<f32, NO>,
+    moved: bool,
     factor: Pair,
     #[comptime] columns: usize,
 ) -> Vector<f32, NO> {
     let mut o = o;
-    if plane_any(factor.first != 1.0f32 || factor.second != 1.0f32) {
+    if moved {
         #[unroll]
         for i in 0..columns / 8 {
             o.insert(4 * i, o.extract(4 * i) * factor.first);

@@ -1,6 +1,8 @@
 //! The forward, by every engine that has one.
 
 #[cfg(feature = "cuda")]
+pub(crate) mod bias;
+#[cfg(feature = "cuda")]
 pub(crate) mod by_columns;
 #[cfg(feature = "cuda")]
 pub(crate) mod by_rows;

@@ -31,13 +31,6 @@ impl HopperKind {
         self.fragment.score.leaves_holes(&self.fragment.structure)
     }
 
-    /// Whether P' is rounded before the product of P is done. It then needs registers beside P, and where there is a branch behind,
-    /// ptxas waits after every product (C7513). Kernels with a bias do so all the same: with P' rounded after, their outputs at
-    /// head size 128 were seen to differ from run to run, for a reason that is not known yet.
-    pub(crate) const fn rounds_early(&self) -> bool {
-        self.fragment.score.bias
-    }
-
     /// Whether it is known beforehand what tiles see of blocks by the mask.
     pub(crate) const fn sums_up_mask(&self) -> bool {
         self.fragment.structure.mask && self.heads == 1
@@ -53,6 +46,8 @@ pub(crate) struct Steps {
     pub key_head: u32,
     pub value_batch: u32,
     pub value_head: u32,
+    pub bias_batch: u32,
+    pub bias_head: u32,
 }
 
 /// A tile of queries and the keys it sees.
@@ -243,39 +238,24 @@ pub(crate) fn load_subtiles(
 #[cube]
 pub(crate) fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    if warpgroup == 0u32 {
-        named_barrier(3usize, WARPGROUP);
-    } else if warpgroup == 1u32 {
-        named_barrier(4usize, WARPGROUP);
-    } else {
-        named_barrier(5usize, WARPGROUP);
-    }
+    named_barrier(warpgroup + 3u32, WARPGROUP);
 }
 
 /// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
-const FIRST_TURN: usize = 6;
+const FIRST_TURN: u32 = 6;
 
 /// Waits until the warpgroup before this one has issued its products.
 #[cube]
-pub(crate) fn await_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
-    #[unroll]
-    for own in 0..warpgroups {
-        if warpgroup == comptime!(own as u32) {
-            named_barrier(comptime!(FIRST_TURN + own), comptime!(2 * WARPGROUP));
-        }
-    }
+pub(crate) fn await_turn(warpgroup: u32) {
+    named_barrier(warpgroup + FIRST_TURN, comptime!(2 * WARPGROUP));
 }
 
 /// Lets the next warpgroup issue its products.
 #[cube]
 pub(crate) fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
-    #[unroll]
-    for own in 0..warpgroups {
-        if warpgroup == comptime!(own as u32) {
-            let next = comptime!((own + 1) % warpgroups);
-            named_barrier_arrive(comptime!(FIRST_TURN + next), comptime!(2 * WARPGROUP));
-        }
-    }
+    let last = warpgroup == comptime!(warpgroups as u32 - 1);
+    let next = select(last, 0u32, warpgroup + 1u32);
+    named_barrier_arrive(next + FIRST_TURN, comptime!(2 * WARPGROUP));
 }
 
 /// Rows that the copy engine brings for a tile.

@@ -172,6 +172,8 @@ pub struct RowTiles {
     /// Whether warpgroups issue their products in turns, so that one makes its softmax while the matrix unit is
     /// at another's products (FlashAttention-3's ping-pong).
     pub takes_turns: bool,
+    /// Blocks of biases in shared memory; 0 where threads read them themselves.
+    pub bias_stages: usize,
 }
 
 impl RowTiles {
@@ -215,9 +217,24 @@ impl RowTiles {
         self.keys_at() + self.stages * self.key_bytes()
     }
 
-    /// Where the values end.
-    const fn values_end(&self) -> usize {
+    /// Bytes of a block of biases: whole subtiles of its keys.
+    pub const fn bias_bytes(&self) -> usize {
+        self.rows() * self.bias_subtiles() * ROW_BYTES
+    }
+
+    /// Subtiles of a row of a block's biases.
+    pub const fn bias_subtiles(&self) -> usize {
+        self.keys.div_ceil(SUBTILE)
+    }
+
+    /// Where the blocks of biases start.
+    pub const fn biases_at(&self) -> usize {
         self.values_at() + self.stages * self.value_bytes()
+    }
+
+    /// Where all blocks end.
+    const fn blocks_end(&self) -> usize {
+        self.biases_at() + self.bias_stages * self.bias_bytes()
     }
 
     const fn output_bytes(&self) -> usize {
@@ -227,31 +244,31 @@ impl RowTiles {
     /// Whether there is room beside the operands for an output on its way to memory. Then the next tile's
     /// queries can come while the output leaves.
     pub const fn has_output_place(&self) -> bool {
-        self.values_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
+        self.blocks_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
     }
 
     /// Where the output goes through.
     pub const fn output_at(&self) -> usize {
         if self.has_output_place() {
-            self.values_end()
+            self.blocks_end()
         } else {
             0
         }
     }
 
-    /// Where the barriers start: full and empty of every stage of keys, of values, and of the queries, and three
-    /// of used keys.
+    /// Where the barriers start: full and empty of every stage of keys, of values, and of the queries, three of used
+    /// keys, and full and empty of every stage of biases.
     pub const fn barriers_at(&self) -> usize {
         if self.has_output_place() {
-            self.values_end() + self.output_bytes()
+            self.blocks_end() + self.output_bytes()
         } else {
-            self.values_end()
+            self.blocks_end()
         }
     }
 
     /// Where the words start in which a bit stands for a key that somebody sees.
     pub const fn used_at(&self) -> usize {
-        self.barriers_at() + 8 * (4 * self.stages + 5)
+        self.barriers_at() + 8 * (4 * self.stages + 5 + 2 * self.bias_stages)
     }
 
     /// Bytes of shared memory.

@@ -5,10 +5,10 @@ use super::super::tile::{
 };
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::mask_bits::MaskPlaces;
-use crate::kernel::ptx::{barrier_expect, barrier_expect_bytes, barrier_wait};
+use crate::kernel::ptx::{barrier_expect, barrier_expect_bytes, barrier_wait, tma_load};
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::visibility::Extent;
-use crate::plan::wgmma::{ROW_BYTES, RowTiles, is_whole};
+use crate::plan::wgmma::{ROW_BYTES, RowTiles, SUBTILE, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -19,6 +19,7 @@ pub(super) struct Places {
     pub queries: u32,
     pub keys: u32,
     pub values: u32,
+    pub biases: u32,
     /// Where the output goes through.
     pub output: u32,
     /// Full and empty barriers of the stages of keys, of values, and the queries'.
@@ -30,6 +31,9 @@ pub(super) struct Places {
     pub queries_empty: u32,
     /// Barriers at which all warps have told which keys they use.
     pub used_told: u32,
+    /// Full and empty barriers of the stages of biases.
+    pub bias_full: u32,
+    pub bias_empty: u32,
     pub used: u32,
 }
 
@@ -41,6 +45,7 @@ pub(super) fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
         queries: start,
         keys: start + comptime!(tiles.keys_at() as u32),
         values: start + comptime!(tiles.values_at() as u32),
+        biases: start + comptime!(tiles.biases_at() as u32),
         output: start + comptime!(tiles.output_at() as u32),
         key_full: barriers,
         key_empty: barriers + each,
@@ -49,6 +54,8 @@ pub(super) fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
         queries_full: barriers + 4u32 * each,
         queries_empty: barriers + 4u32 * each + 8u32,
         used_told: barriers + 4u32 * each + 16u32,
+        bias_full: barriers + 4u32 * each + 40u32,
+        bias_empty: barriers + 4u32 * each + comptime!(40 + 8 * tiles.bias_stages as u32),
         used: start + comptime!(tiles.used_at() as u32),
     }
 }
@@ -59,6 +66,7 @@ pub(super) fn fetch<E: Float>(
     query: &TensorMap<E, Tiled>,
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
+    bias: &TensorMap<E, Tiled>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     integers: &ComptimeOption<&Tensor<i32>>,
@@ -74,6 +82,7 @@ pub(super) fn fetch<E: Float>(
     let query_map = tensor_map_address(query);
     let key_map = tensor_map_address(key);
     let value_map = tensor_map_address(value);
+    let bias_map = tensor_map_address(bias);
     let mut item = CUBE_POS as u32;
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
@@ -130,6 +139,9 @@ pub(super) fn fetch<E: Float>(
                 } else {
                     // After the first keys: the last tile's queries may still be in use.
                     fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                }
+                if comptime!(tiles.bias_stages > 0) {
+                    fetch_biases(bias_map, steps, places, &tile, block, count, tiles);
                 }
                 previous = block;
                 block = next_block(
@@ -217,4 +229,35 @@ fn fetch_values(
         comptime!(tiles.keys * ROW_BYTES),
         comptime!(is_whole(tiles.value_dim)),
     );
+}
+
+/// Copies the biases of the `count`-th visited block.
+#[cube]
+fn fetch_biases(
+    map: u64,
+    steps: &Steps,
+    places: &Places,
+    tile: &Tile,
+    block: i32,
+    count: u32,
+    #[comptime] tiles: RowTiles,
+) {
+    let turn = stage_turn(count, tiles.bias_stages);
+    let full = places.bias_full + 8u32 * turn.stage;
+    barrier_wait(places.bias_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+    barrier_expect(full, comptime!(tiles.bias_bytes()));
+    #[unroll]
+    for subtile in 0..comptime!(tiles.bias_subtiles()) {
+        tma_load(
+            places.biases
+                + turn.stage * comptime!(tiles.bias_bytes() as u32)
+                + comptime!((subtile * tiles.rows() * ROW_BYTES) as u32),
+            map,
+            tile.batch * steps.bias_batch,
+            tile.first_head * steps.bias_head,
+            tile.first_query,
+            block as u32 * comptime!(tiles.keys as u32) + comptime!((subtile * SUBTILE) as u32),
+            full,
+        );
+    }
 }
