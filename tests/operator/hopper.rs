@@ -341,6 +341,11 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
+        // One stage of biases, which the copy engine fills again at once.
+        Case {
+            bias: Some(FULL),
+            ..Case::new([1, 2, 1, 140, 272, 128, 128])
+        },
         Case {
             mask: Some([false, false, true, true]),
             bias: Some([false, true, true, true]),

@@ -224,6 +224,38 @@ pub(crate) fn barrier_wait(address: u32, parity: u32) {
     );
 }
 
+/// Waits at two barriers, and asks both before it waits at one.
+#[cube]
+pub(crate) fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_parity: u32) {
+    let text = comptime!(wait_both_text());
+    gpu_asm!(
+        "{text} // {first} {first_parity} {second} {second_parity}\n",
+        first = in(_) value_of::<u32>(first),
+        first_parity = in(_) value_of::<u32>(first_parity),
+        second = in(_) value_of::<u32>(second),
+        second_parity = in(_) value_of::<u32>(second_parity)
+    );
+}
+
+/// Waits at two barriers: address and parity of one, of the other.
+fn wait_both_text() -> String {
+    let ask = |predicate: &str, address: usize| {
+        let parity = address + 1;
+        format!("mbarrier.try_wait.parity.shared::cta.b64 {predicate}, [%{address}], %{parity};\n")
+    };
+    let wait = |predicate: &str, address: usize| {
+        let text = wait_text(predicate, &format!("%{address}"), 0, &format!("%{}", address + 1));
+        format!("@{predicate} bra {predicate}_done;\n{text}{predicate}_done:\n")
+    };
+    format!(
+        "{{\n.reg .pred waited, first, second;\n{}{}{}{}}}\n",
+        ask("first", 0),
+        ask("second", 2),
+        wait("first", 0),
+        wait("second", 2)
+    )
+}
+
 /// Arrives at a barrier where `elected` is not 0.
 #[cube]
 pub(crate) fn barrier_arrive(address: u32, elected: u32) {

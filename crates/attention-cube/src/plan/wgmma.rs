@@ -105,7 +105,7 @@ const fn row_shape(
 
 /// By rows, the first that is wide enough.
 const BY_ROWS: &[RowShape] = &[
-    row_shape(64, 64, 3, 96, 2, Turns::Always, [96, 2]),
+    row_shape(64, 64, 3, 96, 3, Turns::Always, [96, 2]),
     row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal, [128, 1]),
     row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal, [96, 1]),
     row_shape(192, 192, 2, 112, 2, Turns::Always, [80, 1]),

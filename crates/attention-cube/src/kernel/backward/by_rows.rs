@@ -263,8 +263,11 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let mut count = u32::new(0);
         let mut holes = u32::new(0);
         let mut block = first.block;
-        let s = start_s::<NS>(&operands, places, count, tiles);
-        let dp = start_dp::<NS>(&operands, places, count, tiles);
+        let next_operands = block_operands(operands.dots, operands.values, count, tiles);
+        await_dots(places, count, tiles);
+        let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
+        await_values(places, count, tiles);
+        let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
         let seen = seen_by(
             tile,
             row,
@@ -311,10 +314,19 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
+            // In its turn a warpgroup keeps the others waiting.
+            let summed = block_operands(
+                operands.summed_dots,
+                operands.summed_values,
+                count,
+                tiles,
+            );
+            let next_operands =
+                block_operands(operands.dots, operands.values, count + 1u32, tiles);
             await_turn(warpgroup);
-            let added =
-                multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
-            let s = start_s::<NS>(&operands, places, count + 1u32, tiles);
+            let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
+            await_dots(places, count + 1u32, tiles);
+            let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
             let seen = seen_by(
                 tile,
                 row,
@@ -329,7 +341,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             );
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
-            let dp = start_dp::<NS>(&operands, places, count + 1u32, tiles);
+            await_values(places, count + 1u32, tiles);
+            let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
             pass_turn(warpgroup, tiles.warpgroups);
             dots = settled.dots;
             values = settled.values;
@@ -371,7 +384,13 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             tiles,
             kind,
         );
-        let added = multiply::<NP, ND, NV>(dots, values, p, ds, &operands, places, count, tiles);
+        let summed = block_operands(
+            operands.summed_dots,
+            operands.summed_values,
+            count,
+            tiles,
+        );
+        let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
         let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 0usize, tiles);
         dots = settled.dots;
         values = settled.values;
@@ -405,40 +424,69 @@ fn operands(places: &Places, warpgroup: u32, #[comptime] tiles: GradientRowTiles
     }
 }
 
-/// Starts S of the `count`-th block.
+/// The operands of a block's S and dP, or of its sums: lower halves of descriptors of its stages.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct BlockOperands {
+    dots: u32,
+    values: u32,
+}
+
+/// The operands of the `count`-th block whose rings start at `dots` and `values`.
 #[cube]
-fn start_s<NS: Size>(
-    operands: &Operands,
-    places: &Places,
+fn block_operands(
+    dots: u32,
+    values: u32,
     count: u32,
     #[comptime] tiles: GradientRowTiles,
-) -> Vector<f32, NS> {
+) -> BlockOperands {
+    let dot_stage = stage_turn(count, tiles.dot_stages).stage;
+    let value_stage = stage_turn(count, tiles.value_stages).stage;
+    BlockOperands {
+        dots: uniform(dots + dot_stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+        values: uniform(values + value_stage * comptime!((tiles.value_bytes() >> 4) as u32)),
+    }
+}
+
+/// Waits for the `count`-th block's queries or keys.
+#[cube]
+fn await_dots(places: &Places, count: u32, #[comptime] tiles: GradientRowTiles) {
     let turn = stage_turn(count, tiles.dot_stages);
-    let dots = uniform(operands.dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32));
     barrier_wait(places.dot_full + 8u32 * turn.stage, turn.parity);
+}
+
+/// Waits for the `count`-th block's values or output gradients.
+#[cube]
+fn await_values(places: &Places, count: u32, #[comptime] tiles: GradientRowTiles) {
+    let turn = stage_turn(count, tiles.value_stages);
+    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+}
+
+/// Starts S of a block.
+#[cube]
+fn start_s<NS: Size>(
+    held: u32,
+    block: BlockOperands,
+    #[comptime] tiles: GradientRowTiles,
+) -> Vector<f32, NS> {
     multiply_scores::<NS>(
-        operands.held_dots,
-        dots,
+        held,
+        block.dots,
         comptime!(tiles.score_product(tiles.head_dim)),
     )
 }
 
-/// Starts dP of the `count`-th block, where it is needed.
+/// Starts dP of a block, where it is needed.
 #[cube]
 fn start_dp<NS: Size>(
-    operands: &Operands,
-    places: &Places,
-    count: u32,
+    held: u32,
+    block: BlockOperands,
     #[comptime] tiles: GradientRowTiles,
 ) -> Vector<f32, NS> {
     if comptime!(tiles.sums.has_dots()) {
-        let turn = stage_turn(count, tiles.value_stages);
-        let values =
-            uniform(operands.values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32));
-        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
         multiply_scores::<NS>(
-            operands.held_values,
-            values,
+            held,
+            block.values,
             comptime!(tiles.score_product(tiles.value_dim)),
         )
     } else {
@@ -571,41 +619,31 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     Made::<NP> { p: weights.p, ds }
 }
 
-/// Starts the products that add the `count`-th block's part.
+/// Starts the products that add a block's part.
 #[cube]
 fn multiply<NP: Size, ND: Size, NV: Size>(
     dots: Vector<f32, ND>,
     values: Vector<f32, NV>,
     p: Vector<u32, NP>,
     ds: Vector<u32, NP>,
-    operands: &Operands,
-    places: &Places,
-    count: u32,
+    block: BlockOperands,
     #[comptime] tiles: GradientRowTiles,
 ) -> Gradients<ND, NV> {
     let values = if comptime!(tiles.sums.has_values()) {
-        let turn = stage_turn(count, tiles.value_stages);
-        // For dP they are awaited before; so are the other products' operands for S.
-        if comptime!(!tiles.sums.has_dots()) {
-            barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-        }
         multiply_output::<NV, NP>(
             values,
             p,
-            uniform(
-                operands.summed_values + turn.stage * comptime!((tiles.value_bytes() >> 4) as u32),
-            ),
+            block.values,
             comptime!(tiles.sum_product(tiles.value_columns())),
         )
     } else {
         values
     };
     let dots = if comptime!(tiles.sums.has_dots()) {
-        let turn = stage_turn(count, tiles.dot_stages);
         multiply_output::<ND, NP>(
             dots,
             ds,
-            uniform(operands.summed_dots + turn.stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+            block.dots,
             comptime!(tiles.sum_product(tiles.dot_columns())),
         )
     } else {

@@ -2,8 +2,9 @@
 //!
 //! Where biases lie by twos in half precision, a thread has all of a block's before the scores are there, a word for two of
 //! them, so that their way from memory is hidden behind the products. A warp's words are 8 rows of 16 bytes, for which the L1
-//! cache takes 8 accesses: the copy engine brings them eight times as fast, where it can and there is room for them. A bias of −∞ hides its key whatever the score is,
-//! also one that is no number; a block without any, of which the smallest tells, spares the question for each.
+//! cache takes 8 accesses: the copy engine brings them eight times as fast, where it can and there is room for them. A bias of
+//! −∞ hides its key whatever the score is, also one that is no number; a block without any, of which the smallest tells, spares
+//! the question for each.
 
 use super::fragment::{
     FragmentKind, Known, Pair, RowPair, capped, columns_end, is_second, own_column, pair_of,
@@ -85,6 +86,42 @@ pub(crate) fn bias_words<F: Float, NB: Size>(
         ComptimeOption::None => {}
     }
     words
+}
+
+/// Whether the bias hides one of a row's `columns` columns from `first_column` on, of those that this lane looks at. The row and
+/// the columns exist.
+#[cube]
+pub(crate) fn lane_hides<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    batch: u32,
+    head: u32,
+    row: u32,
+    first_column: i32,
+    #[comptime] columns: usize,
+) -> bool {
+    let row = bias_row::<F, NB>(bias, batch, head, row);
+    let lane = UNIT_POS % 32u32;
+    let mut smallest = f32::new(0.0);
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            let vector = bias.vector_size();
+            #[unroll]
+            for part in 0..comptime!(columns.div_ceil(32 * vector)) {
+                let index = (lane + comptime!(32 * part as u32)) * comptime!(vector as u32);
+                // Behind the last column comes the last once more.
+                let index = min(index, comptime!((columns - vector) as u32));
+                let column = first_column as usize + index as usize;
+                let values = bias[(row + column * bias.stride(3)) / vector];
+                #[unroll]
+                for i in 0..vector {
+                    smallest = min(smallest, f32::cast_from(values.extract(i)));
+                }
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    smallest <= HIDDEN
 }
 
 /// The scores of a block's dots by the biases that were read ahead.

@@ -9,18 +9,19 @@
 //!
 //! Schedule. One thread of the fetching warpgroup keeps the ring full; everybody else, block by block:
 //! issue `S' = Q K'ᵀ` of the next block; rescale O; issue `O += P V`; wait for S'; make P' of it while the
-//! matrix unit is at `P V`; wait for O. A stage is free when a lane of each warp has said so.
+//! matrix unit is at `P V`; wait for O. A stage is free when a lane of each warp has said so. Where warpgroups issue in turns,
+//! all that a warpgroup can do before its turn is done there: each waits for the sum of all turns.
 
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::bias::{BiasWords, bias_words};
+use super::bias::{BiasWords, bias_words, lane_hides};
 use super::fragment::{
     Measure, Pair, RowPair, measured, numerators, own_maxima, pair, rescale, score, totals,
 };
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, Tile, assigned, await_turn, clear_unseen, forget_used, has_holes,
+    Assigned, HopperKind, Steps, Tile, View, assigned, await_turn, clear_unseen, forget_used, has_holes,
     has_strangers, next_block, pass_turn, row_pair, standing, tell_used, used_columns, used_words,
     view,
 };
@@ -31,7 +32,8 @@ use crate::kernel::engine::wgmma::{
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    async_proxy_fence, barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, load_matrices,
+    async_proxy_fence, barrier_arrive, barrier_init, barrier_init_fence, barrier_wait,
+    barrier_wait_both, give_registers, load_matrices,
     named_barrier, pack, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
@@ -319,6 +321,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
+        let hides = first_row_hides::<F, NB>(bias, tile, block, seen.whole, tiles, kind);
         let biases = biases_of::<F, NB>(
             bias, rows, block, count, extent, places, warpgroup, elected, tiles, kind,
         );
@@ -329,7 +332,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             0usize,
             tiles,
         );
-        let mut may_have_holes = seen.may_have_holes;
+        let mut may_have_holes = may_have_holes_in(&seen, hides, kind);
         let s = score::<F, NB, NS>(
             s,
             block * comptime!(tiles.keys as i32),
@@ -395,22 +398,35 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 turn,
                 may_have_holes,
                 hole_count,
+                false,
                 tiles,
                 kind,
             );
             let key_block = uniform(key_operand + next_turn.stage * key_stage);
             let value_block = uniform(value_operand + turn.stage * value_stage);
+            let key_full = places.key_full + 8u32 * next_turn.stage;
             let value_full = places.value_full + 8u32 * turn.stage;
-            barrier_wait(
-                places.key_full + 8u32 * next_turn.stage,
-                next_turn.parity,
-            );
             let factor = pair(factor_0, factor_1);
+            let mut biases = BiasWords::zeroed();
             if comptime!(tiles.takes_turns) {
                 // In its turn a warpgroup keeps the others waiting.
-                barrier_wait(value_full, turn.parity);
+                biases = biases_of::<F, NB>(
+                    bias,
+                    rows,
+                    next,
+                    count + 1u32,
+                    extent,
+                    places,
+                    warpgroup,
+                    elected,
+                    tiles,
+                    kind,
+                );
+                barrier_wait_both(key_full, next_turn.parity, value_full, turn.parity);
                 o = rescale::<NO>(o, moved, factor, comptime!(tiles.value_columns()));
                 await_turn(warpgroup);
+            } else {
+                barrier_wait(key_full, next_turn.parity);
             }
             let started = multiply_scores::<NS>(
                 query_operand,
@@ -443,18 +459,22 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
-            let biases = biases_of::<F, NB>(
-                bias,
-                rows,
-                next,
-                count + 1u32,
-                extent,
-                places,
-                warpgroup,
-                elected,
-                tiles,
-                kind,
-            );
+            let hides =
+                first_row_hides::<F, NB>(bias, tile, next, seen.whole, tiles, kind);
+            if comptime!(!tiles.takes_turns) {
+                biases = biases_of::<F, NB>(
+                    bias,
+                    rows,
+                    next,
+                    count + 1u32,
+                    extent,
+                    places,
+                    warpgroup,
+                    elected,
+                    tiles,
+                    kind,
+                );
+            }
             let s = take_scores::<NS>(
                 started,
                 places.key_empty + 8u32 * next_turn.stage,
@@ -495,7 +515,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             p = packed::<NS, NP>(made.numerators, tiles);
             if comptime!(kind.leaves_holes()) {
                 hole_count += u32::cast_from(may_have_holes);
-                may_have_holes = seen.may_have_holes;
+                may_have_holes = may_have_holes_in(&seen, hides, kind);
                 if may_have_holes {
                     tell_used_by(places, p, hole_count, elected, tiles);
                 }
@@ -537,6 +557,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             turn,
             may_have_holes,
             hole_count,
+            true,
             tiles,
             kind,
         );
@@ -556,6 +577,43 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         },
         visited: count,
         holes,
+    }
+}
+
+/// Whether a block that every query sees, but for what the bias hides, has a key that the bias hides from the tile's first query,
+/// by the columns that this lane looks at. What is hidden from all is hidden from that, and every warp learns it by itself.
+#[cube]
+fn first_row_hides<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    tile: &Tile,
+    block: i32,
+    whole: bool,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> bool {
+    let mut hides = false;
+    if comptime!(kind.fragment.score.bias) {
+        if whole {
+            hides = lane_hides::<F, NB>(
+                bias,
+                tile.batch,
+                tile.first_head,
+                tile.first_query as u32,
+                block * comptime!(tiles.keys as i32),
+                tiles.keys,
+            );
+        }
+    }
+    hides
+}
+
+/// Whether there may be keys in a block that nobody in the tile sees.
+#[cube]
+fn may_have_holes_in(seen: &View, first_row_hides: bool, #[comptime] kind: HopperKind) -> bool {
+    if comptime!(kind.fragment.score.bias) {
+        !seen.whole || plane_any(first_row_hides)
+    } else {
+        seen.may_have_holes
     }
 }
 
@@ -708,8 +766,8 @@ fn tell_used_by<NP: Size>(
     barrier_arrive(places.used_told + 8u32 * (count % 3u32), elected);
 }
 
-/// Before a block's values are multiplied: zeros in place of those that nobody in the tile sees. If the block
-/// may have holes, it is the `count`-th of that kind.
+/// Before a block's values are multiplied, the tile's `last` or another: zeros in place of those that nobody in the tile sees.
+/// If the block may have holes, it is the `count`-th of that kind.
 #[cube]
 fn clean_values(
     places: &Places,
@@ -719,10 +777,17 @@ fn clean_values(
     turn: Turn,
     may_have_holes: bool,
     count: u32,
+    #[comptime] last: bool,
     #[comptime] tiles: RowTiles,
     #[comptime] kind: HopperKind,
 ) {
     let first_key = block * comptime!(tiles.keys as i32);
+    // A run ends in its last block.
+    let strangers = if comptime!(last) {
+        has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys)
+    } else {
+        first_key < tile.keys.first
+    };
     if comptime!(kind.leaves_holes()) {
         if may_have_holes {
             let words = used_words(places.used, count);
@@ -735,10 +800,10 @@ fn clean_values(
             if dirty {
                 clear(places, tile, first_key, turn, words, true, tiles);
             }
-        } else if has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys) {
+        } else if strangers {
             clear(places, tile, first_key, turn, 0u32, false, tiles);
         }
-    } else if has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys) {
+    } else if strangers {
         clear(places, tile, first_key, turn, 0u32, false, tiles);
     }
 }
