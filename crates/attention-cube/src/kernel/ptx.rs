@@ -244,7 +244,12 @@ fn wait_both_text() -> String {
         format!("mbarrier.try_wait.parity.shared::cta.b64 {predicate}, [%{address}], %{parity};\n")
     };
     let wait = |predicate: &str, address: usize| {
-        let text = wait_text(predicate, &format!("%{address}"), 0, &format!("%{}", address + 1));
+        let text = wait_text(
+            predicate,
+            &format!("%{address}"),
+            0,
+            &format!("%{}", address + 1),
+        );
         format!("@{predicate} bra {predicate}_done;\n{text}{predicate}_done:\n")
     };
     format!(

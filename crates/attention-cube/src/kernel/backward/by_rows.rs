@@ -12,29 +12,30 @@
 //! S'; make P' and dS' of S' and dP'. Warpgroups take turns to issue, so that one makes these while the other
 //! multiplies.
 
+mod holes;
 mod producer;
+mod products;
 
+use self::holes::clean;
 use self::producer::{Places, fetch, places};
+use self::products::{
+    Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
+    start_s,
+};
 use super::held::{
     GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of,
     visit_from, write_gradient,
 };
 use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
 use crate::kernel::engine::ring::stage_turn;
-use crate::kernel::engine::wgmma::{
-    descriptor, free_chunk, multiply_output, multiply_scores, take_fragment, take_sums,
-    transposed_descriptor,
-};
-use crate::kernel::forward::fragment::{RowPair, columns_end};
+use crate::kernel::engine::wgmma::{free_chunk, take_fragment};
+use crate::kernel::forward::fragment::RowPair;
 use crate::kernel::forward::output::await_stores;
-use crate::kernel::forward::tile::{
-    HopperKind, View, await_turn, clear_unseen, forget_used, has_holes, has_strangers, pass_turn,
-    tell_used, used_columns, used_words, view,
-};
+use crate::kernel::forward::tile::{HopperKind, View, await_turn, pass_turn, view};
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier, shared_address,
-    store_shared, take_registers, uniform,
+    barrier_init, barrier_init_fence, barrier_wait, give_registers, shared_address, store_shared,
+    take_registers, uniform,
 };
 use crate::kernel::schedule::Grid;
 use crate::kernel::score::ScoreArguments;
@@ -214,14 +215,6 @@ pub(crate) fn gradient_by_rows<
     }
 }
 
-/// A warpgroup's gradients, of which only those that are asked for are used.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Gradients<ND: Size, NV: Size> {
-    dots: Vector<f32, ND>,
-    values: Vector<f32, NV>,
-}
-
 /// Passes over the blocks that the tile sees.
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
@@ -315,14 +308,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 kind,
             );
             // In its turn a warpgroup keeps the others waiting.
-            let summed = block_operands(
-                operands.summed_dots,
-                operands.summed_values,
-                count,
-                tiles,
-            );
-            let next_operands =
-                block_operands(operands.dots, operands.values, count + 1u32, tiles);
+            let summed = block_operands(operands.summed_dots, operands.summed_values, count, tiles);
+            let next_operands = block_operands(operands.dots, operands.values, count + 1u32, tiles);
             await_turn(warpgroup);
             let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
             await_dots(places, count + 1u32, tiles);
@@ -384,114 +371,13 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             tiles,
             kind,
         );
-        let summed = block_operands(
-            operands.summed_dots,
-            operands.summed_values,
-            count,
-            tiles,
-        );
+        let summed = block_operands(operands.summed_dots, operands.summed_values, count, tiles);
         let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
         let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 0usize, tiles);
         dots = settled.dots;
         values = settled.values;
     }
     Gradients::<ND, NV> { dots, values }
-}
-
-/// Where a warpgroup's products find their operands: lower halves of descriptors.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Operands {
-    held_dots: u32,
-    held_values: u32,
-    dots: u32,
-    values: u32,
-    summed_dots: u32,
-    summed_values: u32,
-}
-
-#[cube]
-fn operands(places: &Places, warpgroup: u32, #[comptime] tiles: GradientRowTiles) -> Operands {
-    let own_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
-    let subtile_bytes = comptime!(tiles.columns * ROW_BYTES);
-    Operands {
-        held_dots: uniform(descriptor(places.held_dots + own_rows)),
-        held_values: uniform(descriptor(places.held_values + own_rows)),
-        dots: descriptor(places.dots),
-        values: descriptor(places.values),
-        summed_dots: transposed_descriptor(places.dots, subtile_bytes),
-        summed_values: transposed_descriptor(places.values, subtile_bytes),
-    }
-}
-
-/// The operands of a block's S and dP, or of its sums: lower halves of descriptors of its stages.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct BlockOperands {
-    dots: u32,
-    values: u32,
-}
-
-/// The operands of the `count`-th block whose rings start at `dots` and `values`.
-#[cube]
-fn block_operands(
-    dots: u32,
-    values: u32,
-    count: u32,
-    #[comptime] tiles: GradientRowTiles,
-) -> BlockOperands {
-    let dot_stage = stage_turn(count, tiles.dot_stages).stage;
-    let value_stage = stage_turn(count, tiles.value_stages).stage;
-    BlockOperands {
-        dots: uniform(dots + dot_stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
-        values: uniform(values + value_stage * comptime!((tiles.value_bytes() >> 4) as u32)),
-    }
-}
-
-/// Waits for the `count`-th block's queries or keys.
-#[cube]
-fn await_dots(places: &Places, count: u32, #[comptime] tiles: GradientRowTiles) {
-    let turn = stage_turn(count, tiles.dot_stages);
-    barrier_wait(places.dot_full + 8u32 * turn.stage, turn.parity);
-}
-
-/// Waits for the `count`-th block's values or output gradients.
-#[cube]
-fn await_values(places: &Places, count: u32, #[comptime] tiles: GradientRowTiles) {
-    let turn = stage_turn(count, tiles.value_stages);
-    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-}
-
-/// Starts S of a block.
-#[cube]
-fn start_s<NS: Size>(
-    held: u32,
-    block: BlockOperands,
-    #[comptime] tiles: GradientRowTiles,
-) -> Vector<f32, NS> {
-    multiply_scores::<NS>(
-        held,
-        block.dots,
-        comptime!(tiles.score_product(tiles.head_dim)),
-    )
-}
-
-/// Starts dP of a block, where it is needed.
-#[cube]
-fn start_dp<NS: Size>(
-    held: u32,
-    block: BlockOperands,
-    #[comptime] tiles: GradientRowTiles,
-) -> Vector<f32, NS> {
-    if comptime!(tiles.sums.has_dots()) {
-        multiply_scores::<NS>(
-            held,
-            block.values,
-            comptime!(tiles.score_product(tiles.value_dim)),
-        )
-    } else {
-        Vector::<f32, NS>::zeroed()
-    }
 }
 
 /// How the thread's rows see a block.
@@ -612,179 +498,10 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
             kind.fragment,
         )
     } else {
+        // The terms in it are read, too: P is made of them.
         let stage = stage_turn(count, tiles.dot_stages).stage;
         free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
         Vector::<u32, NP>::zeroed()
     };
     Made::<NP> { p: weights.p, ds }
-}
-
-/// Starts the products that add a block's part.
-#[cube]
-fn multiply<NP: Size, ND: Size, NV: Size>(
-    dots: Vector<f32, ND>,
-    values: Vector<f32, NV>,
-    p: Vector<u32, NP>,
-    ds: Vector<u32, NP>,
-    block: BlockOperands,
-    #[comptime] tiles: GradientRowTiles,
-) -> Gradients<ND, NV> {
-    let values = if comptime!(tiles.sums.has_values()) {
-        multiply_output::<NV, NP>(
-            values,
-            p,
-            block.values,
-            comptime!(tiles.sum_product(tiles.value_columns())),
-        )
-    } else {
-        values
-    };
-    let dots = if comptime!(tiles.sums.has_dots()) {
-        multiply_output::<ND, NP>(
-            dots,
-            ds,
-            block.dots,
-            comptime!(tiles.sum_product(tiles.dot_columns())),
-        )
-    } else {
-        dots
-    };
-    Gradients::<ND, NV> { dots, values }
-}
-
-/// The sums, once at most `pending` later products are in flight; frees the stages that were read last.
-#[cube]
-fn settle<NP: Size, ND: Size, NV: Size>(
-    sums: Gradients<ND, NV>,
-    p: Vector<u32, NP>,
-    ds: Vector<u32, NP>,
-    places: &Places,
-    count: u32,
-    elected: u32,
-    #[comptime] pending: usize,
-    #[comptime] tiles: GradientRowTiles,
-) -> Gradients<ND, NV> {
-    let fragments = comptime!(tiles.fragments());
-    let values = if comptime!(tiles.sums.has_values()) {
-        let pending = comptime!(pending + usize::from(tiles.sums.has_dots()));
-        let values = take_sums::<NV, NP>(
-            sums.values,
-            p,
-            comptime!(tiles.value_columns() / 2),
-            comptime!(fragments[3]),
-            pending,
-        );
-        let stage = stage_turn(count, tiles.value_stages).stage;
-        free_chunk(places.value_empty + 8u32 * stage, elected, pending, 1usize);
-        values
-    } else {
-        sums.values
-    };
-    let dots = if comptime!(tiles.sums.has_dots()) {
-        let dots = take_sums::<ND, NP>(
-            sums.dots,
-            ds,
-            comptime!(tiles.dot_columns() / 2),
-            comptime!(fragments[2]),
-            pending,
-        );
-        let stage = stage_turn(count, tiles.dot_stages).stage;
-        free_chunk(places.dot_empty + 8u32 * stage, elected, pending, 1usize);
-        dots
-    } else {
-        sums.dots
-    };
-    Gradients::<ND, NV> { dots, values }
-}
-
-/// Before the `count`-th block's part is added: zeros over its rows that nobody in the tile sees, whose product
-/// with 0 may be no number. If it may have holes, it is the `holes`-th of that kind.
-#[cube]
-#[allow(
-    clippy::collapsible_if,
-    reason = "the outer condition is the compiler's, the inner the kernel's"
-)]
-fn clean<NP: Size>(
-    p: Vector<u32, NP>,
-    ds: Vector<u32, NP>,
-    places: &Places,
-    tile: &Held,
-    extent: &Extent,
-    block: i32,
-    count: u32,
-    may_have_holes: bool,
-    holes: u32,
-    #[comptime] tiles: GradientRowTiles,
-    #[comptime] kind: HopperKind,
-) {
-    let first = block * comptime!(tiles.columns as i32);
-    let length = columns_end(extent, kind.fragment.side);
-    let words = used_words(places.used, holes);
-    let strangers = has_strangers(&tile.run, length, first, tiles.columns);
-    if comptime!(kind.leaves_holes()) {
-        if may_have_holes {
-            let used = if comptime!(tiles.sums.has_values()) {
-                used_columns::<NP>(p, tiles.columns)
-            } else {
-                used_columns::<NP>(ds, tiles.columns)
-            };
-            tell_used(places.used, used, 0u32, holes);
-            named_barrier(MEETING, comptime!(tiles.warpgroups * WARPGROUP));
-            forget_used(places.used, holes);
-            if has_holes(words, tiles.columns) {
-                clear(places, tile, first, words, count, true, tiles);
-            }
-        } else if strangers {
-            clear(places, tile, first, words, count, false, tiles);
-        }
-    } else if strangers {
-        clear(places, tile, first, words, count, false, tiles);
-    }
-}
-
-/// Writes zeros over rows of the `count`-th block that nobody in the tile sees, by the tile's run or by the `words`
-/// of used rows.
-#[cube]
-fn clear(
-    places: &Places,
-    tile: &Held,
-    first: i32,
-    words: u32,
-    count: u32,
-    #[comptime] holes: bool,
-    #[comptime] tiles: GradientRowTiles,
-) {
-    let units = comptime!(tiles.warpgroups * WARPGROUP);
-    if comptime!(tiles.sums.has_dots()) {
-        let stage = stage_turn(count, tiles.dot_stages).stage;
-        clear_unseen(
-            places.dots + stage * comptime!(tiles.dot_bytes() as u32),
-            &tile.run,
-            first,
-            words,
-            UNIT_POS,
-            0usize,
-            units,
-            tiles.columns,
-            comptime!(tiles.dot_subtiles()),
-            holes,
-        );
-    }
-    if comptime!(tiles.sums.has_values()) {
-        let turn = stage_turn(count, tiles.value_stages);
-        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-        clear_unseen(
-            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
-            &tile.run,
-            first,
-            words,
-            UNIT_POS,
-            0usize,
-            units,
-            tiles.columns,
-            comptime!(tiles.value_subtiles()),
-            holes,
-        );
-    }
-    named_barrier(MEETING, units);
 }

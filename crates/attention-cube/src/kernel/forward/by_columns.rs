@@ -16,10 +16,8 @@ mod producer;
 
 use self::producer::{Places, fetch, places};
 use super::bias::bias_words;
-use super::fragment::{
-    Measure, Pair, RowPair, maxima, measured, numerators, own_maxima, pair, rescale, score,
-    totals,
-};
+use super::fragment::{Pair, RowPair, pair, score};
+use super::measure::{Measure, maxima, measured, numerators, own_maxima, rescale, totals};
 use super::output::{Finished, Target, write_tile};
 use super::tile::{
     Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,

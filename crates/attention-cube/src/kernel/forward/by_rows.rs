@@ -12,29 +12,31 @@
 //! matrix unit is at `P V`; wait for O. A stage is free when a lane of each warp has said so. Where warpgroups issue in turns,
 //! all that a warpgroup can do before its turn is done there: each waits for the sum of all turns.
 
+mod biases;
+mod holes;
+mod probabilities;
 mod producer;
 
+use self::biases::biases_of;
+use self::holes::{clean_values, first_row_hides, may_have_holes_in, tell_used_by};
+use self::probabilities::{packed, softmax};
 use self::producer::{Places, fetch, places};
-use super::bias::{BiasWords, bias_words, lane_hides};
-use super::fragment::{
-    Measure, Pair, RowPair, measured, numerators, own_maxima, pair, rescale, score, totals,
-};
+use super::bias::BiasWords;
+use super::fragment::{RowPair, pair, score};
+use super::measure::{Measure, rescale, totals};
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, Tile, View, assigned, await_turn, clear_unseen, forget_used, has_holes,
-    has_strangers, next_block, pass_turn, row_pair, standing, tell_used, used_columns, used_words,
+    Assigned, HopperKind, Steps, assigned, await_turn, next_block, pass_turn, row_pair, standing,
     view,
 };
-use crate::kernel::engine::ring::{Turn, stage_turn};
+use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
-    STEP, SUBTILE_STEPS, descriptor, matrix_row, multiply_output, multiply_scores, take_output,
-    take_scores, transposed_descriptor,
+    descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    async_proxy_fence, barrier_arrive, barrier_init, barrier_init_fence, barrier_wait,
-    barrier_wait_both, give_registers, load_matrices,
-    named_barrier, pack, shared_address, store_shared, take_registers, uniform,
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, barrier_wait_both,
+    give_registers, shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -303,11 +305,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         let turn = stage_turn(count, tiles.stages);
         let key_block = uniform(key_operand + turn.stage * key_stage);
         barrier_wait(places.key_full + 8u32 * turn.stage, turn.parity);
-        let started = multiply_scores::<NS>(
-            query_operand,
-            key_block,
-            comptime!(tiles.score_product()),
-        );
+        let started =
+            multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
         let seen = view(
             &standing,
             rows,
@@ -428,21 +427,13 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             } else {
                 barrier_wait(key_full, next_turn.parity);
             }
-            let started = multiply_scores::<NS>(
-                query_operand,
-                key_block,
-                comptime!(tiles.score_product()),
-            );
+            let started =
+                multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
             if comptime!(!tiles.takes_turns) {
                 o = rescale::<NO>(o, moved, factor, comptime!(tiles.value_columns()));
                 barrier_wait(value_full, turn.parity);
             }
-            o = multiply_output::<NO, NP>(
-                o,
-                p,
-                value_block,
-                comptime!(tiles.output_product()),
-            );
+            o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
             if comptime!(tiles.takes_turns) {
                 pass_turn(warpgroup, tiles.warpgroups);
             }
@@ -459,8 +450,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
-            let hides =
-                first_row_hides::<F, NB>(bias, tile, next, seen.whole, tiles, kind);
+            let hides = first_row_hides::<F, NB>(bias, tile, next, seen.whole, tiles, kind);
             if comptime!(!tiles.takes_turns) {
                 biases = biases_of::<F, NB>(
                     bias,
@@ -580,258 +570,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     }
 }
 
-/// Whether a block that every query sees, but for what the bias hides, has a key that the bias hides from the tile's first query,
-/// by the columns that this lane looks at. What is hidden from all is hidden from that, and every warp learns it by itself.
-#[cube]
-fn first_row_hides<F: Float, NB: Size>(
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    tile: &Tile,
-    block: i32,
-    whole: bool,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) -> bool {
-    let mut hides = false;
-    if comptime!(kind.fragment.score.bias) {
-        if whole {
-            hides = lane_hides::<F, NB>(
-                bias,
-                tile.batch,
-                tile.first_head,
-                tile.first_query as u32,
-                block * comptime!(tiles.keys as i32),
-                tiles.keys,
-            );
-        }
-    }
-    hides
-}
-
-/// Whether there may be keys in a block that nobody in the tile sees.
-#[cube]
-fn may_have_holes_in(seen: &View, first_row_hides: bool, #[comptime] kind: HopperKind) -> bool {
-    if comptime!(kind.fragment.score.bias) {
-        !seen.whole || plane_any(first_row_hides)
-    } else {
-        seen.may_have_holes
-    }
-}
-
-/// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.
-#[cube]
-fn biases_of<F: Float, NB: Size>(
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    rows: &RowPair,
-    block: i32,
-    count: u32,
-    extent: &Extent,
-    places: &Places,
-    warpgroup: u32,
-    elected: u32,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) -> BiasWords {
-    if comptime!(kind.fragment.boxes_bias()) {
-        let turn = stage_turn(count, tiles.bias_stages);
-        barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
-        let words = load_biases(
-            places.biases
-                + turn.stage * comptime!(tiles.bias_bytes() as u32)
-                + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
-            tiles,
-        );
-        // Behind products that read shared memory, loads were seen to be served after the next box had come.
-        async_proxy_fence();
-        barrier_arrive(places.bias_empty + 8u32 * turn.stage, elected);
-        words
-    } else {
-        bias_words::<F, NB>(
-            bias,
-            rows,
-            block * comptime!(tiles.keys as i32),
-            extent,
-            tiles.keys,
-            kind.fragment,
-        )
-    }
-}
-
-/// A thread's biases of a block from shared memory, where the warpgroup's are at `start`.
-#[cube]
-fn load_biases(start: u32, #[comptime] tiles: RowTiles) -> BiasWords {
-    let mut words = BiasWords::zeroed();
-    #[unroll]
-    for step in 0..comptime!(tiles.keys / STEP) {
-        let subtile = comptime!((step / SUBTILE_STEPS * tiles.rows() * ROW_BYTES) as u32);
-        let row = matrix_row(start + subtile, comptime!(step % SUBTILE_STEPS));
-        let loaded = load_matrices(row);
-        #[unroll]
-        for i in 0..4usize {
-            words.insert(comptime!(4 * step + i), loaded.extract(i));
-        }
-    }
-    words
-}
-
 /// The warp has read its queries, if the tile had any.
 #[cube]
 fn free_queries(empty: u32, elected: u32, has_keys: bool) {
     barrier_arrive(empty, select(has_keys, elected, 0u32));
-}
-
-/// The numerators of a block, and what it makes of the rows' statistics.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Step<NS: Size> {
-    numerators: Vector<f32, NS>,
-    measure: Measure,
-    sums: Pair,
-    /// Whether older results are to be multiplied by the factors; the sums are already.
-    moved: bool,
-    factor: Pair,
-}
-
-#[cube]
-fn softmax<NS: Size>(
-    s: Vector<f32, NS>,
-    measure: Measure,
-    sums: Pair,
-    power: f32,
-    negative_infinity: f32,
-    #[comptime] tiles: RowTiles,
-) -> Step<NS> {
-    let largest = own_maxima::<NS>(s, measure.reference, tiles.keys);
-    let made = measured::<NS>(
-        s,
-        largest,
-        measure,
-        power,
-        negative_infinity,
-        false,
-        tiles.keys,
-    );
-    let mut sum_0 = f32::new(0.0);
-    let mut sum_1 = f32::new(0.0);
-    let mut values = Vector::<f32, NS>::zeroed();
-    #[unroll]
-    for step in 0..comptime!(tiles.keys / 16) {
-        let made = numerators::<NS>(made.s, made.measure.shift, power, step, false);
-        #[unroll]
-        for i in 0..8usize {
-            values.insert(comptime!(8 * step + i), made.values.extract(i));
-        }
-        sum_0 += made.sums.first;
-        sum_1 += made.sums.second;
-    }
-    Step::<NS> {
-        numerators: values,
-        measure: made.measure,
-        sums: Pair {
-            first: sums.first * made.factor.first + sum_0,
-            second: sums.second * made.factor.second + sum_1,
-        },
-        moved: made.moved,
-        factor: made.factor,
-    }
-}
-
-/// P as the left operand of a product.
-#[cube]
-fn packed<NS: Size, NP: Size>(
-    numerators: Vector<f32, NS>,
-    #[comptime] tiles: RowTiles,
-) -> Vector<u32, NP> {
-    let mut p = Vector::<u32, NP>::zeroed();
-    #[unroll]
-    for pair in 0..comptime!(tiles.keys / 4) {
-        let first = numerators.extract(comptime!(2 * pair));
-        let second = numerators.extract(comptime!(2 * pair + 1));
-        p.insert(pair, pack(first, second, tiles.half));
-    }
-    p
-}
-
-/// Tells which keys the warp's rows use of the `count`-th block that may have holes.
-#[cube]
-fn tell_used_by<NP: Size>(
-    places: &Places,
-    p: Vector<u32, NP>,
-    count: u32,
-    elected: u32,
-    #[comptime] tiles: RowTiles,
-) {
-    let used = used_columns::<NP>(p, tiles.keys);
-    tell_used(places.used, used, 0u32, count);
-    sync_plane();
-    barrier_arrive(places.used_told + 8u32 * (count % 3u32), elected);
-}
-
-/// Before a block's values are multiplied, the tile's `last` or another: zeros in place of those that nobody in the tile sees.
-/// If the block may have holes, it is the `count`-th of that kind.
-#[cube]
-fn clean_values(
-    places: &Places,
-    tile: &Tile,
-    extent: &Extent,
-    block: i32,
-    turn: Turn,
-    may_have_holes: bool,
-    count: u32,
-    #[comptime] last: bool,
-    #[comptime] tiles: RowTiles,
-    #[comptime] kind: HopperKind,
-) {
-    let first_key = block * comptime!(tiles.keys as i32);
-    // A run ends in its last block.
-    let strangers = if comptime!(last) {
-        has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys)
-    } else {
-        first_key < tile.keys.first
-    };
-    if comptime!(kind.leaves_holes()) {
-        if may_have_holes {
-            let words = used_words(places.used, count);
-            barrier_wait(
-                places.used_told + 8u32 * (count % 3u32),
-                count / 3u32 % 2u32,
-            );
-            let dirty = has_holes(words, tiles.keys);
-            forget_used(places.used, count);
-            if dirty {
-                clear(places, tile, first_key, turn, words, true, tiles);
-            }
-        } else if strangers {
-            clear(places, tile, first_key, turn, 0u32, false, tiles);
-        }
-    } else if strangers {
-        clear(places, tile, first_key, turn, 0u32, false, tiles);
-    }
-}
-
-/// Writes zeros over values that nobody sees, by the tile's run or by the `words` of used keys.
-#[cube]
-fn clear(
-    places: &Places,
-    tile: &Tile,
-    first_key: i32,
-    turn: Turn,
-    words: u32,
-    #[comptime] holes: bool,
-    #[comptime] tiles: RowTiles,
-) {
-    let units = comptime!(tiles.warpgroups * WARPGROUP);
-    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-    clear_unseen(
-        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
-        &tile.keys,
-        first_key,
-        words,
-        UNIT_POS,
-        0usize,
-        units,
-        tiles.keys,
-        comptime!(tiles.value_subtiles()),
-        holes,
-    );
-    named_barrier(2u32, units);
 }

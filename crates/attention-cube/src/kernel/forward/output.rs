@@ -1,7 +1,8 @@
 //! What becomes of a tile's fragments: normalised, with their sinks, they go to the output and the logsumexp,
 //! through shared memory and the copy engine where they can.
 
-use super::fragment::{Pair, RowPair, finite};
+use super::fragment::{Pair, RowPair};
+use super::measure::finite;
 use super::tile::{HopperKind, Tile, warpgroup_barrier};
 use crate::kernel::engine::wgmma::matrix_row;
 use crate::kernel::ptx::{
