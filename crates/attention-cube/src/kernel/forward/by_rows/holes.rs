@@ -15,6 +15,10 @@ use cubecl::prelude::*;
 /// Whether a block that every query sees, but for what the bias hides, has a key that the bias hides from the tile's first query,
 /// by the columns that this lane looks at. What is hidden from all is hidden from that, and every warp learns it by itself.
 #[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
 pub(super) fn first_row_hides<F: Float, NB: Size>(
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     tile: &Tile,
