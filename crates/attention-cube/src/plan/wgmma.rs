@@ -103,12 +103,15 @@ const fn row_shape(
     }
 }
 
-/// By rows, the first that is wide enough.
+/// By rows, the first that is wide enough. TFLOP/s on one H200, bf16, at 4,096 queries and keys (docs/forward-by-rows.md).
 const BY_ROWS: &[RowShape] = &[
+    // Causal 463 (two stages 449; 80, 112, 128 keys 414, 426, 460; without turns 450).
     row_shape(64, 64, 3, 96, 3, Turns::Always, [96, 2]),
+    // Causal 639 (in turns 629; 112, 144 keys 622, 618), all seen 691 (144: 697), a bias 460 (96 keys, two stages: 461).
     row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal, [128, 1]),
     row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal, [96, 1]),
     row_shape(192, 192, 2, 112, 2, Turns::Always, [80, 1]),
+    // All seen 788 (64 keys 796; without turns 779), a bias 534 (one stage: the same).
     row_shape(256, 256, 2, 80, 2, Turns::UnlessMasked, [64, 2]),
 ];
 

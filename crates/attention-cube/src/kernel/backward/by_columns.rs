@@ -27,11 +27,11 @@ use crate::kernel::engine::wgmma::{
     transposed_descriptor,
 };
 use crate::kernel::forward::fragment::columns_end;
-use crate::kernel::forward::output::await_stores;
-use crate::kernel::forward::tile::{
-    HopperKind, clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns,
-    used_words, view, warpgroup_barrier,
+use crate::kernel::forward::holes::{
+    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
 };
+use crate::kernel::forward::output::await_stores;
+use crate::kernel::forward::tile::{HopperKind, view, warpgroup_barrier};
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
     async_proxy_fence, barrier_init, barrier_init_fence, barrier_wait, give_registers,

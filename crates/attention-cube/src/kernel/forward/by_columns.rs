@@ -12,27 +12,27 @@
 //! the next; rescale O; issue `O += P V`; wait for S' alone; make P' of it while the matrix unit is at `P V`,
 //! freeing the chunks of V on the way; wait for O.
 
+mod halves;
+mod holes;
 mod producer;
 
+use self::halves::{exchange, free_values, probabilities, softmax};
+use self::holes::clean_values;
 use self::producer::{Places, fetch, places};
 use super::bias::bias_words;
-use super::fragment::{Pair, RowPair, pair, score};
-use super::measure::{Measure, maxima, measured, numerators, own_maxima, rescale, totals};
+use super::fragment::{RowPair, pair, score};
+use super::measure::{Measure, rescale, totals};
 use super::output::{Finished, Target, write_tile};
-use super::tile::{
-    Assigned, HopperKind, Steps, Tile, assigned, clear_unseen, forget_used, has_holes,
-    has_strangers, next_block, row_pair, standing, tell_used, used_words, view, warpgroup_barrier,
-};
+use super::tile::{Assigned, HopperKind, Steps, assigned, next_block, row_pair, standing, view};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
-    Ring, descriptor, free_chunk, load_first_queries, matrix_row, multiply_chunked_output,
+    Ring, descriptor, free_chunk, load_first_queries, multiply_chunked_output,
     multiply_chunked_scores, take_fragment, transposed_descriptor,
 };
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    async_proxy_fence, barrier_arrive, barrier_init, barrier_init_fence, barrier_wait,
-    give_registers, load_shared, named_barrier, pack, shared_address, store_matrices, store_shared,
-    take_registers, uniform,
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
+    shared_address, store_shared, take_registers, uniform,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::score::ScoreArguments;
@@ -551,210 +551,4 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         },
         visited: count,
     }
-}
-
-/// P of the `count`-th visited block.
-#[cube]
-fn probabilities(places: &Places, count: u32) -> u32 {
-    uniform(descriptor(
-        places.probabilities + count % 2u32 * comptime!(2 * ColumnTiles::HALF_BYTES as u32),
-    ))
-}
-
-/// Once at most `pending` products are in flight, frees the warpgroup's `own`-th chunk of values from chunk
-/// `from` on.
-#[cube]
-fn free_values(
-    empty: u32,
-    ring: Ring,
-    from: u32,
-    #[comptime] own: usize,
-    #[comptime] pending: usize,
-    #[comptime] tiles: ColumnTiles,
-) {
-    let chunk = stage_turn(
-        from + comptime!((ColumnTiles::WARPGROUPS * own) as u32),
-        tiles.stages,
-    );
-    free_chunk(
-        empty + 8u32 * chunk.stage,
-        ring.elected,
-        pending,
-        ColumnTiles::WARPGROUPS,
-    );
-}
-
-/// The sum, or with `largest` the maximum, of both warpgroups' numbers of the thread's rows. The caller sees
-/// to it that the last exchange through this buffer is over.
-#[cube]
-fn exchange(places: &Places, own: Pair, buffer: u32, #[comptime] largest: bool) -> Pair {
-    let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    let lane = UNIT_POS % 32u32;
-    let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32;
-    let of_warpgroup = comptime!(4 * ColumnTiles::ROWS as u32);
-    let start = places.exchange + buffer * 2u32 * of_warpgroup + 4u32 * row;
-    let column = lane % 4u32;
-    if column == 0u32 {
-        let mine = start + warpgroup * of_warpgroup;
-        store_shared(mine, u32::reinterpret(own.first));
-        store_shared(mine + 32u32, u32::reinterpret(own.second));
-    }
-    named_barrier(MAXIMA, CONSUMERS);
-    let other = start + (1u32 - warpgroup) * of_warpgroup;
-    let first = f32::reinterpret(load_shared(other));
-    let second = f32::reinterpret(load_shared(other + 32u32));
-    if comptime!(largest) {
-        Pair {
-            first: max(own.first, first),
-            second: max(own.second, second),
-        }
-    } else {
-        Pair {
-            first: own.first + first,
-            second: own.second + second,
-        }
-    }
-}
-
-/// What a block makes of the rows' statistics.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Step {
-    measure: Measure,
-    sums: Pair,
-    /// Whether older results are to be multiplied by the factors; the sums are already.
-    moved: bool,
-    factor: Pair,
-}
-
-/// Makes the warpgroup's half of P of the `count`-th visited block in shared memory. While the matrix unit is
-/// `busy` with the values from chunk `values` on, frees these on the way.
-#[cube]
-fn softmax<NS: Size>(
-    s: Vector<f32, NS>,
-    measure: Measure,
-    sums: Pair,
-    power: f32,
-    negative_infinity: f32,
-    places: &Places,
-    ring: Ring,
-    values: u32,
-    count: u32,
-    #[comptime] busy: bool,
-    #[comptime] tiles: ColumnTiles,
-    #[comptime] kind: HopperKind,
-) -> Step {
-    let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    let own = maxima(own_maxima::<NS>(s, measure.reference, HALF_KEYS));
-    let largest = exchange(places, own, count % 2u32, true);
-    if comptime!(busy && !tiles.frees_first_chunk_at_once()) {
-        free_values(places.empty, ring, values, 0usize, 3usize, tiles);
-    }
-    let made = measured::<NS>(
-        s,
-        largest,
-        measure,
-        power,
-        negative_infinity,
-        true,
-        HALF_KEYS,
-    );
-    let s = made.s;
-    let shift = made.measure.shift;
-    let measured = made;
-    let mut sum_0 = f32::new(0.0);
-    let mut sum_1 = f32::new(0.0);
-    let mut used = 0u32;
-    let half = places.probabilities
-        + (count % 2u32 * 2u32 + warpgroup) * comptime!(ColumnTiles::HALF_BYTES as u32);
-    #[unroll]
-    for step in 0..comptime!(HALF_KEYS / 16) {
-        let made = numerators::<NS>(s, shift, power, step, comptime!(kind.leaves_holes()));
-        let e = made.values;
-        store_matrices(
-            matrix_row(half, step),
-            pack(e.extract(0usize), e.extract(1usize), tiles.half),
-            pack(e.extract(2usize), e.extract(3usize), tiles.half),
-            pack(e.extract(4usize), e.extract(5usize), tiles.half),
-            pack(e.extract(6usize), e.extract(7usize), tiles.half),
-        );
-        sum_0 += made.sums.first;
-        sum_1 += made.sums.second;
-        used |= made.used;
-        if comptime!(busy && step == 1) {
-            free_values(places.empty, ring, values, 1usize, 2usize, tiles);
-        }
-    }
-    if comptime!(kind.leaves_holes()) {
-        tell_used(
-            places.used,
-            used,
-            warpgroup * comptime!((HALF_KEYS / 4) as u32),
-            count,
-        );
-    }
-    async_proxy_fence();
-    if comptime!(busy) {
-        free_values(places.empty, ring, values, 2usize, 1usize, tiles);
-    }
-    Step {
-        measure: measured.measure,
-        sums: Pair {
-            first: sums.first * measured.factor.first + sum_0,
-            second: sums.second * measured.factor.second + sum_1,
-        },
-        moved: measured.moved,
-        factor: measured.factor,
-    }
-}
-
-/// Before the `count`-th visited block's values, from chunk `passed` on, are multiplied: zeros in place of
-/// those that nobody in the tile sees. Tells whether it waited for S, and freed the last chunk of keys.
-#[cube]
-fn clean_values(
-    places: &Places,
-    tile: &Tile,
-    extent: &Extent,
-    block: i32,
-    count: u32,
-    passed: u32,
-    key_empty: u32,
-    ring: Ring,
-    #[comptime] tiles: ColumnTiles,
-    #[comptime] kind: HopperKind,
-) -> bool {
-    let first_key = block * comptime!(ColumnTiles::KEYS as i32);
-    let words = used_words(places.used, count);
-    let mut dirty = has_strangers(&tile.keys, extent.kv_len, first_key, ColumnTiles::KEYS);
-    if comptime!(kind.leaves_holes()) {
-        dirty = has_holes(words, ColumnTiles::KEYS);
-        forget_used(places.used, count);
-    }
-    if dirty {
-        // The last chunk of values may need the stage of the last chunk of keys.
-        free_chunk(key_empty, ring.elected, 0usize, 1usize);
-        let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-        #[unroll]
-        for own in 0..OWN_CHUNKS {
-            let chunk = stage_turn(
-                passed + warpgroup + comptime!((ColumnTiles::WARPGROUPS * own) as u32),
-                tiles.stages,
-            );
-            barrier_wait(places.full + 8u32 * chunk.stage, chunk.parity);
-            clear_unseen(
-                places.stages + chunk.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
-                &tile.keys,
-                first_key,
-                words,
-                UNIT_POS % comptime!(WARPGROUP as u32),
-                comptime!(own * ColumnTiles::VALUE_KEYS),
-                WARPGROUP,
-                ColumnTiles::VALUE_KEYS,
-                comptime!(tiles.value_subtiles()),
-                comptime!(kind.leaves_holes()),
-            );
-        }
-        warpgroup_barrier();
-    }
-    dirty
 }

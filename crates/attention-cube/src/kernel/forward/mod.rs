@@ -9,6 +9,8 @@ pub(crate) mod by_rows;
 #[cfg(feature = "cuda")]
 pub(crate) mod fragment;
 #[cfg(feature = "cuda")]
+pub(crate) mod holes;
+#[cfg(feature = "cuda")]
 pub(crate) mod measure;
 #[cfg(feature = "cuda")]
 pub(crate) mod output;

@@ -5,10 +5,10 @@ use super::producer::Places;
 use crate::kernel::backward::held::Held;
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::forward::fragment::columns_end;
-use crate::kernel::forward::tile::{
-    HopperKind, clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns,
-    used_words,
+use crate::kernel::forward::holes::{
+    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
 };
+use crate::kernel::forward::tile::HopperKind;
 use crate::kernel::ptx::{barrier_wait, named_barrier};
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{GradientRowTiles, WARPGROUP};

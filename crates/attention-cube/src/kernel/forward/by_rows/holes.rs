@@ -3,10 +3,10 @@
 use super::producer::Places;
 use crate::kernel::engine::ring::Turn;
 use crate::kernel::forward::bias::lane_hides;
-use crate::kernel::forward::tile::{
-    HopperKind, Tile, View, clear_unseen, forget_used, has_holes, has_strangers, tell_used,
-    used_columns, used_words,
+use crate::kernel::forward::holes::{
+    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
 };
+use crate::kernel::forward::tile::{HopperKind, Tile, View};
 use crate::kernel::ptx::{barrier_arrive, barrier_wait, named_barrier};
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{RowTiles, WARPGROUP};
