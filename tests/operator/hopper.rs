@@ -198,6 +198,11 @@ fn biases_by_boxes() {
         );
     }
     for width in [64, 128, 256] {
+        // Rows of an odd length, which start at multiples of 16 bytes all the same where their allocation is padded.
+        check(Case {
+            bias: Some(FULL),
+            ..Case::new([1, 2, 1, 140, 391, width, width])
+        });
         check(Case {
             bias: Some([false, true, true, true]),
             ..Case::new([3, 24, 8, 200, 200, width, width])

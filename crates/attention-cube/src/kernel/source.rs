@@ -105,7 +105,7 @@ impl Wanted {
         }
     }
 
-    fn kind(&self, side: Side, boxes_output: bool, boxes_bias: bool) -> HopperKind {
+    fn kind(&self, side: Side, boxes_output: bool) -> HopperKind {
         HopperKind {
             fragment: FragmentKind {
                 side,
@@ -113,7 +113,6 @@ impl Wanted {
                 score: self.score,
                 raw: !self.score.softcap && !self.score.bias,
                 bias_reads: match self.score.bias && side == Side::Queries {
-                    true if boxes_bias => BiasReads::Boxes(Half::Bf16),
                     true => BiasReads::Ahead(Half::Bf16),
                     false => BiasReads::There,
                 },
@@ -135,8 +134,7 @@ impl Wanted {
             self.score.bias,
         );
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
-        let boxes_bias = self.score.bias && matches!(tiles, ForwardTiles::Rows(_));
-        let kind = self.kind(Side::Queries, tiles.boxes_output(), boxes_bias);
+        let kind = self.kind(Side::Queries, tiles.boxes_output());
         let settings = settings(tiles.units());
         macro_rules! definition {
             ($kernel:ident, $tiles:expr, [$($read:expr),*]) => {
@@ -184,7 +182,7 @@ impl Wanted {
         let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16);
         for (tiles, sums) in kernels.into_iter().zip(["query", "key", "value"]) {
             let Some(tiles) = tiles else { continue };
-            let kind = self.kind(tiles.side(), false, false);
+            let kind = self.kind(tiles.side(), false);
             let settings = settings(tiles.units());
             let has_integers = self.structure.segments || self.structure.lengths;
             // By the tensors that differ: what the copy engine reads, and what is summed.

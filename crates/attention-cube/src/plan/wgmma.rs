@@ -242,20 +242,18 @@ pub(crate) fn forward_tiles(
         .iter()
         .find(|shape| head_dim <= shape.head_dim && value_dim <= shape.value_dim)
         .map(|shape| {
+            let [keys, bias_stages] = match boxes_bias {
+                true => shape.biased,
+                false => [shape.keys, 0],
+            };
             ForwardTiles::Rows(RowTiles {
                 head_dim,
                 value_dim,
                 half,
                 warpgroups: shape.warpgroups,
-                keys: match boxes_bias {
-                    true => shape.biased[0],
-                    false => shape.keys,
-                },
+                keys,
                 stages: shape.stages,
-                bias_stages: match boxes_bias {
-                    true => shape.biased[1],
-                    false => 0,
-                },
+                bias_stages,
                 takes_turns: match shape.turns {
                     Turns::Always => true,
                     Turns::UnlessCausal => !causal,

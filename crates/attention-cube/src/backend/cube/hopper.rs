@@ -79,21 +79,17 @@ pub(super) fn forward(
         Some(bias) if is_in_pairs(bias) => 2,
         _ => 1,
     };
-    let half_of_bias = extras
-        .bias
-        .as_ref()
-        .and_then(|bias| Half::of(bias.dtype))
-        .filter(|_| bias_vector == 2);
     let boxes_bias = match tiles {
         ForwardTiles::Rows(tiles) => tiles.bias_stages > 0,
         ForwardTiles::Columns(_) => false,
     };
+    let half_of_bias = extras
+        .bias
+        .as_ref()
+        .and_then(|bias| Half::of(bias.dtype))
+        .filter(|_| boxes_bias || bias_vector == 2);
     let fragment = FragmentKind {
-        bias_reads: match half_of_bias {
-            Some(half) if boxes_bias => BiasReads::Boxes(half),
-            Some(half) => BiasReads::Ahead(half),
-            None => BiasReads::There,
-        },
+        bias_reads: half_of_bias.map_or(BiasReads::There, BiasReads::Ahead),
         ..fragment_kind(problem, Side::Queries)
     };
     let kind = HopperKind {
@@ -130,14 +126,15 @@ pub(super) fn forward(
     );
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
+    // Not used, but there must be one.
+    let no_boxes = || map(&inputs.query, [1, PRODUCT_ROWS], None);
     let output_boxes = match kind.boxes_output {
         true => map(&output, [1, PRODUCT_ROWS], None),
-        // Not used, but there must be one.
-        false => map(&inputs.query, [1, PRODUCT_ROWS], None),
+        false => no_boxes(),
     };
     let bias_boxes = match &extras.bias {
         Some(bias) if boxes_bias => map(bias, [1, tiles.rows()], None),
-        _ => map(&inputs.query, [1, PRODUCT_ROWS], None),
+        _ => no_boxes(),
     };
     match tiles {
         // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes

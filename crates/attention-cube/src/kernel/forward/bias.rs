@@ -21,10 +21,9 @@ use cubecl::prelude::*;
 pub(crate) enum BiasReads {
     /// Where its score is made, in any precision and by any strides.
     There,
-    /// By words of two neighbours in half precision, before the scores are there.
+    /// By words of two neighbours in half precision, before the scores are there: from memory, or where the tiles have
+    /// stages of biases, from boxes that the copy engine brings.
     Ahead(Half),
-    /// By boxes that the copy engine brings in half precision.
-    Boxes(Half),
 }
 
 /// A thread's biases of a block of up to 128 columns, two in a word, in the order of its pairs of registers.

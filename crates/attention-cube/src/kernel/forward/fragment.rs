@@ -36,18 +36,13 @@ pub(crate) struct FragmentKind {
 impl FragmentKind {
     /// Whether the forward has biases before the scores are there.
     pub(crate) const fn reads_ahead(&self) -> bool {
-        !matches!(self.bias_reads, BiasReads::There)
-    }
-
-    /// Whether the copy engine brings them.
-    pub(crate) const fn boxes_bias(&self) -> bool {
-        matches!(self.bias_reads, BiasReads::Boxes(_))
+        matches!(self.bias_reads, BiasReads::Ahead(_))
     }
 
     /// The precision of biases that are read ahead.
     pub(crate) fn half_of_bias(&self) -> Half {
         match self.bias_reads {
-            BiasReads::Ahead(half) | BiasReads::Boxes(half) => half,
+            BiasReads::Ahead(half) => half,
             BiasReads::There => unreachable!("asked only where biases are read ahead"),
         }
     }

@@ -25,7 +25,7 @@ pub(super) fn biases_of<F: Float, NB: Size>(
     #[comptime] tiles: RowTiles,
     #[comptime] kind: HopperKind,
 ) -> BiasWords {
-    if comptime!(kind.fragment.boxes_bias()) {
+    if comptime!(tiles.bias_stages > 0) {
         let turn = stage_turn(count, tiles.bias_stages);
         barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
         let words = load_biases(
