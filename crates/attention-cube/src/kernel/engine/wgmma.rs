@@ -17,7 +17,7 @@ pub(crate) use self::chunked::{
     Ring, add_chunks, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
     multiply_chunks,
 };
-use crate::kernel::ptx::{arrive_text, value_of};
+use crate::kernel::ptx::{arrive_text, load_matrices, value_of};
 use crate::plan::wgmma::{Half, Product, ROW_BYTES, RowTiles, ScoreProduct};
 use cubecl::prelude::*;
 
@@ -235,6 +235,27 @@ pub(crate) fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32;
     let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
+}
+
+/// The warp's 16 rows of `steps` steps of columns, of subtiles of `subtile_rows` rows the first of which starts at `start`, as
+/// registers of a product's left operand.
+#[cube]
+pub(crate) fn load_rows<N: Size>(
+    start: u32,
+    #[comptime] subtile_rows: usize,
+    #[comptime] steps: usize,
+) -> Vector<u32, N> {
+    let mut registers = Vector::<u32, N>::zeroed();
+    #[unroll]
+    for step in 0..steps {
+        let subtile = start + comptime!((step / SUBTILE_STEPS * subtile_rows * ROW_BYTES) as u32);
+        let loaded = load_matrices(matrix_row(subtile, comptime!(step % SUBTILE_STEPS)));
+        #[unroll]
+        for i in 0..4usize {
+            registers.insert(comptime!(4 * step + i), loaded.extract(i));
+        }
+    }
+    registers
 }
 
 /// A fragment of which `used` registers are used, once at most `pending` later products are in flight.

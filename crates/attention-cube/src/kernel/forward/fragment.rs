@@ -148,10 +148,15 @@ fn scored<F: Float, NB: Size, NS: Size>(
     if comptime!(kind.reads_ahead()) {
         let half = comptime!(kind.half_of_bias());
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
-    } else if comptime!(kind.score.softcap && !kind.score.bias) {
+    } else if comptime!(!kind.raw) {
         // Where everybody sees everything, a score that is no number may take its neighbour along: the row is lost
         // either way.
-        if whole {
+        let together = if comptime!(kind.score.softcap && !kind.score.bias) {
+            whole
+        } else {
+            false.runtime()
+        };
+        if together {
             #[unroll]
             for pair in 0..columns / 4 {
                 let values = capped_together(pair_of::<NS>(s, pair), arguments);
@@ -159,23 +164,16 @@ fn scored<F: Float, NB: Size, NS: Size>(
                 s.insert(comptime!(2 * pair + 1), values.second);
             }
         } else {
+            let known = known::<F, NB>(rows, bias, sight, extent, kind);
             #[unroll]
             for pair in 0..columns / 4 {
-                let values = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+                let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+                let existing = min(own_column(first_column, pair) as u32, known.last_pair);
+                let hidden = arguments.negative_infinity;
+                let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair);
                 s.insert(comptime!(2 * pair), values.first);
                 s.insert(comptime!(2 * pair + 1), values.second);
             }
-        }
-    } else if comptime!(!kind.raw) {
-        let known = known::<F, NB>(rows, bias, sight, extent, kind);
-        #[unroll]
-        for pair in 0..columns / 4 {
-            let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
-            let existing = min(own_column(first_column, pair) as u32, known.last_pair);
-            let hidden = arguments.negative_infinity;
-            let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair);
-            s.insert(comptime!(2 * pair), values.first);
-            s.insert(comptime!(2 * pair + 1), values.second);
         }
     }
     s

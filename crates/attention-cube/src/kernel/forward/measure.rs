@@ -217,7 +217,7 @@ pub(crate) fn numerators<NS: Size>(
 
 /// Bit `bit` if either is not zero. Rows that do not exist hold anything, also NaN, and do not count.
 #[cube]
-pub(super) fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
+fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     select(
         first > 0.0f32 || second > 0.0f32,
         comptime!(1u32 << bit),

@@ -216,18 +216,44 @@ pub(crate) fn load_subtiles(
             barrier,
         );
     } else {
-        #[unroll]
-        for subtile in 0..subtiles {
-            tma_load(
-                target + comptime!((subtile * subtile_bytes) as u32),
-                map,
-                batch,
-                head,
-                row,
-                comptime!((column + subtile * SUBTILE) as u32),
-                barrier,
-            );
-        }
+        load_columns(
+            target,
+            map,
+            batch,
+            head,
+            row,
+            comptime!(column as u32),
+            barrier,
+            subtiles,
+            subtile_bytes,
+        );
+    }
+}
+
+/// Copies `subtiles` subtiles of columns, which the map is of, one by one.
+#[cube]
+pub(crate) fn load_columns(
+    target: u32,
+    map: u64,
+    batch: u32,
+    head: u32,
+    row: i32,
+    column: u32,
+    barrier: u32,
+    #[comptime] subtiles: usize,
+    #[comptime] subtile_bytes: usize,
+) {
+    #[unroll]
+    for subtile in 0..subtiles {
+        tma_load(
+            target + comptime!((subtile * subtile_bytes) as u32),
+            map,
+            batch,
+            head,
+            row,
+            column + comptime!((subtile * SUBTILE) as u32),
+            barrier,
+        );
     }
 }
 

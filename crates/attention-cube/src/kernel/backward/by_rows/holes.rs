@@ -62,7 +62,7 @@ pub(super) fn clean<NP: Size>(
 /// Writes zeros over rows of the `count`-th block that nobody in the tile sees, by the tile's run or by the `words`
 /// of used rows.
 #[cube]
-pub(super) fn clear(
+fn clear(
     places: &Places,
     tile: &Held,
     first: i32,

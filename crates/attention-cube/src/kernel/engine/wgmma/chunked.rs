@@ -1,11 +1,11 @@
 //! Products whose right operands come by chunks through one ring: the texts wait for a chunk each, and free what is behind.
 
 use super::{
-    STEP, STEP_BYTES, STEP_ROWS_BYTES, SUBTILE_STEPS, descriptor_text, instruction, matrix_row,
+    STEP, STEP_BYTES, STEP_ROWS_BYTES, SUBTILE_STEPS, descriptor_text, instruction, load_rows,
     moves, registers, units,
 };
 use crate::kernel::engine::ring::Turn;
-use crate::kernel::ptx::{arrive_text, load_matrices, value_of, wait_text};
+use crate::kernel::ptx::{arrive_text, value_of, wait_text};
 use crate::plan::wgmma::{
     ChunkedProduct, ChunkedScores, ColumnTiles, Half, PRODUCT_ROWS, ROW_BYTES, RingShape, SUBTILE,
 };
@@ -380,17 +380,11 @@ pub(crate) fn load_first_queries<NQ: Size>(
     queries: u32,
     #[comptime] tiles: ColumnTiles,
 ) -> Vector<u32, NQ> {
-    let mut registers = Vector::<u32, NQ>::zeroed();
-    #[unroll]
-    for step in 0..comptime!(SUBTILE_STEPS * tiles.register_chunks()) {
-        let subtile = queries + comptime!((step / SUBTILE_STEPS * PRODUCT_ROWS * ROW_BYTES) as u32);
-        let loaded = load_matrices(matrix_row(subtile, comptime!(step % SUBTILE_STEPS)));
-        #[unroll]
-        for i in 0..4usize {
-            registers.insert(comptime!(4 * step + i), loaded.extract(i));
-        }
-    }
-    registers
+    load_rows::<NQ>(
+        queries,
+        PRODUCT_ROWS,
+        comptime!(SUBTILE_STEPS * tiles.register_chunks()),
+    )
 }
 
 /// Starts `O += P V` of a block whose chunks are every second from `at` on.

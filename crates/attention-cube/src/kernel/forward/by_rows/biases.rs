@@ -2,11 +2,11 @@
 
 use super::producer::Places;
 use crate::kernel::engine::ring::stage_turn;
-use crate::kernel::engine::wgmma::{STEP, SUBTILE_STEPS, matrix_row};
+use crate::kernel::engine::wgmma::{STEP, load_rows};
 use crate::kernel::forward::bias::{BiasWords, bias_words};
 use crate::kernel::forward::fragment::RowPair;
 use crate::kernel::forward::tile::HopperKind;
-use crate::kernel::ptx::{async_proxy_fence, barrier_arrive, barrier_wait, load_matrices};
+use crate::kernel::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles};
 use cubecl::prelude::*;
@@ -28,11 +28,12 @@ pub(super) fn biases_of<F: Float, NB: Size>(
     if comptime!(tiles.bias_stages > 0) {
         let turn = stage_turn(count, tiles.bias_stages);
         barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
-        let words = load_biases(
+        let words = load_rows::<Const<32>>(
             places.biases
                 + turn.stage * comptime!(tiles.bias_bytes() as u32)
                 + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
-            tiles,
+            comptime!(tiles.rows()),
+            comptime!(tiles.keys / STEP),
         );
         // Behind products that read shared memory, loads were seen to be served after the next box had come.
         async_proxy_fence();
@@ -48,21 +49,4 @@ pub(super) fn biases_of<F: Float, NB: Size>(
             kind.fragment,
         )
     }
-}
-
-/// A thread's biases of a block from shared memory, where the warpgroup's are at `start`.
-#[cube]
-pub(super) fn load_biases(start: u32, #[comptime] tiles: RowTiles) -> BiasWords {
-    let mut words = BiasWords::zeroed();
-    #[unroll]
-    for step in 0..comptime!(tiles.keys / STEP) {
-        let subtile = comptime!((step / SUBTILE_STEPS * tiles.rows() * ROW_BYTES) as u32);
-        let row = matrix_row(start + subtile, comptime!(step % SUBTILE_STEPS));
-        let loaded = load_matrices(row);
-        #[unroll]
-        for i in 0..4usize {
-            words.insert(comptime!(4 * step + i), loaded.extract(i));
-        }
-    }
-    words
 }

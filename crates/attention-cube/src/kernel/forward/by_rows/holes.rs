@@ -116,7 +116,7 @@ pub(super) fn clean_values(
 
 /// Writes zeros over values that nobody sees, by the tile's run or by the `words` of used keys.
 #[cube]
-pub(super) fn clear(
+fn clear(
     places: &Places,
     tile: &Tile,
     first_key: i32,

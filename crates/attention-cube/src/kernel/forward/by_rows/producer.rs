@@ -1,14 +1,14 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
 use super::super::tile::{
-    HopperKind, Steps, Tile, assigned, copied_rows, load_subtiles, next_block,
+    HopperKind, Steps, Tile, assigned, copied_rows, load_columns, load_subtiles, next_block,
 };
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::mask_bits::MaskPlaces;
-use crate::kernel::ptx::{barrier_expect, barrier_expect_bytes, barrier_wait, tma_load};
+use crate::kernel::ptx::{barrier_expect, barrier_expect_bytes, barrier_wait};
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::visibility::Extent;
-use crate::plan::wgmma::{ROW_BYTES, RowTiles, SUBTILE, is_whole};
+use crate::plan::wgmma::{ROW_BYTES, RowTiles, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -246,18 +246,15 @@ fn fetch_biases(
     let full = places.bias_full + 8u32 * turn.stage;
     barrier_wait(places.bias_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
     barrier_expect(full, comptime!(tiles.bias_bytes()));
-    #[unroll]
-    for subtile in 0..comptime!(tiles.bias_subtiles()) {
-        tma_load(
-            places.biases
-                + turn.stage * comptime!(tiles.bias_bytes() as u32)
-                + comptime!((subtile * tiles.rows() * ROW_BYTES) as u32),
-            map,
-            tile.batch * steps.bias_batch,
-            tile.first_head * steps.bias_head,
-            tile.first_query,
-            block as u32 * comptime!(tiles.keys as u32) + comptime!((subtile * SUBTILE) as u32),
-            full,
-        );
-    }
+    load_columns(
+        places.biases + turn.stage * comptime!(tiles.bias_bytes() as u32),
+        map,
+        tile.batch * steps.bias_batch,
+        tile.first_head * steps.bias_head,
+        tile.first_query,
+        block as u32 * comptime!(tiles.keys as u32),
+        full,
+        comptime!(tiles.bias_subtiles()),
+        comptime!(tiles.rows() * ROW_BYTES),
+    );
 }
