@@ -21,7 +21,7 @@ use self::holes::clean_values;
 use self::producer::{Places, fetch, places};
 use super::bias::bias_words;
 use super::fragment::{RowPair, pair, score};
-use super::measure::{Measure, rescale, totals};
+use super::measure::{no_progress, rescale, totals};
 use super::output::{Finished, Target, write_tile};
 use super::tile::{Assigned, HopperKind, Steps, assigned, next_block, row_pair, standing, view};
 use crate::kernel::engine::ring::stage_turn;
@@ -265,10 +265,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     );
 
     let mut o = Vector::<f32, NO>::zeroed();
-    let mut reference_0 = negative_infinity;
-    let mut reference_1 = negative_infinity;
-    let mut sum_0 = 0.0f32;
-    let mut sum_1 = 0.0f32;
+    let mut progress = no_progress(negative_infinity);
     let mut count = uniform(visited);
     if assigned.first < tile.end_block {
         barrier_wait(places.queries_full, queries_parity);
@@ -330,14 +327,9 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             HALF_KEYS,
             kind.fragment,
         );
-        let made = softmax::<NS>(
+        progress = softmax::<NS>(
             s,
-            Measure {
-                reference: pair(reference_0, reference_1),
-                shift: pair(0.0f32, 0.0f32),
-                far: false.runtime(),
-            },
-            pair(sum_0, sum_1),
+            progress,
             power,
             negative_infinity,
             places,
@@ -348,16 +340,9 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             tiles,
             kind,
         );
-        reference_0 = made.measure.reference.first;
-        reference_1 = made.measure.reference.second;
-        let mut shift_0 = made.measure.shift.first;
-        let mut shift_1 = made.measure.shift.second;
-        let mut far = made.measure.far;
-        sum_0 = made.sums.first;
-        sum_1 = made.sums.second;
-        let mut moved = false.runtime();
-        let mut factor_0 = f32::new(1.0);
-        let mut factor_1 = f32::new(1.0);
+        // There is no older output yet.
+        progress.moved = false.runtime();
+        progress.factor = pair(1.0f32, 1.0f32);
 
         let mut next = next_block(
             tile,
@@ -381,8 +366,8 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             let key_empty = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
             o = rescale::<NO>(
                 o,
-                moved,
-                pair(factor_0, factor_1),
+                progress.moved,
+                progress.factor,
                 comptime!(tiles.value_columns()),
             );
             named_barrier(PROBABILITIES, CONSUMERS);
@@ -438,14 +423,9 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 HALF_KEYS,
                 kind.fragment,
             );
-            let made = softmax::<NS>(
+            progress = softmax::<NS>(
                 s,
-                Measure {
-                    reference: pair(reference_0, reference_1),
-                    shift: pair(shift_0, shift_1),
-                    far,
-                },
-                pair(sum_0, sum_1),
+                progress,
                 power,
                 negative_infinity,
                 places,
@@ -471,16 +451,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 tiles,
             );
             passed += comptime!(tiles.value_chunks() as u32);
-            reference_0 = made.measure.reference.first;
-            reference_1 = made.measure.reference.second;
-            shift_0 = made.measure.shift.first;
-            shift_1 = made.measure.shift.second;
-            far = made.measure.far;
-            moved = made.moved;
-            factor_0 = made.factor.first;
-            factor_1 = made.factor.second;
-            sum_0 = made.sums.first;
-            sum_1 = made.sums.second;
             block = next;
             count += 1u32;
             next = next_block(
@@ -495,8 +465,8 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         }
         o = rescale::<NO>(
             o,
-            moved,
-            pair(factor_0, factor_1),
+            progress.moved,
+            progress.factor,
             comptime!(tiles.value_columns()),
         );
         named_barrier(PROBABILITIES, CONSUMERS);
@@ -541,12 +511,12 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
 
     // Each warpgroup has summed over its own keys. The last maxima went through the other buffer or have
     // been read by both.
-    let sums = totals(pair(sum_0, sum_1));
+    let sums = totals(progress.sums);
     named_barrier(MAXIMA, CONSUMERS);
     Attended::<NO> {
         finished: Finished::<NO> {
             o,
-            reference: pair(reference_0, reference_1),
+            reference: progress.measure.reference,
             sums: exchange(places, sums, (count + 1u32) % 2u32, false),
         },
         visited: count,

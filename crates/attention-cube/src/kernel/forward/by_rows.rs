@@ -23,7 +23,7 @@ use self::probabilities::{packed, softmax};
 use self::producer::{Places, fetch, places};
 use super::bias::BiasWords;
 use super::fragment::{RowPair, pair, score};
-use super::measure::{Measure, rescale, totals};
+use super::measure::{no_progress, rescale, totals};
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
     Assigned, HopperKind, Steps, assigned, await_turn, next_block, pass_turn, row_pair, standing,
@@ -293,10 +293,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     let value_stage = comptime!((tiles.value_bytes() >> 4) as u32);
 
     let mut o = Vector::<f32, NO>::zeroed();
-    let mut reference_0 = negative_infinity;
-    let mut reference_1 = negative_infinity;
-    let mut sum_0 = 0.0f32;
-    let mut sum_1 = 0.0f32;
+    let mut progress = no_progress(negative_infinity);
     let mut count = uniform(visited);
     let mut holes = holes_before;
     if assigned.first < tile.end_block {
@@ -347,28 +344,11 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind.fragment,
         );
-        let made = softmax::<NS>(
-            s,
-            Measure {
-                reference: pair(reference_0, reference_1),
-                shift: pair(0.0f32, 0.0f32),
-                far: false.runtime(),
-            },
-            pair(sum_0, sum_1),
-            power,
-            negative_infinity,
-            tiles,
-        );
-        reference_0 = made.measure.reference.first;
-        reference_1 = made.measure.reference.second;
-        let mut shift_0 = made.measure.shift.first;
-        let mut shift_1 = made.measure.shift.second;
-        let mut far = made.measure.far;
-        sum_0 = made.sums.first;
-        sum_1 = made.sums.second;
-        let mut moved = false.runtime();
-        let mut factor_0 = f32::new(1.0);
-        let mut factor_1 = f32::new(1.0);
+        let made = softmax::<NS>(s, progress, power, negative_infinity, tiles);
+        progress = made.progress;
+        // There is no older output yet.
+        progress.moved = false.runtime();
+        progress.factor = pair(1.0f32, 1.0f32);
         let mut p = packed::<NS, NP>(made.numerators, tiles);
         let mut hole_count = holes_before;
         if comptime!(kind.leaves_holes()) {
@@ -405,7 +385,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_block = uniform(value_operand + turn.stage * value_stage);
             let key_full = places.key_full + 8u32 * next_turn.stage;
             let value_full = places.value_full + 8u32 * turn.stage;
-            let factor = pair(factor_0, factor_1);
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.takes_turns) {
                 // In its turn a warpgroup keeps the others waiting.
@@ -422,7 +401,12 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                     kind,
                 );
                 barrier_wait_both(key_full, next_turn.parity, value_full, turn.parity);
-                o = rescale::<NO>(o, moved, factor, comptime!(tiles.value_columns()));
+                o = rescale::<NO>(
+                    o,
+                    progress.moved,
+                    progress.factor,
+                    comptime!(tiles.value_columns()),
+                );
                 await_turn(warpgroup);
             } else {
                 barrier_wait(key_full, next_turn.parity);
@@ -430,7 +414,12 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let started =
                 multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
             if comptime!(!tiles.takes_turns) {
-                o = rescale::<NO>(o, moved, factor, comptime!(tiles.value_columns()));
+                o = rescale::<NO>(
+                    o,
+                    progress.moved,
+                    progress.factor,
+                    comptime!(tiles.value_columns()),
+                );
                 barrier_wait(value_full, turn.parity);
             }
             o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
@@ -487,18 +476,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind.fragment,
             );
-            let made = softmax::<NS>(
-                s,
-                Measure {
-                    reference: pair(reference_0, reference_1),
-                    shift: pair(shift_0, shift_1),
-                    far,
-                },
-                pair(sum_0, sum_1),
-                power,
-                negative_infinity,
-                tiles,
-            );
+            let made = softmax::<NS>(s, progress, power, negative_infinity, tiles);
             o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
             // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
             // product (C7513).
@@ -510,16 +488,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                     tell_used_by(places, p, hole_count, elected, tiles);
                 }
             }
-            reference_0 = made.measure.reference.first;
-            reference_1 = made.measure.reference.second;
-            shift_0 = made.measure.shift.first;
-            shift_1 = made.measure.shift.second;
-            far = made.measure.far;
-            moved = made.moved;
-            factor_0 = made.factor.first;
-            factor_1 = made.factor.second;
-            sum_0 = made.sums.first;
-            sum_1 = made.sums.second;
+            progress = made.progress;
             block = next;
             count += 1u32;
             next = next_block(
@@ -535,8 +504,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         let turn = stage_turn(count, tiles.stages);
         o = rescale::<NO>(
             o,
-            moved,
-            pair(factor_0, factor_1),
+            progress.moved,
+            progress.factor,
             comptime!(tiles.value_columns()),
         );
         clean_values(
@@ -562,8 +531,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     Attended::<NO> {
         finished: Finished::<NO> {
             o,
-            reference: pair(reference_0, reference_1),
-            sums: totals(pair(sum_0, sum_1)),
+            reference: progress.measure.reference,
+            sums: totals(progress.sums),
         },
         visited: count,
         holes,

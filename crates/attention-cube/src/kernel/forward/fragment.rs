@@ -430,7 +430,7 @@ fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
 }
 
 /// Two numbers of a thread's rows.
-#[derive(CubeType, Clone, Copy)]
+#[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Pair {
     pub first: f32,

@@ -4,7 +4,7 @@
 //! by 2^8, so that the output is seldom rescaled (FlashAttention-4 does likewise). P stays below 2^8 and the
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
-use super::fragment::{Pair, is_second};
+use super::fragment::{Pair, is_second, pair};
 use crate::kernel::ptx::exp2;
 use cubecl::prelude::*;
 
@@ -53,7 +53,7 @@ pub(crate) fn totals(sums: Pair) -> Pair {
 const OUTGROWN: f32 = 8.0;
 
 /// What the scores of a thread's rows are measured from.
-#[derive(CubeType, Clone, Copy)]
+#[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Measure {
     /// The rows' references: the largest scores so far, or up to [`OUTGROWN`] powers of two below these.
@@ -148,6 +148,46 @@ pub(crate) fn measured<NS: Size>(
             first: factor_0,
             second: factor_1,
         },
+    }
+}
+
+/// What the blocks so far have made of a thread's rows.
+#[derive(CubeType, CubeTypeMut, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Progress {
+    pub measure: Measure,
+    /// Whether older outputs are to be multiplied by the factors; the sums are already.
+    pub moved: bool,
+    pub factor: Pair,
+    pub sums: Pair,
+}
+
+/// Of rows that have seen nothing.
+#[cube]
+pub(crate) fn no_progress(negative_infinity: f32) -> Progress {
+    Progress {
+        measure: Measure {
+            reference: pair(negative_infinity, negative_infinity),
+            shift: pair(0.0f32, 0.0f32),
+            far: false.runtime(),
+        },
+        sums: pair(0.0f32, 0.0f32),
+        moved: false.runtime(),
+        factor: pair(1.0f32, 1.0f32),
+    }
+}
+
+/// After a block that was `measured` and whose numerators' sums are `added` to those before it.
+#[cube]
+pub(crate) fn progress<NS: Size>(measured: Measured<NS>, before: Pair, added: Pair) -> Progress {
+    Progress {
+        measure: measured.measure,
+        sums: Pair {
+            first: before.first * measured.factor.first + added.first,
+            second: before.second * measured.factor.second + added.second,
+        },
+        moved: measured.moved,
+        factor: measured.factor,
     }
 }
 

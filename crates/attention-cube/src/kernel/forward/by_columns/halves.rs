@@ -4,9 +4,11 @@ use super::producer::Places;
 use super::{CONSUMERS, HALF_KEYS, MAXIMA};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{Ring, descriptor, free_chunk, matrix_row};
-use crate::kernel::forward::fragment::Pair;
+use crate::kernel::forward::fragment::{Pair, pair};
 use crate::kernel::forward::holes::tell_used;
-use crate::kernel::forward::measure::{Measure, maxima, measured, numerators, own_maxima};
+use crate::kernel::forward::measure::{
+    Progress, maxima, measured, numerators, own_maxima, progress,
+};
 use crate::kernel::forward::tile::HopperKind;
 use crate::kernel::ptx::{
     async_proxy_fence, load_shared, named_barrier, pack, store_matrices, store_shared, uniform,
@@ -77,24 +79,12 @@ pub(super) fn exchange(places: &Places, own: Pair, buffer: u32, #[comptime] larg
     }
 }
 
-/// What a block makes of the rows' statistics.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Step {
-    pub measure: Measure,
-    pub sums: Pair,
-    /// Whether older results are to be multiplied by the factors; the sums are already.
-    pub moved: bool,
-    pub factor: Pair,
-}
-
 /// Makes the warpgroup's half of P of the `count`-th visited block in shared memory. While the matrix unit is
 /// `busy` with the values from chunk `values` on, frees these on the way.
 #[cube]
 pub(super) fn softmax<NS: Size>(
     s: Vector<f32, NS>,
-    measure: Measure,
-    sums: Pair,
+    before: Progress,
     power: f32,
     negative_infinity: f32,
     places: &Places,
@@ -104,9 +94,9 @@ pub(super) fn softmax<NS: Size>(
     #[comptime] busy: bool,
     #[comptime] tiles: ColumnTiles,
     #[comptime] kind: HopperKind,
-) -> Step {
+) -> Progress {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    let own = maxima(own_maxima::<NS>(s, measure.reference, HALF_KEYS));
+    let own = maxima(own_maxima::<NS>(s, before.measure.reference, HALF_KEYS));
     let largest = exchange(places, own, count % 2u32, true);
     if comptime!(busy && !tiles.frees_first_chunk_at_once()) {
         free_values(places.empty, ring, values, 0usize, 3usize, tiles);
@@ -114,15 +104,12 @@ pub(super) fn softmax<NS: Size>(
     let made = measured::<NS>(
         s,
         largest,
-        measure,
+        before.measure,
         power,
         negative_infinity,
         true,
         HALF_KEYS,
     );
-    let s = made.s;
-    let shift = made.measure.shift;
-    let measured = made;
     let mut sum_0 = f32::new(0.0);
     let mut sum_1 = f32::new(0.0);
     let mut used = 0u32;
@@ -130,8 +117,14 @@ pub(super) fn softmax<NS: Size>(
         + (count % 2u32 * 2u32 + warpgroup) * comptime!(ColumnTiles::HALF_BYTES as u32);
     #[unroll]
     for step in 0..comptime!(HALF_KEYS / 16) {
-        let made = numerators::<NS>(s, shift, power, step, comptime!(kind.leaves_holes()));
-        let e = made.values;
+        let part = numerators::<NS>(
+            made.s,
+            made.measure.shift,
+            power,
+            step,
+            comptime!(kind.leaves_holes()),
+        );
+        let e = part.values;
         store_matrices(
             matrix_row(half, step),
             pack(e.extract(0usize), e.extract(1usize), tiles.half),
@@ -139,9 +132,9 @@ pub(super) fn softmax<NS: Size>(
             pack(e.extract(4usize), e.extract(5usize), tiles.half),
             pack(e.extract(6usize), e.extract(7usize), tiles.half),
         );
-        sum_0 += made.sums.first;
-        sum_1 += made.sums.second;
-        used |= made.used;
+        sum_0 += part.sums.first;
+        sum_1 += part.sums.second;
+        used |= part.used;
         if comptime!(busy && step == 1) {
             free_values(places.empty, ring, values, 1usize, 2usize, tiles);
         }
@@ -158,13 +151,5 @@ pub(super) fn softmax<NS: Size>(
     if comptime!(busy) {
         free_values(places.empty, ring, values, 2usize, 1usize, tiles);
     }
-    Step {
-        measure: measured.measure,
-        sums: Pair {
-            first: sums.first * measured.factor.first + sum_0,
-            second: sums.second * measured.factor.second + sum_1,
-        },
-        moved: measured.moved,
-        factor: measured.factor,
-    }
+    progress::<NS>(made, before.sums, pair(sum_0, sum_1))
 }

@@ -1,38 +1,33 @@
 //! A block's numerators, and P as an operand.
 
-use crate::kernel::forward::fragment::Pair;
-use crate::kernel::forward::measure::{Measure, measured, numerators, own_maxima};
+use crate::kernel::forward::fragment::pair;
+use crate::kernel::forward::measure::{Progress, measured, numerators, own_maxima, progress};
 use crate::kernel::ptx::pack;
 use crate::plan::wgmma::RowTiles;
 use cubecl::prelude::*;
 
-/// The numerators of a block, and what it makes of the rows' statistics.
+/// The numerators of a block, and how far the rows are with it.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Step<NS: Size> {
     pub numerators: Vector<f32, NS>,
-    pub measure: Measure,
-    pub sums: Pair,
-    /// Whether older results are to be multiplied by the factors; the sums are already.
-    pub moved: bool,
-    pub factor: Pair,
+    pub progress: Progress,
 }
 
 /// Makes a block's numerators of its scores.
 #[cube]
 pub(super) fn softmax<NS: Size>(
     s: Vector<f32, NS>,
-    measure: Measure,
-    sums: Pair,
+    before: Progress,
     power: f32,
     negative_infinity: f32,
     #[comptime] tiles: RowTiles,
 ) -> Step<NS> {
-    let largest = own_maxima::<NS>(s, measure.reference, tiles.keys);
+    let largest = own_maxima::<NS>(s, before.measure.reference, tiles.keys);
     let made = measured::<NS>(
         s,
         largest,
-        measure,
+        before.measure,
         power,
         negative_infinity,
         false,
@@ -43,23 +38,17 @@ pub(super) fn softmax<NS: Size>(
     let mut values = Vector::<f32, NS>::zeroed();
     #[unroll]
     for step in 0..comptime!(tiles.keys / 16) {
-        let made = numerators::<NS>(made.s, made.measure.shift, power, step, false);
+        let part = numerators::<NS>(made.s, made.measure.shift, power, step, false);
         #[unroll]
         for i in 0..8usize {
-            values.insert(comptime!(8 * step + i), made.values.extract(i));
+            values.insert(comptime!(8 * step + i), part.values.extract(i));
         }
-        sum_0 += made.sums.first;
-        sum_1 += made.sums.second;
+        sum_0 += part.sums.first;
+        sum_1 += part.sums.second;
     }
     Step::<NS> {
         numerators: values,
-        measure: made.measure,
-        sums: Pair {
-            first: sums.first * made.factor.first + sum_0,
-            second: sums.second * made.factor.second + sum_1,
-        },
-        moved: made.moved,
-        factor: made.factor,
+        progress: progress::<NS>(made, before.sums, pair(sum_0, sum_1)),
     }
 }
 
