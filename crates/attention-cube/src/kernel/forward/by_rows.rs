@@ -345,10 +345,11 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             kind.fragment,
         );
         let made = softmax::<NS>(s, progress, power, negative_infinity, tiles);
-        progress = made.progress;
+        // Carried through the loop as `progress` itself, it costs D128 registers' moves and 5 % (docs/forward-by-rows.md).
+        let mut running = made.progress;
         // There is no older output yet.
-        progress.moved = false.runtime();
-        progress.factor = pair(1.0f32, 1.0f32);
+        running.moved = false.runtime();
+        running.factor = pair(1.0f32, 1.0f32);
         let mut p = packed::<NS, NP>(made.numerators, tiles);
         let mut hole_count = holes_before;
         if comptime!(kind.leaves_holes()) {
@@ -403,8 +404,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 barrier_wait_both(key_full, next_turn.parity, value_full, turn.parity);
                 o = rescale::<NO>(
                     o,
-                    progress.moved,
-                    progress.factor,
+                    running.moved,
+                    running.factor,
                     comptime!(tiles.value_columns()),
                 );
                 await_turn(warpgroup);
@@ -416,8 +417,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             if comptime!(!tiles.takes_turns) {
                 o = rescale::<NO>(
                     o,
-                    progress.moved,
-                    progress.factor,
+                    running.moved,
+                    running.factor,
                     comptime!(tiles.value_columns()),
                 );
                 barrier_wait(value_full, turn.parity);
@@ -476,7 +477,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind.fragment,
             );
-            let made = softmax::<NS>(s, progress, power, negative_infinity, tiles);
+            let made = softmax::<NS>(s, running, power, negative_infinity, tiles);
             o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
             // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
             // product (C7513).
@@ -488,7 +489,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                     tell_used_by(places, p, hole_count, elected, tiles);
                 }
             }
-            progress = made.progress;
+            running = made.progress;
             block = next;
             count += 1u32;
             next = next_block(
@@ -504,8 +505,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         let turn = stage_turn(count, tiles.stages);
         o = rescale::<NO>(
             o,
-            progress.moved,
-            progress.factor,
+            running.moved,
+            running.factor,
             comptime!(tiles.value_columns()),
         );
         clean_values(
@@ -524,6 +525,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
         o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
         o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+        progress = running;
         count += 1u32;
         holes = hole_count + u32::cast_from(may_have_holes);
     }
