@@ -107,7 +107,7 @@ const fn row_shape(
 const BY_ROWS: &[RowShape] = &[
     // Causal 463 (two stages 449; 80, 112, 128 keys 414, 426, 460; without turns 450).
     row_shape(64, 64, 3, 96, 3, Turns::Always, [96, 2]),
-    // Causal 639 (in turns 629; 112, 144 keys 622, 618), all seen 691 (144: 697), a bias 460 (96 keys, two stages: 461).
+    // Causal 649 (in turns 629; 112, 144 keys 622, 618), all seen 691 (144: 697), a bias 460 (96 keys, two stages: 461).
     row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal, [128, 1]),
     row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal, [96, 1]),
     row_shape(192, 192, 2, 112, 2, Turns::Always, [80, 1]),
