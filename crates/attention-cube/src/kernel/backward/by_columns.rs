@@ -28,7 +28,7 @@ use crate::kernel::engine::wgmma::{
 };
 use crate::kernel::forward::fragment::columns_end;
 use crate::kernel::forward::holes::{
-    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
+    clear_unseen, has_unseen, tell_used, used_columns, used_words,
 };
 use crate::kernel::forward::output::await_stores;
 use crate::kernel::forward::tile::{HopperKind, view, warpgroup_barrier};
@@ -422,16 +422,15 @@ fn add<NG: Size>(
     );
     let first = block * comptime!(GradientColumnTiles::COLUMNS as i32);
     let words = used_words(places.used, count);
-    let mut dirty = has_strangers(
+    let dirty = has_unseen(
         &tile.run,
         columns_end(extent, kind.fragment.side),
         first,
+        places.used,
+        count,
         GradientColumnTiles::COLUMNS,
+        comptime!(kind.leaves_holes()),
     );
-    if comptime!(kind.leaves_holes()) {
-        dirty = has_holes(words, GradientColumnTiles::COLUMNS);
-        forget_used(places.used, count);
-    }
     let mut sums = sums;
     if dirty {
         #[unroll]

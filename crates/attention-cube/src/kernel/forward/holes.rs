@@ -67,6 +67,26 @@ pub(crate) fn has_holes(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
+/// Whether a block has rows to be cleared: by what is used of the `count`-th visited block where it may have `holes`, else by the
+/// tile's `run`.
+#[cube]
+pub(crate) fn has_unseen(
+    run: &Run,
+    length: i32,
+    first: i32,
+    used_at: u32,
+    count: u32,
+    #[comptime] block: usize,
+    #[comptime] holes: bool,
+) -> bool {
+    let mut unseen = has_strangers(run, length, first, block);
+    if comptime!(holes) {
+        unseen = has_holes(used_words(used_at, count), block);
+        forget_used(used_at, count);
+    }
+    unseen
+}
+
 /// Writes zeros over those of `count` rows, of the block from `first` on from its `first_row` on at `address`, that
 /// nobody in the tile sees: 0 · NaN must not reach a sum. Shared by `units` threads, of which this is `unit`.
 #[cube]

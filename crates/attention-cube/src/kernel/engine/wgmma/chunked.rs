@@ -18,7 +18,7 @@ const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
 ///
 /// Where a block is whole rounds of the ring, every block starts at the first stage, and a chunk is a
 /// constant away from it. Elsewhere each step is computed.
-pub(super) struct Walk {
+struct Walk {
     ring: RingShape,
     /// Registers: the first barrier of the full and of the empty ones, the ring's descriptor.
     full: String,
@@ -100,7 +100,7 @@ impl Walk {
 ///
 /// Where it says so, the last chunk of what was multiplied before, of an empty barrier and elected in two more
 /// registers, is freed once the first of these is issued.
-pub(super) fn chunked_scores_text(product: &ChunkedScores) -> String {
+fn chunked_scores_text(product: &ChunkedScores) -> String {
     let first_query = HALF_KEYS / 2;
     let after = first_query + product.query_fragment;
     let [query, key, full, empty, elected, stage, parity] =
@@ -150,7 +150,7 @@ pub(super) fn chunked_scores_text(product: &ChunkedScores) -> String {
 }
 
 /// Multiplies P, or dS, with the chunk that is there.
-pub(super) fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize) {
+fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize) {
     for part in 0..ColumnTiles::VALUE_KEYS / STEP {
         let step = chunk * (ColumnTiles::VALUE_KEYS / STEP) + part;
         let in_p =
@@ -172,7 +172,7 @@ pub(super) fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, ch
 ///
 /// The other warpgroup's chunks are waited for, and given back at once: who skipped a phase of a barrier could take
 /// the next but one for it, since their parities are the same.
-pub(super) fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
+fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
     let fragment = product.fragment();
     let [
         p,
@@ -230,7 +230,7 @@ pub(super) fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: u
 /// `O += P V` of a block whose chunks come through the ring: registers of O | O, P's and the ring's
 /// descriptors, the first full and the first empty barrier, elected, stage and parity of the warpgroup's
 /// first chunk, the keys' last chunk's empty barrier, and who says that this is free.
-pub(super) fn chunked_output_text(tiles: &ColumnTiles) -> String {
+fn chunked_output_text(tiles: &ColumnTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
         p,

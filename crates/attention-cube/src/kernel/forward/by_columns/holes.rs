@@ -4,9 +4,7 @@ use super::OWN_CHUNKS;
 use super::producer::Places;
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{Ring, free_chunk};
-use crate::kernel::forward::holes::{
-    clear_unseen, forget_used, has_holes, has_strangers, used_words,
-};
+use crate::kernel::forward::holes::{clear_unseen, has_unseen, used_words};
 use crate::kernel::forward::tile::{HopperKind, Tile, warpgroup_barrier};
 use crate::kernel::ptx::barrier_wait;
 use crate::kernel::visibility::Extent;
@@ -30,11 +28,15 @@ pub(super) fn clean_values(
 ) -> bool {
     let first_key = block * comptime!(ColumnTiles::KEYS as i32);
     let words = used_words(places.used, count);
-    let mut dirty = has_strangers(&tile.keys, extent.kv_len, first_key, ColumnTiles::KEYS);
-    if comptime!(kind.leaves_holes()) {
-        dirty = has_holes(words, ColumnTiles::KEYS);
-        forget_used(places.used, count);
-    }
+    let dirty = has_unseen(
+        &tile.keys,
+        extent.kv_len,
+        first_key,
+        places.used,
+        count,
+        ColumnTiles::KEYS,
+        comptime!(kind.leaves_holes()),
+    );
     if dirty {
         // The last chunk of values may need the stage of the last chunk of keys.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
