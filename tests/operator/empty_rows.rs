@@ -2,12 +2,13 @@
 //! what such a query or its output's gradient holds reaches nobody. Tensors without elements too.
 
 use crate::case::{Case, FULL};
-use crate::dense::read;
+use crate::dense::{Dense, read};
 use crate::devices::devices;
 use crate::inputs::Inputs;
+use crate::run::Operator;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use attention_cube::{AttentionOptions, attention_with_lse};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 
 /// Checks with NaN in the queries that `blind` names, and in their output's gradient.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
@@ -112,6 +113,71 @@ fn with_sinks() {
         ..case(150, 66)
     };
     check_blind(&causal, &causal.inputs(), |[_, _, query]| query < 150 - 66);
+}
+
+/// A sink of −∞ is none: a query that sees no key beside it has an output of 0 and a logsumexp of −∞.
+#[test]
+fn with_sinks_of_minus_infinity() {
+    for q_len in [150, 2] {
+        let masked = Case {
+            mask: Some([true, true, true, false]),
+            sinks: true,
+            ..case(q_len, 66)
+        };
+        let mut inputs = masked.inputs();
+        let sinks = inputs.sinks.as_mut().expect("the case has sinks");
+        sinks.values[1] = f64::NEG_INFINITY;
+        let mask = inputs.mask.as_mut().expect("the case has a mask");
+        // Both heads have queries that see nothing and queries that see all.
+        for (index, visible) in mask.values.iter_mut().enumerate() {
+            *visible = f64::from(index % 2 == 0);
+        }
+        let mask = mask.clone();
+        check_blind(&masked, &inputs, |[b, h, i]| mask.at([b, h, i, 0]) == 0.0);
+    }
+}
+
+/// A key and a value of NaN that others see leave a query that sees nothing alone: beside queries of its own tile, and in
+/// every part of keys that are split.
+#[test]
+fn beside_others_that_see_nan() {
+    for (q_len, kv_len, head_dim) in [(70, 66, 32), (2, 66, 32), (2, 2000, 64), (70, 66, 100)] {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let case = Case {
+                dtype,
+                mask: Some([false, false, true, false]),
+                lse_gradient: false,
+                ..Case::new([1, 2, 1, q_len, kv_len, head_dim, head_dim])
+            };
+            let mut inputs = case.inputs();
+            let is_blind = |query: usize| query % 2 == 1;
+            inputs.mask = Some(Dense::from_fn([1, 1, q_len, 1], |[_, _, query, _]| {
+                f64::from(!is_blind(query))
+            }));
+            inputs.key.fill_rows(f64::NAN, |[_, _, key]| key % 64 == 3);
+            inputs
+                .value
+                .fill_rows(f64::NAN, |[_, _, key]| key % 64 == 3);
+            for device in devices().iter().filter(|device| device.supports(dtype)) {
+                let results = case.run(&inputs, &device.device, dtype, Operator::Fused);
+                for (name, columns, expected) in [
+                    ("output", head_dim, 0.0),
+                    ("logsumexp", 1, f64::NEG_INFINITY),
+                    ("query gradient", head_dim, 0.0),
+                ] {
+                    let result = results.iter().find(|result| result.name == name);
+                    let result = result.unwrap_or_else(|| panic!("no {name}"));
+                    for (row, values) in result.values.chunks(columns).enumerate() {
+                        assert!(
+                            !is_blind(row % q_len) || values.iter().all(|x| *x == expected),
+                            "{}: row {row} of {name} of {case:?} is {values:?}",
+                            device.name
+                        );
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,55 @@
+//! Of a bias, −∞ alone hides a key: the lowest finite number of every precision is a score like others, and where a query
+//! has nothing better it looks at what it has.
+
+use crate::case::{Case, FULL};
+use crate::dense::Dense;
+use burn::tensor::DType;
+
+/// A bias of the lowest numbers for the queries of every third row and, elsewhere, for every third key.
+fn lowest(case: &Case, lowest: f64) {
+    let mut inputs = case.inputs();
+    let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
+    inputs.bias = Some(Dense::from_fn(shape, |[_, _, query, key]| {
+        match query % 3 == 0 || key % 3 == 1 {
+            true => lowest,
+            false => (query + key) as f64 / 64.0,
+        }
+    }));
+    // Of scores as large as this, one f32 of logsumexp does not keep how many there were: their gradients are not compared.
+    inputs
+        .output_gradient
+        .fill_rows(0.0, |[_, _, query]| query % 3 == 0);
+    inputs.lse_gradient = None;
+    case.check_inputs(&inputs, &inputs);
+}
+
+#[test]
+fn lowest_numbers_are_scores() {
+    for (q_len, kv_len, head_dim) in [(70, 66, 32), (2, 66, 32), (3, 700, 64), (70, 150, 128)] {
+        for (dtype, f32_extras, value) in [
+            (DType::F32, true, f64::from(f32::MIN)),
+            (DType::F16, true, f64::from(f32::MIN)),
+            (DType::F16, false, -65504.0),
+            (DType::BF16, true, f64::from(f32::MIN)),
+            // The lowest of bf16.
+            (DType::BF16, false, f64::from(f32::from_bits(0xFF7F_0000))),
+            (DType::F32, true, -1e30),
+            (DType::F32, true, -3e38),
+        ] {
+            let case = Case {
+                dtype,
+                f32_extras,
+                bias: Some(FULL),
+                ..Case::new([1, 2, 1, q_len, kv_len, head_dim, head_dim])
+            };
+            lowest(&case, value);
+            lowest(
+                &Case {
+                    sinks: true,
+                    ..case
+                },
+                value,
+            );
+        }
+    }
+}
