@@ -6,7 +6,7 @@ use crate::dense::Dense;
 use burn::tensor::DType;
 
 /// A bias of the lowest numbers for the queries of every third row and, elsewhere, for every third key.
-fn lowest(case: &Case, lowest: f64) {
+pub(crate) fn check_lowest(case: &Case, lowest: f64) {
     let mut inputs = case.inputs();
     let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
     inputs.bias = Some(Dense::from_fn(shape, |[_, _, query, key]| {
@@ -42,8 +42,8 @@ fn lowest_numbers_are_scores() {
                 bias: Some(FULL),
                 ..Case::new([1, 2, 1, q_len, kv_len, head_dim, head_dim])
             };
-            lowest(&case, value);
-            lowest(
+            check_lowest(&case, value);
+            check_lowest(
                 &Case {
                     sinks: true,
                     ..case

@@ -2,10 +2,14 @@
 //! and blocks of keys with tails, and everything that hides keys, shares tiles or splits them. Each case is
 //! checked to be served by that engine, its gradients too; where no device has it there is nothing to test.
 
+use crate::biases::check_lowest;
 use crate::case::{Case, FULL};
+use crate::compare::Named;
 use crate::dense::Dense;
 use crate::devices::{TestDevice, cube_devices};
+use crate::empty_rows::check_beside_nan;
 use crate::inputs::Inputs;
+use crate::run::Operator;
 use attention_cube::plan::Engine;
 use attention_cube::{AttentionProblem, CausalAlignment, attention_with_lse, explain};
 use burn::tensor::{DType, Int, Tensor};
@@ -338,6 +342,161 @@ fn cubes_stay() {
     }
 }
 
+/// Tiles that see no key between others, of cubes that stay: a mask hides the first keys, as left padding does, or all from the last
+/// queries.
+#[test]
+fn tiles_without_keys() {
+    for (head_dim, value_dim) in [
+        (64, 64),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+        (384, 384),
+        (512, 512),
+    ] {
+        let case = Case::new([2, 24, 8, 420, 420, head_dim, value_dim]);
+        let padded = Case {
+            dtype: DType::BF16,
+            causal: Some(CausalAlignment::BottomRight),
+            mask: Some([true, false, false, true]),
+            ..case.clone()
+        };
+        check_with(
+            &padded,
+            |inputs| {
+                let mask = inputs.mask.as_mut().expect("the case has a mask");
+                *mask = Dense::from_fn(mask.shape, |[_, _, _, key]| f64::from(key >= 290));
+            },
+            |_| {},
+        );
+        let rows = Case {
+            dtype: DType::BF16,
+            mask: Some([true, false, true, true]),
+            sinks: true,
+            ..case
+        };
+        check_with(
+            &rows,
+            |inputs| {
+                let mask = inputs.mask.as_mut().expect("the case has a mask");
+                *mask = Dense::from_fn(mask.shape, |[_, _, query, _]| f64::from(query < 130));
+            },
+            |_| {},
+        );
+    }
+}
+
+/// A sink of −∞ beside queries that see nothing.
+#[test]
+fn sinks_of_minus_infinity() {
+    each_width(|case| Case {
+        mask: Some([false, false, true, false]),
+        sinks: true,
+        ..case
+    });
+    for (head_dim, value_dim) in WIDTHS {
+        let case = Case {
+            dtype: DType::BF16,
+            mask: Some([false, false, true, false]),
+            sinks: true,
+            ..sized([head_dim, value_dim])
+        };
+        check_with(
+            &case,
+            |inputs| {
+                let sinks = inputs.sinks.as_mut().expect("the case has sinks");
+                sinks.values[0] = f64::NEG_INFINITY;
+            },
+            |_| {},
+        );
+    }
+}
+
+/// NaN that others of a tile see, and biases of the lowest numbers.
+#[test]
+fn extremes() {
+    if hopper_devices().is_empty() {
+        return;
+    }
+    for (head_dim, value_dim) in WIDTHS {
+        for [q_len, kv_len] in [[140, 270], [1, 3000], [2, 3000]] {
+            let sizes = [1, 4, 2, q_len, kv_len, head_dim, value_dim];
+            check_beside_nan(sizes, DType::BF16);
+            for (dtype, f32_extras, lowest) in [
+                (DType::BF16, true, f64::from(f32::MIN)),
+                (DType::BF16, false, f64::from(f32::from_bits(0xFF7F_0000))),
+                (DType::F16, false, -65504.0),
+                (DType::F16, true, -1e30),
+            ] {
+                let case = Case {
+                    dtype,
+                    f32_extras,
+                    bias: Some(FULL),
+                    ..Case::new(sizes)
+                };
+                check_lowest(&case, lowest);
+            }
+        }
+    }
+}
+
+/// Where heads share a tile, its other rows are nobody's: what other kernels left in shared memory there must not matter.
+#[test]
+fn shared_tiles_repeat_after_other_work() {
+    let cases = [
+        Case::new([1, 16, 4, 1, 5000, 256, 256]),
+        Case {
+            window: (Some(425), Some(88)),
+            ..Case::new([1, 4, 2, 3, 799, 64, 64])
+        },
+        Case::new([1, 16, 2, 3, 799, 512, 512]),
+        Case::new([2, 8, 1, 1, 3000, 128, 128]),
+        Case::new([1, 128, 1, 1, 3000, 576, 512]),
+        // The last tile of a group has fewer heads.
+        Case::new([1, 10, 1, 30, 900, 320, 320]),
+    ];
+    for device in hopper_devices() {
+        for case in &cases {
+            let case = Case {
+                dtype: DType::BF16,
+                ..case.clone()
+            };
+            let inputs = case.inputs();
+            let mut first: Option<Vec<Named>> = None;
+            for round in 0..12 {
+                // Queries of other sizes fill the whole tile with other numbers; the largest are infinite products.
+                let width = [case.head_dim, case.value_dim].map(|width| width.min(512));
+                let other = Case {
+                    dtype: DType::BF16,
+                    lse_gradient: false,
+                    amplitude: [1.0, 30.0, 1e18][round % 3],
+                    ..Case::new([1, 150, 1, 200 + round, 300, width[0], width[1]])
+                };
+                let tracked = &device.device;
+                let drawn = other.inputs();
+                let [query, key, value] = [&drawn.query, &drawn.key, &drawn.value]
+                    .map(|dense| dense.tensor(tracked, DType::BF16));
+                let options = other.options(drawn.extras(tracked, DType::BF16));
+                attention_with_lse(query, key, value, options)
+                    .unwrap_or_else(|error| panic!("{other:?}: {error}"));
+                let again = case.run(&inputs, &device.device, case.dtype, Operator::Fused);
+                match &first {
+                    None => first = Some(again),
+                    Some(first) => {
+                        for (first, again) in first.iter().zip(&again) {
+                            let differ = first.values.iter().zip(&again.values);
+                            let differ = differ.filter(|(a, b)| a.to_bits() != b.to_bits());
+                            let (count, name) = (differ.count(), first.name);
+                            assert_eq!(count, 0, "{name} in round {round} of {case:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 fn cases_to_repeat() -> Vec<Case> {
     let causal = Some(CausalAlignment::BottomRight);
     let cases = [
@@ -380,9 +539,9 @@ fn cases_to_repeat() -> Vec<Case> {
 
 /// Checks that `repeats` runs of each case give the same bits as the first: output and logsumexp, or, for a loss of
 /// these, the gradients.
-fn check_repeats(repeats: usize, of_gradients: bool) {
+fn check_repeats(repeats: usize, of_gradients: bool, cases: Vec<Case>) {
     for device in hopper_devices() {
-        for case in cases_to_repeat() {
+        for case in &cases {
             let inputs = case.inputs();
             let tracked = device.device.clone().autodiff();
             let tensor = |dense: &Dense| dense.tensor(&tracked, case.dtype);
@@ -424,13 +583,19 @@ fn check_repeats(repeats: usize, of_gradients: bool) {
 /// A thousand runs of each give the same bits.
 #[test]
 fn repeats_are_identical() {
-    check_repeats(1000, false);
+    check_repeats(1000, false, cases_to_repeat());
+    // Seven stages for eight chunks of values: the last takes the first's.
+    let case = Case {
+        dtype: DType::BF16,
+        ..Case::new([1, 128, 1, 3, 2000, 576, 512])
+    };
+    check_repeats(300, false, vec![case]);
 }
 
 /// Two hundred runs of each give the same gradients.
 #[test]
 fn gradients_repeat() {
-    check_repeats(200, true);
+    check_repeats(200, true, cases_to_repeat());
 }
 
 /// Heads of a group share a tile, also where they do not fill it, and keys are split over cubes.

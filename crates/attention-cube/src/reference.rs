@@ -48,10 +48,12 @@ pub(crate) fn forward<B: Backend>(
     let scores = Scores::<B>::new(&inputs, problem);
     let value = scores.value.clone();
 
-    let mut max = B::float_clamp_min(
-        B::float_max_dim(scores.scores.clone(), 3),
-        FINITE_MIN.into(),
-    );
+    // Finite for a query that sees nothing, too.
+    let lowest = match logsumexp_dtype(problem) {
+        DType::F64 => f64::MIN,
+        _ => f64::from(f32::MIN),
+    };
+    let mut max = B::float_clamp_min(B::float_max_dim(scores.scores.clone(), 3), lowest.into());
     if let Some(sinks) = &scores.sinks {
         max = elementwise_max::<B>(max, sinks.clone());
     }
@@ -59,17 +61,21 @@ pub(crate) fn forward<B: Backend>(
     let max = B::float_detach(max);
     let p = B::float_exp(B::float_sub(scores.scores, max.clone()));
     let mut sum = B::float_sum_dim(p.clone(), 3);
+    let bools = bool_dtype::<B>(&sum);
+    let is_zero = |sum: &FloatTensor<B>| B::float_equal_elem(sum.clone(), 0.0.into(), bools);
+    let blind = is_zero(&sum);
     if let Some(sinks) = scores.sinks {
         sum = B::float_add(sum, B::float_exp(B::float_sub(sinks, max.clone())));
     }
-    let bools = bool_dtype::<B>(&sum);
-    let unseeing = B::float_equal_elem(sum.clone(), 0.0.into(), bools);
+    let unseeing = is_zero(&sum);
     let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
 
     let output = from_groups::<B>(
         B::float_matmul(to_groups::<B>(B::float_div(p, sum.clone()), problem), value),
         problem,
     );
+    // What it does not see may be NaN, if others see it.
+    let output = fill_rows::<B>(output, &blind);
     let logsumexp = B::float_mask_fill(
         B::float_add(max, B::float_log(sum)),
         unseeing,
@@ -101,12 +107,15 @@ pub(crate) fn backward<B: Backend>(
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
     // What reaches a query that sees nothing goes nowhere, whatever it is.
     let seeing = |rows| match &scores.blind {
-        Some(blind) => B::float_mask_fill(rows, blind.clone(), 0.0.into()),
+        Some(blind) => fill_rows::<B>(rows, blind),
         None => rows,
     };
     // Of such a query the logsumexp is the sink, if there is one, and else −∞, a constant.
-    let defined = |rows| if sinks.is_some() { rows } else { seeing(rows) };
-    let logsumexp = defined(B::float_reshape(saved.logsumexp, rows.clone()));
+    let logsumexp = B::float_reshape(saved.logsumexp, rows.clone());
+    let bools = bool_dtype::<B>(&logsumexp);
+    let constant = B::float_equal_elem(logsumexp.clone(), f64::NEG_INFINITY.into(), bools);
+    let defined = |rows| fill_rows::<B>(rows, &constant);
+    let logsumexp = defined(logsumexp);
     let output_gradient = seeing(cast::<B>(saved.output_gradient, compute));
     let output = seeing(cast::<B>(saved.output, compute));
     let mut delta = B::float_sum_dim(B::float_mul(output_gradient.clone(), output), 3);
@@ -125,7 +134,10 @@ pub(crate) fn backward<B: Backend>(
         B::float_matmul(output_gradient, B::float_transpose(scores.value)),
         problem,
     );
+    // A value that others see may be NaN.
+    let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bools);
     let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
+    let ds = B::float_mask_fill(ds, unseen, 0.0.into());
     let dbias = bias
         .filter(|_| request.bias)
         .map(|bias| cast::<B>(sum_to::<B>(ds.clone(), &bias.shape()), bias.dtype()));
@@ -141,6 +153,10 @@ pub(crate) fn backward<B: Backend>(
     };
     let ds = to_groups::<B>(B::float_mul_scalar(ds, problem.scale.into()), problem);
     let dq = from_groups::<B>(B::float_matmul(ds.clone(), scores.key), problem);
+    let dq = match &scores.blind {
+        Some(blind) => fill_rows::<B>(dq, blind),
+        None => dq,
+    };
     let dk = B::float_matmul(B::float_transpose(ds), scores.query);
     AttentionGradients {
         query: cast::<B>(dq, dtype),
@@ -163,7 +179,11 @@ pub(crate) fn sinks_gradient<B: Backend>(
     let per_head = Shape::new([1, problem.q_heads, 1, 1]);
     let shape = sinks.shape();
     let scores = B::float_reshape(cast::<B>(sinks, compute), per_head.clone());
+    // A sink of −∞ is none, also beside no key.
+    let bools = bool_dtype::<B>(&scores);
+    let none = B::float_equal_elem(scores.clone(), f64::NEG_INFINITY.into(), bools);
     let p = B::float_exp(B::float_sub(scores, logsumexp));
+    let p = fill_rows::<B>(p, &none);
     let gradient = sum_to::<B>(B::float_neg(B::float_mul(p, delta)), &per_head);
     B::float_reshape(gradient, shape)
 }
@@ -221,9 +241,6 @@ pub(crate) fn backward_of_nothing<B: Backend>(
             .into(),
     }
 }
-
-/// Below every finite score, so that the maximum of a query that sees nothing is finite.
-const FINITE_MIN: f64 = -1e30;
 
 /// The inputs in the dtype of the computation, without what nobody sees, and the scores.
 struct Scores<B: Backend> {
@@ -425,6 +442,12 @@ fn from_groups<B: Backend>(tensor: FloatTensor<B>, problem: &AttentionProblem) -
     let columns = tensor.shape()[3];
     let shape = [problem.batch, problem.q_heads, problem.q_len, columns];
     B::float_reshape(tensor, Shape::new(shape))
+}
+
+/// Zeros where `mask` says so, which is broadcast.
+fn fill_rows<B: Backend>(tensor: FloatTensor<B>, mask: &BoolTensor<B>) -> FloatTensor<B> {
+    let mask = B::bool_expand(mask.clone(), tensor.shape());
+    B::float_mask_fill(tensor, mask, 0.0.into())
 }
 
 /// Sums the dimensions that `shape` has as 1.

@@ -3,8 +3,14 @@
 use super::visibility::{Extent, Sight, Structure, sees};
 use cubecl::prelude::*;
 
-/// The score of a hidden key. Finite, since not every shading language has an infinity.
-pub(crate) const HIDDEN: f32 = -3.0e38;
+/// What maxima start from: no score is lower but −∞, that of a hidden key.
+pub(crate) const LOWEST: f32 = f32::MIN;
+
+/// Whether a score, or what it is made of, is −∞. By its bits, since shading languages may take every number for finite.
+#[cube]
+pub(crate) fn is_hidden(score: f32) -> bool {
+    u32::reinterpret(score) == 0xFF80_0000u32
+}
 
 /// The numbers that a score depends on.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -13,7 +19,7 @@ pub(crate) struct ScoreArguments {
     pub scale: f32,
     /// Read only where a softcap is compiled in.
     pub softcap: f32,
-    /// −∞, for the logsumexp of a query that sees nothing.
+    /// −∞, for the score of a hidden key and the logsumexp of a query that sees nothing: not every shading language has it.
     pub negative_infinity: f32,
 }
 
@@ -101,7 +107,7 @@ pub(crate) fn biased<F: Float>(
 /// The score with its bias; one of −∞ gives `hidden`, whatever the score is.
 #[cube]
 pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
-    select(bias <= HIDDEN, hidden, score + bias)
+    select(is_hidden(bias), hidden, score + bias)
 }
 
 /// Whether the place exists and is visible by window, length, segments and mask. In a `whole` block all
@@ -152,5 +158,5 @@ pub(crate) fn is_visible<M: Numeric>(
 /// The softmax's numerator; 0 for what is hidden, and for a bias of −∞. A NaN stays one.
 #[cube]
 pub(crate) fn probability(score: f32, reference: f32) -> f32 {
-    select(score <= HIDDEN, 0.0f32, (score - reference).exp())
+    select(is_hidden(score), 0.0f32, (score - reference).exp())
 }

@@ -5,7 +5,7 @@
 //! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
 
 use super::engine::unit::tile_row;
-use super::score::{HIDDEN, probability};
+use super::score::{LOWEST, probability};
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
@@ -29,7 +29,7 @@ pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
         factor: Shared::new_slice(tiles.rows),
     };
     if UNIT_POS < comptime!(tiles.rows as u32) {
-        statistics.maximum[UNIT_POS as usize] = f32::new(HIDDEN);
+        statistics.maximum[UNIT_POS as usize] = f32::new(LOWEST);
     }
     statistics
 }
@@ -48,7 +48,7 @@ pub(crate) fn advance(
     let pitch = comptime!(tiles.partial_pitch());
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
-        let mut largest = f32::new(HIDDEN);
+        let mut largest = f32::new(LOWEST);
         #[unroll]
         for quad in 0..tiles.column_vectors {
             let at = comptime!(k * tiles.columns_per_unit() + 4 * quad);

@@ -352,13 +352,28 @@ impl BackwardPass<'_> {
             }
         }
         (
-            self.sum(&gradients, 0, parts, &inputs.query, tiles.vector),
-            self.sum(&gradients, key_gradient_at, 1, &inputs.key, tiles.vector),
+            self.sum(
+                &gradients,
+                0,
+                parts,
+                &inputs.query,
+                Some(&self.rows),
+                tiles.vector,
+            ),
+            self.sum(
+                &gradients,
+                key_gradient_at,
+                1,
+                &inputs.key,
+                None,
+                tiles.vector,
+            ),
             self.sum(
                 &gradients,
                 value_gradient_at,
                 1,
                 &inputs.value,
+                None,
                 tiles.vector,
             ),
         )
@@ -398,13 +413,14 @@ impl BackwardPass<'_> {
         }
     }
 
-    /// The gradient of `input`, whose parts lie from `first` on.
+    /// The gradient of `input`, whose parts lie from `first` on; the queries' have `rows`.
     fn sum(
         &self,
         gradients: &CubeTensor,
         first: usize,
         parts: usize,
         input: &CubeTensor,
+        rows: Option<&CubeTensor>,
         vector: usize,
     ) -> CubeTensor {
         let client = self.rows.client.clone();
@@ -419,6 +435,7 @@ impl BackwardPass<'_> {
                 CubeDim::new_1d(units as u32),
                 address_type([gradients, &gradient]),
                 Self::arg(gradients),
+                rows.map(Self::arg).into(),
                 Self::arg(&gradient),
                 first / vector,
                 parts as u32,
@@ -506,7 +523,7 @@ impl BackwardPass<'_> {
             reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, delta, problem);
         match sinks.dtype {
             DType::F32 => gradient,
-            _ => self.sum(&into_contiguous(gradient), 0, 1, sinks, 1),
+            _ => self.sum(&into_contiguous(gradient), 0, 1, sinks, None, 1),
         }
     }
 }

@@ -17,8 +17,8 @@ mod producer;
 
 use self::producer::{Places, fetch, places};
 use super::held::{
-    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of,
-    visit_from, write_gradient,
+    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
+    standing_of, visit_from, write_gradient,
 };
 use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
 use crate::kernel::engine::ring::stage_turn;
@@ -176,7 +176,7 @@ pub(crate) fn gradient_by_columns<
             };
             write_gradient::<E, N, NG>(
                 sums,
-                factor,
+                row_factors(terms, &tile, row, &extent, factor, kind.fragment.side),
                 places.held_dots
                     + warpgroup
                         * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -193,6 +193,7 @@ pub(crate) fn gradient_by_columns<
                 comptime!(PRODUCT_ROWS * ROW_BYTES),
                 comptime!(tiles.boxes_gradient()),
                 tiles.half,
+                kind.fragment.side,
             );
             await_stores();
         }

@@ -23,13 +23,13 @@ use self::products::{
     start_s,
 };
 use super::held::{
-    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, standing_of,
-    visit_from, write_gradient,
+    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
+    standing_of, visit_from, write_gradient,
 };
 use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{free_chunk, take_fragment};
-use crate::kernel::forward::fragment::RowPair;
+use crate::kernel::forward::fragment::{RowPair, pair};
 use crate::kernel::forward::output::await_stores;
 use crate::kernel::forward::tile::{HopperKind, View, await_turn, pass_turn, view};
 use crate::kernel::mask_bits::MaskPlaces;
@@ -40,7 +40,7 @@ use crate::kernel::ptx::{
 use crate::kernel::schedule::Grid;
 use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::{Extent, Sight, sight};
-use crate::plan::wgmma::{GradientRowTiles, PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
+use crate::plan::wgmma::{GradientRowTiles, PRODUCT_ROWS, ROW_BYTES, Side, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -176,7 +176,14 @@ pub(crate) fn gradient_by_rows<
             if comptime!(tiles.sums.has_dots()) {
                 write_gradient::<E, N, ND>(
                     sums.dots,
-                    arguments.scale,
+                    row_factors(
+                        terms,
+                        &tile,
+                        row,
+                        &extent,
+                        arguments.scale,
+                        kind.fragment.side,
+                    ),
                     places.held_dots + staging,
                     tensor_map_address(dot_gradient_boxes),
                     dot_gradient,
@@ -187,6 +194,7 @@ pub(crate) fn gradient_by_rows<
                     comptime!(tiles.rows() * ROW_BYTES),
                     comptime!(tiles.boxes_dots()),
                     tiles.half,
+                    kind.fragment.side,
                 );
             }
             if comptime!(tiles.sums.has_values()) {
@@ -197,7 +205,7 @@ pub(crate) fn gradient_by_rows<
                 };
                 write_gradient::<E, N, NV>(
                     sums.values,
-                    f32::new(1.0),
+                    pair(f32::new(1.0), f32::new(1.0)),
                     place + staging,
                     tensor_map_address(value_gradient_boxes),
                     value_gradient,
@@ -208,6 +216,7 @@ pub(crate) fn gradient_by_rows<
                     comptime!(tiles.rows() * ROW_BYTES),
                     comptime!(tiles.boxes_values()),
                     tiles.half,
+                    Side::Keys,
                 );
             }
             await_stores();

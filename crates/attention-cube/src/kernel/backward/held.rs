@@ -1,8 +1,10 @@
 //! What a cube of the Hopper kernels holds for the backward, a tile of queries or of keys, and the blocks of the
 //! other side that it passes over: of one head, or, where it holds keys, of each query head of the group.
 
-use crate::kernel::forward::fragment::{RowPair, pair, rows_end};
-use crate::kernel::forward::output::{store_boxes, write_row};
+use super::rows::BLIND;
+use super::weights::terms_of_rows;
+use crate::kernel::forward::fragment::{Pair, RowPair, pair, rows_end};
+use crate::kernel::forward::output::{store_boxes, without_blind, write_row};
 use crate::kernel::forward::tile::{HopperKind, Standing, load_subtiles, meets};
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::barrier_expect;
@@ -266,12 +268,35 @@ pub(crate) struct GradientPart {
     pub first_column: u32,
 }
 
-/// Writes a warpgroup's part of the gradient, `columns` of `width`, times `factor`: through `staging` in `boxes`, or at once.
+/// What a thread's two rows of a gradient are multiplied with: 0 for a query that sees nothing, whatever others of its tile have
+/// seen.
+#[cube]
+pub(crate) fn row_factors(
+    terms: &Tensor<f32>,
+    tile: &Held,
+    row: i32,
+    extent: &Extent,
+    factor: f32,
+    #[comptime] side: Side,
+) -> Pair {
+    let mut factors = pair(factor, factor);
+    if comptime!(side == Side::Queries) {
+        let first_row = tile.first_row + row;
+        let terms = terms_of_rows(terms, tile.batch, tile.head, first_row, extent, side);
+        factors = pair(
+            select(terms.logsumexps.first == BLIND, 0.0f32, factor),
+            select(terms.logsumexps.second == BLIND, 0.0f32, factor),
+        );
+    }
+    factors
+}
+
+/// Writes a warpgroup's part of the gradient, `columns` of `width`, its rows times `factors`: through `staging` in `boxes`, or at once.
 /// Nobody reads what was held there any more.
 #[cube]
 pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
     sums: Vector<f32, NG>,
-    factor: f32,
+    factors: Pair,
     staging: u32,
     map: u64,
     gradient: &mut Tensor<Vector<E, N>>,
@@ -282,11 +307,16 @@ pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
     #[comptime] subtile_bytes: usize,
     #[comptime] boxes: bool,
     #[comptime] half: Half,
+    #[comptime] side: Side,
 ) {
+    let mut sums = sums;
+    if comptime!(side == Side::Queries) {
+        sums = without_blind::<NG>(sums, factors, columns);
+    }
     if comptime!(boxes) {
         store_boxes::<NG>(
             sums,
-            pair(factor, factor),
+            factors,
             staging,
             map,
             tile.batch,
@@ -302,6 +332,11 @@ pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
         #[unroll]
         for which in 0..2usize {
             let own = part.row + comptime!(8 * which as i32);
+            let factor = if comptime!(which == 0) {
+                factors.first
+            } else {
+                factors.second
+            };
             write_row::<E, N, NG>(
                 sums,
                 factor,

@@ -32,7 +32,7 @@ pub(crate) mod together;
 #[cfg(feature = "cuda")]
 pub(crate) mod weights;
 
-use super::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
+use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use super::visibility::Structure;
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
@@ -75,7 +75,8 @@ pub(crate) fn score_gradient<F: Float>(
     let mut ddot = 0.0f32;
     if visible {
         let capped = capped(dot, arguments, kind);
-        p = probability(biased(capped, bias, place, f32::new(HIDDEN)), logsumexp);
+        let score = biased(capped, bias, place, arguments.negative_infinity);
+        p = probability(score, logsumexp);
         if p != 0.0f32 {
             ds = p * (dp - delta);
             ddot = ds * slope(capped, arguments, kind);

@@ -4,10 +4,10 @@
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 
-use super::{BackwardKind, row_terms_of, score_gradient};
+use super::{BackwardKind, row_terms_of, rows::BLIND, score_gradient};
 use crate::kernel::engine::unit::{
     Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    unit_factors, zero_output,
+    zero_output,
 };
 use crate::kernel::layout::head_rows;
 use crate::kernel::schedule::{Grid, block_count, share};
@@ -63,7 +63,16 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut ds_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let ones = unit_factors(tiles);
+    // Of a query that sees nothing the gradient is 0, whatever others of its tile have seen. A sync makes them visible.
+    let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
+    #[unroll]
+    for step in 0..comptime!(tiles.row_steps()) {
+        let row = UNIT_POS as usize + step * tiles.units;
+        if row < tiles.rows {
+            let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
+            factors[row] = select(terms.logsumexp == BLIND, 0.0f32, 1.0f32);
+        }
+    }
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dq = zero_output(tiles);
@@ -174,7 +183,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let gradient_rows = head_rows(&*gradient, batch, head, first_row, end_row, head_dim);
     store_output(
         &dq,
-        &ones,
+        &factors,
         gradient,
         &gradient_rows,
         first_row,

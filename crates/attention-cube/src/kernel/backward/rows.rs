@@ -6,7 +6,7 @@
 
 use crate::kernel::engine::unit::load_vec4;
 use crate::kernel::layout::{head_rows, row_offset};
-use crate::kernel::score::HIDDEN;
+use crate::kernel::score::is_hidden;
 use cubecl::prelude::*;
 
 /// Units of a cube, and of a row.
@@ -14,6 +14,8 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// Rows of a cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
+/// Stands for the logsumexp of a query that sees nothing: all its scores are −∞, and its probabilities 0 by this, too.
+pub(crate) const BLIND: f32 = f32::MAX;
 /// Hopper's copy engine reads rows that start at multiples of 16 bytes.
 pub(crate) const MULTIPLE: usize = 4;
 
@@ -86,10 +88,9 @@ pub(crate) fn row_terms<E: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
-        // A query that sees nothing has no probabilities to recompute.
-        let sees_nothing = logsumexp < f32::new(HIDDEN);
+        let sees_nothing = is_hidden(logsumexp);
         let at = (2u32 * plane) as usize * padded as usize + query as usize;
-        target[at] = select(sees_nothing, 0.0f32, logsumexp);
+        target[at] = select(sees_nothing, f32::new(BLIND), logsumexp);
         target[at + padded as usize] = select(sees_nothing, 0.0f32, delta);
     }
 }

@@ -17,7 +17,7 @@
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
 //! `engine/direct.rs`.
 
-use super::{BackwardKind, key_value::block_scores};
+use super::{BackwardKind, key_value::block_scores, rows::BLIND};
 use crate::kernel::engine::direct::{Division, add_iterations, add_transposed, store_transposed};
 use crate::kernel::engine::unit::{Vec4, store_tile};
 use crate::kernel::layout::{Rows, head_rows, row_offset};
@@ -324,10 +324,12 @@ pub(crate) fn pack_operand<E: Float, N: Size>(
     operands[to / size] = Vector::cast_from(source[from / size]);
 }
 
-/// Sums `count` parts of the gradients, from `first` on and one after the other, a vector a unit.
+/// Sums `count` parts of the gradients, from `first` on and one after the other, a vector a unit. With the terms of queries,
+/// `[batch, q_heads, 2, …]`, the gradient is the queries': 0 for one that sees nothing, whatever others of its tile have seen.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_parts<E: Float, N: Size>(
     gradients: &Tensor<Vector<f32, N>>,
+    rows: ComptimeOption<&Tensor<f32>>,
     target: &mut Tensor<Vector<E, N>>,
     first: usize,
     count: u32,
@@ -342,6 +344,17 @@ pub(crate) fn sum_parts<E: Float, N: Size>(
     let mut sum = Vector::<f32, N>::new(0.0);
     for part in 0..count as usize {
         sum += gradients[first + part * vectors + index];
+    }
+    #[comptime]
+    match &rows {
+        ComptimeOption::Some(rows) => {
+            let row = index * target.vector_size() / target.shape(3);
+            let plane = row / target.shape(2);
+            if rows[plane * rows.stride(1) + row % target.shape(2)] == BLIND {
+                sum = Vector::<f32, N>::new(0.0);
+            }
+        }
+        ComptimeOption::None => {}
     }
     target[index] = rounded_vector::<E, N>(sum);
 }

@@ -5,7 +5,7 @@
 //! unit has 4 columns of one row, and computes the row's weights for itself.
 
 use crate::kernel::rounding::rounded_vector;
-use crate::kernel::score::HIDDEN;
+use crate::kernel::score::LOWEST;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -31,7 +31,7 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
         terminate!();
     }
     let column = index % row_vectors as usize;
-    let mut largest = f32::new(HIDDEN);
+    let mut largest = f32::new(LOWEST);
     for split in 0..splits as usize {
         largest = max(largest, partial_logsumexp[split * rows as usize + row]);
     }

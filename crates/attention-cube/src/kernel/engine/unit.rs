@@ -414,7 +414,7 @@ pub(crate) fn unit_factors(#[comptime] tiles: UnitTiles) -> Shared<[f32]> {
 }
 
 /// Writes a unit's part of O, each row times its factor in shared memory, to the rows of a contiguous
-/// tensor.
+/// tensor. A row whose factor is 0 is 0, whatever was summed up in it: others of its tile may have seen NaN.
 #[cube]
 pub(crate) fn store_output<E: Float, N: Size>(
     output: &Array<Vec4>,
@@ -444,7 +444,7 @@ pub(crate) fn store_output<E: Float, N: Size>(
                         let mut stored = Vector::<E, N>::empty();
                         #[unroll]
                         for lane in 0..4usize {
-                            stored.insert(lane, rounded::<E>(values.extract(lane) * factor));
+                            stored.insert(lane, rounded::<E>(scaled(values.extract(lane), factor)));
                         }
                         target[(offset + column) / 4] = stored;
                     }
@@ -452,12 +452,18 @@ pub(crate) fn store_output<E: Float, N: Size>(
                     #[unroll]
                     for lane in 0..4usize {
                         if ((column + lane) as u32) < rows.columns {
-                            target[offset + column + lane] =
-                                Vector::cast_from(rounded::<E>(values.extract(lane) * factor));
+                            target[offset + column + lane] = Vector::cast_from(rounded::<E>(
+                                scaled(values.extract(lane), factor),
+                            ));
                         }
                     }
                 }
             }
         }
     }
+}
+
+#[cube]
+fn scaled(value: f32, factor: f32) -> f32 {
+    select(factor == 0.0f32, 0.0f32, value * factor)
 }

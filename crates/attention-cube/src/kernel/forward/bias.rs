@@ -11,7 +11,7 @@ use super::fragment::{
     rows_end,
 };
 use crate::kernel::ptx::{load_word, smaller_halves, unpack, word_address};
-use crate::kernel::score::{HIDDEN, ScoreArguments, plus_bias};
+use crate::kernel::score::{LOWEST, ScoreArguments, plus_bias};
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::Half;
 use cubecl::prelude::*;
@@ -120,7 +120,7 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
         }
         ComptimeOption::None => {}
     }
-    smallest <= HIDDEN
+    smallest < LOWEST
 }
 
 /// The scores of a block's dots by the biases that were read ahead.
@@ -161,7 +161,7 @@ pub(crate) fn add_words<NS: Size>(
         }
     }
     let smallest = unpack(smaller_halves(smallest_0, smallest_1, half), half);
-    if plane_any(min(smallest.extract(0usize), smallest.extract(1usize)) <= HIDDEN) {
+    if plane_any(min(smallest.extract(0usize), smallest.extract(1usize)) < LOWEST) {
         #[unroll]
         for pair in 0..columns / 4 {
             let biases = unpack(words.extract(pair), half);
@@ -169,11 +169,11 @@ pub(crate) fn add_words<NS: Size>(
             let hidden = arguments.negative_infinity;
             s.insert(
                 comptime!(2 * pair),
-                select(biases.extract(0usize) <= HIDDEN, hidden, values.first),
+                select(biases.extract(0usize) < LOWEST, hidden, values.first),
             );
             s.insert(
                 comptime!(2 * pair + 1),
-                select(biases.extract(1usize) <= HIDDEN, hidden, values.second),
+                select(biases.extract(1usize) < LOWEST, hidden, values.second),
             );
         }
     }

@@ -16,14 +16,19 @@ mod halves;
 mod holes;
 mod producer;
 
-use self::halves::{exchange, free_values, probabilities, softmax};
+use self::halves::{
+    exchange, free_own_first_chunk, free_values, probabilities, share_first_chunk, softmax,
+};
 use self::holes::clean_values;
 use self::producer::{Places, fetch, places};
 use super::bias::bias_words;
 use super::fragment::{RowPair, pair, score};
 use super::measure::{no_progress, rescale, totals};
 use super::output::{Finished, Target, write_tile};
-use super::tile::{Assigned, HopperKind, Steps, assigned, next_block, row_pair, standing, view};
+use super::tile::{
+    Assigned, HopperKind, Steps, assigned, clear_other_queries, next_block, row_pair, standing,
+    view,
+};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
     Ring, descriptor, free_chunk, load_first_queries, multiply_chunked_output,
@@ -115,6 +120,14 @@ pub(crate) fn forward_by_columns<
             }
         }
     }
+    clear_other_queries(
+        places.queries,
+        &extent,
+        ColumnTiles::ROWS,
+        comptime!(tiles.key_chunks()),
+        ColumnTiles::UNITS,
+        kind,
+    );
     sync_cube();
 
     if UNIT_POS >= comptime!(CONSUMERS as u32) {
@@ -209,13 +222,12 @@ pub(crate) fn forward_by_columns<
                     output_map,
                     output,
                     logsumexp,
-                    power,
                     arguments.scale,
                     arguments.negative_infinity,
                     comptime!(tiles.output_shape()),
                     kind,
                 );
-                barrier_arrive(places.queries_empty, select(has_keys, ring.elected, 0u32));
+                barrier_arrive(places.queries_empty, ring.elected);
                 tiles_done += u32::cast_from(has_keys);
             }
             item = next_item(&turns, item, turn);
@@ -371,6 +383,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 comptime!(tiles.value_columns()),
             );
             named_barrier(PROBABILITIES, CONSUMERS);
+            share_first_chunk(ring, passed, tiles);
             let cleaned = clean_values(
                 places, tile, extent, block, count, passed, key_empty, ring, tiles, kind,
             );
@@ -384,6 +397,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 select(cleaned, 0u32, ring.elected),
                 tiles,
             );
+            free_own_first_chunk(ring, passed, tiles);
             let seen = view(
                 &standing,
                 rows,
@@ -470,6 +484,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             comptime!(tiles.value_columns()),
         );
         named_barrier(PROBABILITIES, CONSUMERS);
+        share_first_chunk(ring, passed, tiles);
         clean_values(
             places,
             tile,
@@ -496,6 +511,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             0u32,
             tiles,
         );
+        free_own_first_chunk(ring, passed, tiles);
         o = take_fragment::<NO>(
             o,
             comptime!(tiles.value_columns() / 2),

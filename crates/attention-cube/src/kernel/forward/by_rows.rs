@@ -26,8 +26,8 @@ use super::fragment::{RowPair, pair, score};
 use super::measure::{no_progress, rescale, totals};
 use super::output::{Finished, Target, await_stores, write_tile};
 use super::tile::{
-    Assigned, HopperKind, Steps, assigned, await_turn, next_block, pass_turn, row_pair, standing,
-    view,
+    Assigned, HopperKind, Steps, assigned, await_turn, clear_other_queries, next_block, pass_turn,
+    row_pair, standing, view,
 };
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
@@ -122,6 +122,14 @@ pub(crate) fn forward_by_rows<
             }
         }
     }
+    clear_other_queries(
+        places.queries,
+        &extent,
+        comptime!(tiles.rows()),
+        comptime!(tiles.key_subtiles()),
+        comptime!(tiles.units()),
+        kind,
+    );
     sync_cube();
 
     if UNIT_POS >= comptime!(consumers as u32) {
@@ -214,7 +222,7 @@ pub(crate) fn forward_by_rows<
                 holes = attended.holes;
                 // Queries are not read any more; a place that is shared with the output, not yet.
                 if comptime!(tiles.has_output_place() || !kind.boxes_output) {
-                    free_queries(places.queries_empty, elected, has_keys);
+                    barrier_arrive(places.queries_empty, elected);
                 }
                 write_tile::<O, K, N, NO>(
                     attended.finished,
@@ -225,14 +233,13 @@ pub(crate) fn forward_by_rows<
                     output_map,
                     output,
                     logsumexp,
-                    power,
                     arguments.scale,
                     arguments.negative_infinity,
                     comptime!(tiles.output_shape()),
                     kind,
                 );
                 if comptime!(!tiles.has_output_place() && kind.boxes_output) {
-                    free_queries(places.queries_empty, elected, has_keys);
+                    barrier_arrive(places.queries_empty, elected);
                 }
                 tiles_done += u32::cast_from(has_keys);
             }
@@ -539,10 +546,4 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         visited: count,
         holes,
     }
-}
-
-/// The warp has read its queries, if the tile had any.
-#[cube]
-fn free_queries(empty: u32, elected: u32, has_keys: bool) {
-    barrier_arrive(empty, select(has_keys, elected, 0u32));
 }

@@ -1,7 +1,7 @@
 //! What becomes of a tile's fragments: normalised, with their sinks, they go to the output and the logsumexp,
 //! through shared memory and the copy engine where they can.
 
-use super::fragment::{Pair, RowPair};
+use super::fragment::{Pair, RowPair, is_second};
 use super::measure::finite;
 use super::tile::{HopperKind, Tile, warpgroup_barrier};
 use crate::kernel::engine::wgmma::matrix_row;
@@ -45,7 +45,6 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     output_map: u64,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
-    power: f32,
     scale: f32,
     negative_infinity: f32,
     #[comptime] shape: OutputShape,
@@ -62,7 +61,6 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     let first = normalise::<K>(
         finished.reference.first,
         finished.sums.first,
-        power,
         to_score,
         rows.head_0,
         exists_0,
@@ -72,7 +70,6 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     let second = normalise::<K>(
         finished.reference.second,
         finished.sums.second,
-        power,
         to_score,
         rows.head_1,
         exists_1,
@@ -97,13 +94,15 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             exists_1,
         );
     }
+    let factors = Pair {
+        first: first.factor,
+        second: second.factor,
+    };
+    let o = without_blind::<NO>(finished.o, factors, shape.columns);
     if comptime!(kind.boxes_output) {
         store_boxes::<NO>(
-            finished.o,
-            Pair {
-                first: first.factor,
-                second: second.factor,
-            },
+            o,
+            factors,
             target.staging,
             output_map,
             tile.batch,
@@ -117,8 +116,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
         );
     } else {
         write_row::<O, N, NO>(
-            finished.o,
-            first.factor,
+            o,
+            factors.first,
             output,
             tile.part,
             rows.head_0,
@@ -130,8 +129,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             shape.value_dim,
         );
         write_row::<O, N, NO>(
-            finished.o,
-            second.factor,
+            o,
+            factors.second,
             output,
             tile.part,
             rows.head_1,
@@ -168,7 +167,6 @@ struct Normalised {
 fn normalise<K: Float>(
     reference: f32,
     sum: f32,
-    power: f32,
     to_score: f32,
     head: u32,
     exists: bool,
@@ -184,14 +182,12 @@ fn normalise<K: Float>(
     match sinks {
         ComptimeOption::Some(sinks) => {
             if exists {
-                let natural = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                let shift = score * power;
-                let sink = natural * comptime!(std::f32::consts::LOG2_E);
-                let largest = select(sum == 0.0f32, sink, max(shift, sink));
-                rescale = select(sum == 0.0f32, 0.0f32, exp2(shift - largest));
-                let own = exp2(sink - largest);
-                base = select(sum == 0.0f32 || sink > shift, natural, base);
-                sum = select(sum == 0.0f32, own, sum * rescale + own);
+                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
+                let keys = select(sum == 0.0f32, negative_infinity, base);
+                // A sink of −∞ beside no key leaves nothing.
+                base = finite(max(keys, sink), negative_infinity);
+                rescale = exp2((keys - base) * comptime!(std::f32::consts::LOG2_E));
+                sum = sum * rescale + exp2((sink - base) * comptime!(std::f32::consts::LOG2_E));
             }
         }
         ComptimeOption::None => {}
@@ -201,6 +197,30 @@ fn normalise<K: Float>(
         factor: select(empty, 0.0f32, rescale / sum),
         logsumexp: select(empty, negative_infinity, base + sum.ln()),
     }
+}
+
+/// Zeros in the rows whose factor is 0, which may hold anything: others of the tile may have seen NaN.
+#[cube]
+pub(crate) fn without_blind<NO: Size>(
+    o: Vector<f32, NO>,
+    factors: Pair,
+    #[comptime] columns: usize,
+) -> Vector<f32, NO> {
+    let mut o = o;
+    let first = factors.first == 0.0f32;
+    let second = factors.second == 0.0f32;
+    if plane_any(first || second) {
+        #[unroll]
+        for i in 0..columns / 2 {
+            let blind = if comptime!(is_second(i)) {
+                second
+            } else {
+                first
+            };
+            o.insert(i, select(blind, 0.0f32, o.extract(i)));
+        }
+    }
+    o
 }
 
 /// Writes a row's logsumexp.
@@ -269,8 +289,7 @@ pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
 }
 
 /// Writes a warpgroup's 64 rows of output from its fragments to `target`, subtiles `subtile_bytes` apart,
-/// and from there to the tensor. The whole warpgroup must be done with what was there, but for what it last
-/// stored from its own place.
+/// and from there to the tensor. Each warp must be done with what was there, but for what the warpgroup last stored from it.
 #[cube]
 pub(crate) fn store_boxes<NO: Size>(
     o: Vector<f32, NO>,
@@ -291,8 +310,9 @@ pub(crate) fn store_boxes<NO: Size>(
         if thread == 0u32 {
             tma_store_wait();
         }
-        warpgroup_barrier();
     }
+    // The last store has read its source: thread 0 waited for it, here or after it.
+    warpgroup_barrier();
     #[unroll]
     for step in 0..columns / 16 {
         store_matrices(

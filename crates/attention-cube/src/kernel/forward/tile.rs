@@ -2,12 +2,15 @@
 
 use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words};
 use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
-use crate::kernel::ptx::{named_barrier, named_barrier_arrive, tma_load, tma_load_subtiles};
+use crate::kernel::ptx::{
+    async_proxy_fence, clear_shared, named_barrier, named_barrier_arrive, tma_load,
+    tma_load_subtiles,
+};
 use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
 use crate::kernel::visibility::{
     Extent, Run, Sight, is_inside, segments_meet, share_segment, sight, visible_keys,
 };
-use crate::plan::wgmma::{SUBTILE, Side, WARPGROUP};
+use crate::plan::wgmma::{ROW_BYTES, SUBTILE, Side, WARPGROUP};
 use cubecl::prelude::*;
 
 /// What the Hopper kernels are compiled for, besides their tiles.
@@ -292,6 +295,32 @@ pub(crate) fn copied_rows(
         tile.head_rows as u32 * comptime!(kind.heads as u32)
     } else {
         u32::new(comptime!(rows as i64))
+    }
+}
+
+/// Where heads share a tile, writes zeros over its rows that no copy fills: what lay there would take part in moving the
+/// references of the rows beside them. All threads of the cube meet afterwards, before anything is copied.
+#[cube]
+pub(crate) fn clear_other_queries(
+    queries: u32,
+    extent: &Extent,
+    #[comptime] rows: usize,
+    #[comptime] subtiles: usize,
+    #[comptime] units: usize,
+    #[comptime] kind: HopperKind,
+) {
+    if comptime!(kind.heads > 1) {
+        let first = extent.q_len as u32 * comptime!((kind.heads * ROW_BYTES) as u32);
+        let end = comptime!((rows * ROW_BYTES) as u32);
+        #[unroll]
+        for subtile in 0..subtiles {
+            let mut at = first + 16u32 * UNIT_POS;
+            while at < end {
+                clear_shared(queries + comptime!((subtile * rows * ROW_BYTES) as u32) + at);
+                at += comptime!(16 * units as u32);
+            }
+        }
+        async_proxy_fence();
     }
 }
 

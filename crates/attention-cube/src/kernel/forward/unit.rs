@@ -15,7 +15,7 @@ use crate::kernel::engine::unit::{
 };
 use crate::kernel::layout::{group_rows, head_rows};
 use crate::kernel::schedule::{Grid, block_count, share};
-use crate::kernel::score::{HIDDEN, Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
+use crate::kernel::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
 use crate::kernel::softmax::{advance, row_statistics, total};
 use crate::kernel::visibility::{Extent, Structure, is_whole, segments_meet, sight, visible_keys};
 use crate::plan::unit::UnitTiles;
@@ -184,7 +184,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                         &place,
                         kind.structure,
                     );
-                    let mut value = f32::new(HIDDEN);
+                    let mut value = score.negative_infinity;
                     if visible {
                         value = biased(
                             capped(
@@ -194,7 +194,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                             ),
                             &bias,
                             &place,
-                            f32::new(HIDDEN),
+                            score.negative_infinity,
                         );
                     }
                     s[comptime!(k * tiles.columns_per_unit() + c)] = value;

@@ -230,6 +230,9 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// `O += P V` of a block whose chunks come through the ring: registers of O | O, P's and the ring's
 /// descriptors, the first full and the first empty barrier, elected, stage and parity of the warpgroup's
 /// first chunk, the keys' last chunk's empty barrier, and who says that this is free.
+///
+/// Where the last chunk needs the stage of the first, the text gives its own first chunk back once: the other time is
+/// `share_first_chunk`'s of the forward by columns.
 fn chunked_output_text(tiles: &ColumnTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -270,7 +273,7 @@ fn chunked_output_text(tiles: &ColumnTiles) -> String {
     walk.text += &format!("setp.ne.b32 elected, {elected}, 0;\n");
     if tiles.frees_first_chunk_at_once() {
         walk.text += "wgmma.wait_group.sync.aligned 3;\n";
-        walk.text += &arrive_text("first", 2);
+        walk.text += &arrive_text("first", 1);
     }
     format!("{{\n{}}}\n", walk.text)
 }

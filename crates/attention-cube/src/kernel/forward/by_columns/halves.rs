@@ -11,7 +11,8 @@ use crate::kernel::forward::measure::{
 };
 use crate::kernel::forward::tile::HopperKind;
 use crate::kernel::ptx::{
-    async_proxy_fence, load_shared, named_barrier, pack, store_matrices, store_shared, uniform,
+    async_proxy_fence, barrier_arrive, barrier_wait, load_shared, named_barrier, pack,
+    store_matrices, store_shared, uniform,
 };
 use crate::plan::wgmma::{ColumnTiles, WARPGROUP};
 use cubecl::prelude::*;
@@ -45,6 +46,39 @@ pub(super) fn free_values(
         pending,
         ColumnTiles::WARPGROUPS,
     );
+}
+
+/// Where a block's last chunk of values, the second warpgroup's, needs the stage of its first, which is the first warpgroup's: the
+/// second waits for that, too, before it gives it back. Who skipped a phase of a barrier would take the last but one for it, since
+/// their parities are the same, and multiply what was there before.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: ColumnTiles) {
+    if comptime!(tiles.frees_first_chunk_at_once()) {
+        if UNIT_POS >= comptime!(WARPGROUP as u32) {
+            let chunk = stage_turn(values, tiles.stages);
+            barrier_wait(ring.full + 8u32 * chunk.stage, chunk.parity);
+            barrier_arrive(ring.empty + 8u32 * chunk.stage, ring.elected);
+        }
+    }
+}
+
+/// Gives the second warpgroup's own first chunk back once more, which it alone waited for.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: ColumnTiles) {
+    if comptime!(tiles.frees_first_chunk_at_once()) {
+        if UNIT_POS >= comptime!(WARPGROUP as u32) {
+            let chunk = stage_turn(values + 1u32, tiles.stages);
+            barrier_arrive(ring.empty + 8u32 * chunk.stage, ring.elected);
+        }
+    }
 }
 
 /// The sum, or with `largest` the maximum, of both warpgroups' numbers of the thread's rows. The caller sees

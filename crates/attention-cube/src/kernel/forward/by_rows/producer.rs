@@ -164,14 +164,23 @@ pub(super) fn fetch<E: Float>(
                 count - 1u32,
                 tiles,
             );
-            tiles_done += 1u32;
+        } else if assigned.exists {
+            // Its output may go through the queries' place: that is given back after it, too.
+            await_queries_empty(places, tiles_done);
         }
+        tiles_done += u32::cast_from(assigned.exists);
         item = next_item(turns, item, turn);
         turn += 1u32;
     }
 }
 
-/// Copies the queries of the `count`-th tile that has any keys.
+/// Waits until what was before the `count`-th tile is done with the queries' place. Each phase of the barrier must be waited for.
+#[cube]
+fn await_queries_empty(places: &Places, count: u32) {
+    barrier_wait(places.queries_empty, (count % 2u32) ^ 1u32);
+}
+
+/// Copies the queries of the `count`-th tile.
 #[cube]
 fn fetch_queries(
     map: u64,
@@ -182,7 +191,7 @@ fn fetch_queries(
     #[comptime] tiles: RowTiles,
     #[comptime] kind: HopperKind,
 ) {
-    barrier_wait(places.queries_empty, (count % 2u32) ^ 1u32);
+    await_queries_empty(places, count);
     barrier_expect_bytes(
         places.queries_full,
         copied_rows(tile, comptime!(tiles.rows()), kind)
