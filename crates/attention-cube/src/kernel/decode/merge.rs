@@ -1,5 +1,6 @@
 //! Joins the parts of an attention whose keys were split: `o = Σ exp(lseₛ − lse) oₛ` with
-//! `lse = log Σ exp(lseₛ)`, and the sink as one more part without a value.
+//! `lse = log Σ exp(lseₛ)`, and the sink as one more part without a value. A part's logsumexp comes as its reference and the
+//! logarithm of the sum by that: where scores are huge, one f32 would not keep both.
 //!
 //! Budget: no shared memory, 4 accumulators. Bound by memory: it reads `splits` partial outputs once. One
 //! unit has 4 columns of one row, and computes the row's weights for itself.
@@ -35,6 +36,7 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
     for split in 0..splits as usize {
         largest = max(largest, partial_logsumexp[split * rows as usize + row]);
     }
+    let to_logarithms = splits as usize * rows as usize;
     let mut sum = 0.0f32;
     #[comptime]
     match &sinks {
@@ -49,7 +51,8 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
     let mut total = Vector::<f32, N>::new(0.0);
     for split in 0..splits as usize {
         let at = split * rows as usize + row;
-        let weight = (partial_logsumexp[at] - largest).exp();
+        let logarithm = partial_logsumexp[at + to_logarithms];
+        let weight = ((partial_logsumexp[at] - largest) + logarithm).exp();
         sum += weight;
         let part = partial_output[at * row_vectors as usize + column];
         total += Vector::<f32, N>::cast_from(weight) * part;

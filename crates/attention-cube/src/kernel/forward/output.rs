@@ -84,6 +84,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             rows.head_0,
             rows.position_0,
             exists_0,
+            kind.split,
         );
         write_logsumexp(
             logsumexp,
@@ -92,6 +93,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             rows.head_1,
             rows.position_1,
             exists_1,
+            kind.split,
         );
     }
     let factors = Pair {
@@ -159,7 +161,9 @@ pub(crate) fn await_stores() {
 struct Normalised {
     /// On the row's output.
     factor: f32,
-    logsumexp: f32,
+    /// The logsumexp is this and the logarithm of the sum by it.
+    reference: f32,
+    logarithm: f32,
 }
 
 /// Normalises a row of query head `head`; the sink joins the sum here, where it is no part of a split.
@@ -195,7 +199,8 @@ fn normalise<K: Float>(
     let empty = sum == 0.0f32;
     Normalised {
         factor: select(empty, 0.0f32, rescale / sum),
-        logsumexp: select(empty, negative_infinity, base + sum.ln()),
+        reference: select(empty, negative_infinity, base),
+        logarithm: select(empty, 0.0f32, sum.ln()),
     }
 }
 
@@ -223,7 +228,7 @@ pub(crate) fn without_blind<NO: Size>(
     o
 }
 
-/// Writes a row's logsumexp.
+/// Writes a row's logsumexp: of a part, the reference and, in the tensor's second half, the logarithm.
 #[cube]
 fn write_logsumexp(
     logsumexp: &mut Tensor<f32>,
@@ -232,13 +237,20 @@ fn write_logsumexp(
     head: u32,
     query: i32,
     exists: bool,
+    #[comptime] split: bool,
 ) {
     let column = UNIT_POS % 4u32;
     if exists && column == 0u32 {
         let at = part as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
             + query as usize;
-        logsumexp[at] = row.logsumexp;
+        if comptime!(split) {
+            let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
+            logsumexp[at] = row.reference;
+            logsumexp[at + to_logarithms] = row.logarithm;
+        } else {
+            logsumexp[at] = row.reference + row.logarithm;
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 //!
 //! The same kernel decodes: `packed` puts the query heads of a group into one tile's rows, so that a key
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
-//! partial output with its logsumexp, which `decode/merge.rs` joins.
+//! partial output with its logsumexp, in two numbers, which `decode/merge.rs` joins.
 
 use crate::kernel::engine::unit::{
     Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
@@ -263,7 +263,15 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
             let at = part as usize * logsumexp.stride(0)
                 + head as usize * logsumexp.stride(1)
                 + query_index as usize;
-            logsumexp[at] = select(empty, score.negative_infinity, reference + sum.ln());
+            let base = select(empty, score.negative_infinity, reference);
+            let logarithm = select(empty, 0.0f32, sum.ln());
+            if comptime!(kind.split) {
+                let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
+                logsumexp[at] = base;
+                logsumexp[at + to_logarithms] = logarithm;
+            } else {
+                logsumexp[at] = base + logarithm;
+            }
         }
     }
     sync_cube();
