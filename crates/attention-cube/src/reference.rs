@@ -70,11 +70,9 @@ pub(crate) fn forward<B: Backend>(
     let unseeing = is_zero(&sum);
     let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
 
-    let output = from_groups::<B>(
-        B::float_matmul(to_groups::<B>(B::float_div(p, sum.clone()), problem), value),
-        problem,
-    );
-    // What it does not see may be NaN, if others see it.
+    // What a query does not see may be NaN, if others see it: neither the product nor its gradient may tell one that sees nothing.
+    let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
+    let output = from_groups::<B>(B::float_matmul(to_groups::<B>(p, problem), value), problem);
     let output = fill_rows::<B>(output, &blind);
     let logsumexp = B::float_mask_fill(
         B::float_add(max, B::float_log(sum)),

@@ -1,7 +1,7 @@
 //! What a cube of the Hopper kernels holds for the backward, a tile of queries or of keys, and the blocks of the
 //! other side that it passes over: of one head, or, where it holds keys, of each query head of the group.
 
-use super::rows::BLIND;
+use super::rows::is_blind;
 use super::weights::terms_of_rows;
 use crate::kernel::forward::fragment::{Pair, RowPair, pair, rows_end};
 use crate::kernel::forward::output::{store_boxes, without_blind, write_row};
@@ -284,8 +284,8 @@ pub(crate) fn row_factors(
         let first_row = tile.first_row + row;
         let terms = terms_of_rows(terms, tile.batch, tile.head, first_row, extent, side);
         factors = pair(
-            select(terms.logsumexps.first == BLIND, 0.0f32, factor),
-            select(terms.logsumexps.second == BLIND, 0.0f32, factor),
+            select(is_blind(terms.logsumexps.first), 0.0f32, factor),
+            select(is_blind(terms.logsumexps.second), 0.0f32, factor),
         );
     }
     factors

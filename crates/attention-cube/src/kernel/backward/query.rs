@@ -4,7 +4,7 @@
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 
-use super::{BackwardKind, row_terms_of, rows::BLIND, score_gradient};
+use super::{BackwardKind, row_terms_of, rows::is_blind, score_gradient};
 use crate::kernel::engine::unit::{
     Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
     zero_output,
@@ -70,7 +70,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
             let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
-            factors[row] = select(terms.logsumexp == BLIND, 0.0f32, 1.0f32);
+            factors[row] = select(is_blind(terms.logsumexp), 0.0f32, 1.0f32);
         }
     }
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));

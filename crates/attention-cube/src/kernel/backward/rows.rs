@@ -1,7 +1,7 @@
 //! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: all of a head's logsumexps,
 //! and then all of its Δ, each padded with zeros to a multiple of [`MULTIPLE`].
 //!
-//! Budget: 1 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
+//! Budget: 2 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
 
 use crate::kernel::engine::unit::load_vec4;
@@ -14,24 +14,31 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// Rows of a cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
-/// Stands for the logsumexp of a query that sees nothing: all its scores are −∞, and its probabilities 0 by this, too.
-pub(crate) const BLIND: f32 = f32::MAX;
+/// Whether a query sees nothing, by its logsumexp among the terms: that is ∞ then, and the probabilities are 0 by it, too.
+#[cube]
+pub(crate) fn is_blind(logsumexp: f32) -> bool {
+    u32::reinterpret(logsumexp) == 0x7F80_0000u32
+}
+
 /// Hopper's copy engine reads rows that start at multiples of 16 bytes.
 pub(crate) const MULTIPLE: usize = 4;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn row_terms<E: Float, N: Size>(
+pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     output: &Tensor<Vector<E, N>>,
     output_gradient: &Tensor<Vector<E, N>>,
     logsumexp: &Tensor<f32>,
     logsumexp_gradient: ComptimeOption<&Tensor<f32>>,
+    sinks: ComptimeOption<&Tensor<F>>,
     target: &mut Tensor<f32>,
     q_heads: u32,
     q_len: u32,
     padded: u32,
     row_count: u32,
     value_dim: u32,
+    infinity: f32,
     #[define(E)] _element: ElemType,
+    #[define(F)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let row = CUBE_POS as u32 * ROWS + UNIT_POS / ROW_UNITS;
@@ -42,6 +49,7 @@ pub(crate) fn row_terms<E: Float, N: Size>(
     let batch = plane / q_heads;
     let exists = row < row_count && query < q_len;
     let mut sum = 0.0f32;
+    let mut seen = 0.0f32;
     if exists {
         let end = q_len as i32;
         let output_rows = head_rows(output, batch, head, 0i32, end, value_dim);
@@ -58,12 +66,15 @@ pub(crate) fn row_terms<E: Float, N: Size>(
                 // A query that sees nothing has an output of zeros, and a gradient that may be anything.
                 let output = o.extract(component);
                 sum += select(output == 0.0f32, 0.0f32, output * g.extract(component));
+                seen += select(output == 0.0f32, 0.0f32, 1.0f32);
             }
             vector += ROW_UNITS;
         }
     }
     let mut partial = Shared::<[f32]>::new_slice(comptime!(UNITS as usize));
     partial[UNIT_POS as usize] = sum;
+    let mut partly_seen = Shared::<[f32]>::new_slice(comptime!(UNITS as usize));
+    partly_seen[UNIT_POS as usize] = seen;
     sync_cube();
     if lane == 0u32 && row < row_count {
         let at = (2u32 * plane) as usize * padded as usize + query as usize;
@@ -75,6 +86,7 @@ pub(crate) fn row_terms<E: Float, N: Size>(
         #[unroll]
         for other in 0..comptime!(ROW_UNITS as usize) {
             delta += partial[UNIT_POS as usize + other];
+            seen += partly_seen[UNIT_POS as usize + other];
         }
         let logsumexp = logsumexp[batch as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
@@ -88,9 +100,19 @@ pub(crate) fn row_terms<E: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
-        let sees_nothing = is_hidden(logsumexp);
+        let constant = is_hidden(logsumexp);
+        let mut blind = constant;
+        #[comptime]
+        match &sinks {
+            ComptimeOption::Some(sinks) => {
+                // Beside the sink alone the logsumexp is the sink, and the output 0.
+                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
+                blind = constant || (logsumexp == sink && seen == 0.0f32);
+            }
+            ComptimeOption::None => {}
+        }
         let at = (2u32 * plane) as usize * padded as usize + query as usize;
-        target[at] = select(sees_nothing, f32::new(BLIND), logsumexp);
-        target[at + padded as usize] = select(sees_nothing, 0.0f32, delta);
+        target[at] = select(blind, infinity, logsumexp);
+        target[at + padded as usize] = select(constant, 0.0f32, delta);
     }
 }

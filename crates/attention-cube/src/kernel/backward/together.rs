@@ -17,7 +17,7 @@
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
 //! `engine/direct.rs`.
 
-use super::{BackwardKind, key_value::block_scores, rows::BLIND};
+use super::{BackwardKind, key_value::block_scores, rows::is_blind};
 use crate::kernel::engine::direct::{Division, add_iterations, add_transposed, store_transposed};
 use crate::kernel::engine::unit::{Vec4, store_tile};
 use crate::kernel::layout::{Rows, head_rows, row_offset};
@@ -350,7 +350,7 @@ pub(crate) fn sum_parts<E: Float, N: Size>(
         ComptimeOption::Some(rows) => {
             let row = index * target.vector_size() / target.shape(3);
             let plane = row / target.shape(2);
-            if rows[plane * rows.stride(1) + row % target.shape(2)] == BLIND {
+            if is_blind(rows[plane * rows.stride(1) + row % target.shape(2)]) {
                 sum = Vector::<f32, N>::new(0.0);
             }
         }

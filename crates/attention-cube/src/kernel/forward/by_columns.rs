@@ -194,7 +194,6 @@ pub(crate) fn forward_by_columns<
             if assigned.exists {
                 let tile = assigned.tile;
                 let rows = row_pair(&tile, &extent, row, kind);
-                let has_keys = assigned.first < tile.end_block;
                 let attended = attend::<F, NB, NS, NQ, NO>(
                     &assigned,
                     &rows,
@@ -228,7 +227,7 @@ pub(crate) fn forward_by_columns<
                     kind,
                 );
                 barrier_arrive(places.queries_empty, ring.elected);
-                tiles_done += u32::cast_from(has_keys);
+                tiles_done += 1u32;
             }
             item = next_item(&turns, item, turn);
             turn += 1u32;
@@ -279,8 +278,8 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     let mut o = Vector::<f32, NO>::zeroed();
     let mut progress = no_progress(negative_infinity);
     let mut count = uniform(visited);
+    barrier_wait(places.queries_full, queries_parity);
     if assigned.first < tile.end_block {
-        barrier_wait(places.queries_full, queries_parity);
         let first_queries = load_first_queries::<NQ>(places.queries, tiles);
         let mut block = assigned.first;
         // Chunks that went through the ring.

@@ -198,7 +198,6 @@ pub(crate) fn forward_by_rows<
             if assigned.exists {
                 let tile = assigned.tile;
                 let rows = row_pair(&tile, &extent, row, kind);
-                let has_keys = assigned.first < tile.end_block;
                 let attended = attend::<F, NB, NS, NP, NO>(
                     &assigned,
                     &rows,
@@ -241,7 +240,7 @@ pub(crate) fn forward_by_rows<
                 if comptime!(!tiles.has_output_place() && kind.boxes_output) {
                     barrier_arrive(places.queries_empty, elected);
                 }
-                tiles_done += u32::cast_from(has_keys);
+                tiles_done += 1u32;
             }
             item = next_item(&turns, item, turn);
             turn += 1u32;
@@ -303,8 +302,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     let mut progress = no_progress(negative_infinity);
     let mut count = uniform(visited);
     let mut holes = holes_before;
+    barrier_wait(places.queries_full, queries_parity);
     if assigned.first < tile.end_block {
-        barrier_wait(places.queries_full, queries_parity);
         let mut block = assigned.first;
         let turn = stage_turn(count, tiles.stages);
         let key_block = uniform(key_operand + turn.stage * key_stage);

@@ -338,8 +338,10 @@ pub(crate) fn row_pair(
     let mut position_0 = tile.first_query + first;
     let mut position_1 = tile.first_query + second;
     if comptime!(kind.heads > 1) {
-        head_0 = tile.first_head + (first / tile.head_rows) as u32;
-        head_1 = tile.first_head + (second / tile.head_rows) as u32;
+        // Of a row that does not exist, the last one's mask and bias are read.
+        let last = tile.rows - 1i32;
+        head_0 = tile.first_head + (min(first, last) / tile.head_rows) as u32;
+        head_1 = tile.first_head + (min(second, last) / tile.head_rows) as u32;
         position_0 = first % tile.head_rows;
         position_1 = second % tile.head_rows;
     }

@@ -6,7 +6,7 @@ use super::super::tile::{
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{
-    barrier_expect, barrier_expect_bytes, barrier_wait, tma_prefetch_subtiles,
+    barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait, tma_prefetch_subtiles,
 };
 use crate::kernel::schedule::{Grid, Turns, next_item};
 use crate::kernel::visibility::Extent;
@@ -140,8 +140,10 @@ pub(super) fn fetch<E: Float>(
             fetch_values(value_map, steps, places, &tile, previous, passed, tiles);
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned.exists {
-            // Its output may go through the queries' place: that is given back after it, too.
+            // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
+            // tiles ahead of the other, since a barrier tells a phase from the next alone.
             await_queries_empty(places, tiles_done);
+            barrier_arrive(places.queries_full, 1u32);
         }
         tiles_done += u32::cast_from(assigned.exists);
         item = next_item(turns, item, turn);
@@ -149,7 +151,7 @@ pub(super) fn fetch<E: Float>(
     }
 }
 
-/// Waits until what was before the `count`-th tile is done with the queries' place. Each phase of the barrier must be waited for.
+/// Waits until what was before the `count`-th tile is done with the queries' place.
 #[cube]
 fn await_queries_empty(places: &Places, count: u32) {
     barrier_wait(places.queries_empty, (count % 2u32) ^ 1u32);
