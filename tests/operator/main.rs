@@ -28,5 +28,6 @@ mod options;
 mod oracle;
 mod properties;
 mod segments;
+mod softcaps;
 mod strides;
 mod tails;
