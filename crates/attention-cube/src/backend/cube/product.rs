@@ -125,3 +125,40 @@ fn map(
         vec![1, 1, extent, SUBTILE],
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_cubecl::CubeDevice;
+    use burn_cubecl::cubecl::device::CudaDevice;
+
+    /// What does not fit is an error that names what does not, whatever the device; what fits is served or not.
+    #[test]
+    fn operands_that_do_not_fit_are_errors() {
+        let device = CubeDevice::default();
+        let matrix = |shape: Vec<usize>, dtype| {
+            let shape = Shape::from(shape);
+            empty_device_contiguous_dtype(device.client(), device.clone(), shape, dtype)
+        };
+        let f16 = |shape: &[usize]| matrix(shape.to_vec(), DType::F16);
+        let elsewhere = CubeTensor {
+            device: CubeDevice::Cuda(CudaDevice::new(97)),
+            ..f16(&[64, 8])
+        };
+        for (lhs, rhs, text) in [
+            (f16(&[16, 64]), f16(&[32, 8]), "inner"),
+            (f16(&[1, 16, 64]), f16(&[64, 8]), "rank"),
+            (f16(&[16, 64]), f16(&[1, 64, 8]), "rank"),
+            (f16(&[16, 64]), matrix(vec![64, 8], DType::F32), "F32"),
+            (f16(&[16, 64]), elsewhere, "97"),
+        ] {
+            let outcome = format!("{:?}", matrix_product(&lhs, &rhs));
+            assert!(
+                outcome.starts_with("Err") && outcome.contains(text),
+                "{text}: {outcome}"
+            );
+        }
+        let outcome = format!("{:?}", matrix_product(&f16(&[16, 64]), &f16(&[64, 8])));
+        assert!(!outcome.starts_with("Err"), "{outcome}");
+    }
+}
