@@ -46,6 +46,7 @@ mod options;
 pub mod plan;
 mod problem;
 pub mod reference;
+mod softcap;
 
 #[cfg(feature = "cuda")]
 pub use backend::matrix_product;

@@ -22,6 +22,7 @@ use crate::plan::{
     DeviceProfile, Kernel, Layouts, Pass, select,
     unit::{UnitPlan, UnitTiles},
 };
+use crate::softcap;
 use burn::backend::{
     cubecl::dtype_to_storage_type,
     ops::{BoolTensorOps, FloatTensorOps},
@@ -308,6 +309,7 @@ fn structure(problem: &AttentionProblem) -> Structure {
 fn score_kind(problem: &AttentionProblem) -> ScoreKind {
     ScoreKind {
         softcap: problem.softcap.is_some(),
+        wide_softcap: softcap::is_wide(problem.softcap),
         bias: problem.bias.is_some(),
     }
 }
