@@ -333,8 +333,12 @@ fn visibility<B: Backend>(
     let mut conditions = Vec::new();
 
     let lengths = inputs.kv_lengths.as_option().map(|lengths| {
-        let lengths = B::int_cast(lengths.clone(), ints);
-        let lengths = B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
+        let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
+        // In the wider of the two dtypes, which holds both the lengths and their bound.
+        let lengths = match lengths.dtype().size() < DType::from(ints).size() {
+            true => clamp(B::int_cast(lengths.clone(), ints)),
+            false => B::int_cast(clamp(lengths.clone()), ints),
+        };
         B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
     });
     let keys = positions::<B>(kv_len, 3, &device, ints);
