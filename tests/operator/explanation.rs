@@ -1,7 +1,10 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::plan::{DeviceProfile, Engine, Layouts, Pass, Refusal, Selection, select};
+use attention_cube::plan::unit::UnitPlan;
+use attention_cube::plan::{
+    DeviceProfile, Engine, Kernel, Layouts, Pass, Refusal, Selection, select,
+};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use burn::tensor::{DType, Device, Tensor};
 
@@ -26,6 +29,7 @@ fn profile() -> DeviceProfile {
         shared_memory: 48 << 10,
         units_per_cube: 1024,
         bindings: 16,
+        largest_buffer: 1 << 30,
         cube_count: 65535,
         processors: None,
         multiprocessors: None,
@@ -238,6 +242,37 @@ fn loops_beyond_a_software_driver() {
     assert_eq!(refusal(&long(512, 65536), &profile()), None);
     let text = refusal(&long(512, 65536), &software).unwrap_or_default();
     assert!(text.contains("software driver ends"), "{text:?}");
+}
+
+/// On a software driver all gradients come from one kernel where its two buffers fit the device, in fewer parts where only
+/// those fit, and else from kernels of their own.
+#[test]
+fn gradients_that_fit_no_buffer_together_are_apart() {
+    let parts = |heads: usize, megabytes: usize| {
+        let problem = AttentionProblem {
+            q_heads: heads,
+            kv_heads: heads,
+            q_len: 2048,
+            kv_len: 2048,
+            ..problem(128)
+        };
+        let software = DeviceProfile {
+            processors: Some(4),
+            largest_buffer: megabytes << 20,
+            ..profile()
+        };
+        let selection = select(&problem, Some(&software), READABLE, Pass::Backward);
+        match selection.kernel {
+            Kernel::Unit(UnitPlan::Backward(plan)) => plan.parts,
+            other => panic!("{other:?}"),
+        }
+    };
+    // A head's operands have 4.5 MB, each part of the query's gradient and the two others 1 MB.
+    assert_eq!(parts(1, 128), Some(4));
+    assert_eq!(parts(1, 5), Some(3));
+    assert_eq!(parts(1, 4), None);
+    assert_eq!(parts(16, 128), Some(1));
+    assert_eq!(parts(64, 128), None);
 }
 
 /// What WebGPU guarantees is enough: 16 KB, 256 units, 8 buffers.

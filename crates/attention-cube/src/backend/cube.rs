@@ -72,6 +72,7 @@ fn profile(client: &Client) -> DeviceProfile {
         shared_memory: hardware.max_shared_memory_size,
         units_per_cube: hardware.max_units_per_cube as usize,
         bindings: hardware.max_bindings as usize,
+        largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
         cube_count: hardware.max_cube_count.0,
         // Of all that runtimes list, only a processor is no card.
         processors: properties.identity.physical.is_none().then(processors),

@@ -79,6 +79,8 @@ pub struct DeviceProfile {
     pub units_per_cube: usize,
     /// Buffers that a kernel may bind.
     pub bindings: usize,
+    /// Bytes that a buffer may have.
+    pub largest_buffer: usize,
     /// Cubes along one dimension of a launch.
     pub cube_count: u32,
     /// The processor's threads, where it does the work, as with Mesa's llvmpipe; `None` on a card.
