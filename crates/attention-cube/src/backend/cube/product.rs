@@ -2,26 +2,74 @@
 
 use super::hopper::boxes;
 use super::*;
+use crate::AttentionError;
 use crate::kernel::product::{MatrixGridLaunch, product};
 use crate::plan::wgmma::{
     Half, Major, MatrixTiles, PRODUCT_ROWS, SUBTILE, TOGETHER, multiprocessors,
 };
+use crate::problem::check_dtype;
+use burn::backend::TensorMetadata;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
 
 /// `[rows, inner]` times `[inner, columns]` of f16 or bf16, summed in f32 and rounded once, at the speed of Hopper's matrix
-/// units; `None` where the device is no Hopper, or where the copy engine cannot read an operand or write the result.
+/// units; `None` where the device is no Hopper, the dtype another, or where the copy engine cannot read an operand or write
+/// the result.
 ///
 /// It reads either operand along either dimension: each must have one that lies together, and a stride of a multiple of 16
 /// bytes along the other. The result, `[rows, columns]`, needs a multiple of 8 columns. For the projections around
 /// attention and their gradients.
 ///
-/// # Panics
-/// If an operand is no matrix.
-pub fn matrix_product(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+/// # Errors
+/// [`AttentionError`] where an operand is no matrix, or where the two differ in inner size, dtype or device.
+pub fn matrix_product(
+    lhs: &CubeTensor,
+    rhs: &CubeTensor,
+) -> Result<Option<CubeTensor>, AttentionError> {
+    check_operands(lhs, rhs)?;
+    Ok(served(lhs, rhs))
+}
+
+fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionError> {
+    for (argument, matrix) in [("lhs", lhs), ("rhs", rhs)] {
+        let shape = matrix.shape();
+        if shape.num_dims() != 2 {
+            return Err(AttentionError::Shape {
+                argument,
+                has: shape.to_vec(),
+                dimension: "rank",
+                found: shape.num_dims(),
+                expected: "2".into(),
+            });
+        }
+    }
+    let ([_, inner], [found, columns]) = (lhs.shape().dims(), rhs.shape().dims());
+    if found != inner {
+        return Err(AttentionError::Shape {
+            argument: "rhs",
+            has: vec![found, columns],
+            dimension: "inner size",
+            found,
+            expected: format!("{inner}, the lhs's"),
+        });
+    }
+    check_dtype("rhs", rhs.dtype, &[(lhs.dtype, "the lhs's")])?;
+    if rhs.device != lhs.device {
+        return Err(AttentionError::Device {
+            argument: "rhs",
+            has: format!("{:?}", rhs.device),
+            whose: "lhs",
+            expected: format!("{:?}", lhs.device),
+        });
+    }
+    Ok(())
+}
+
+/// The product of operands that fit each other, where this multiplies them.
+fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     let client = lhs.client.clone();
     let half = Half::of(lhs.dtype)?;
     let device = profile(&client);
-    if rhs.dtype != lhs.dtype || !device.hopper {
+    if !device.hopper || lhs.meta.is_tiled() || rhs.meta.is_tiled() {
         return None;
     }
     let [rows, inner] = shape(lhs);
