@@ -7,7 +7,6 @@ use attention_cube::{AttentionOptions, try_fused_attention};
 #[cfg(feature = "ndarray")]
 use attention_cube::{AttentionProblem, explain, reference};
 use burn::tensor::{DType, Device, Tensor};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 #[test]
 fn shapes_of_queries() {
@@ -321,19 +320,19 @@ fn strategies_of_checkpointing() {
                 fit.with_options(new().sinks(floats([4], other))),
             ),
         ] {
-            let context = format!("{}: {argument}", device.name);
-            let error = match catch_unwind(AssertUnwindSafe(|| call.of(try_fused_attention))) {
-                Ok(Ok(_)) => panic!("{context}: no error"),
-                Ok(Err(error)) => error.to_string(),
-                Err(_) => panic!("{context}: a panic"),
-            };
-            for text in [
-                format!("{argument} "),
-                "checkpointing".into(),
-                beside.into(),
-            ] {
-                assert!(error.contains(&text), "{context}: {error}");
-            }
+            let texts = vec![
+                format!("{argument} has gradient checkpointing Balanced"),
+                format!("the {beside}'s, Disabled"),
+            ];
+            check(
+                device.name,
+                &call,
+                &Expected {
+                    kind: Kind::Checkpointing,
+                    argument,
+                    texts,
+                },
+            );
         }
         assert!(checkpointed.of(try_fused_attention).is_ok());
     }
@@ -347,10 +346,9 @@ fn backends_without_attention() {
     let device = Device::ndarray();
     for on in [device.clone(), device.clone().autodiff()] {
         let call = Call::fitting(&on);
-        let error = match catch_unwind(AssertUnwindSafe(|| call.of(try_fused_attention))) {
-            Ok(Ok(_)) => panic!("no error"),
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => panic!("a panic"),
+        let error = match call.of(try_fused_attention) {
+            Ok(_) => panic!("no error"),
+            Err(error) => error.to_string(),
         };
         assert!(error.contains("NdArray"), "{error}");
         let Call {

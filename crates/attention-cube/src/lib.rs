@@ -116,6 +116,7 @@ pub fn attention_with_lse(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::new(&query, &key, &value, &options)?;
+    backend::check_backend(&query.device())?;
     let result: AttentionOutput<Dispatch> =
         Dispatch::attention_forward(inputs(query, key, value, options), problem);
     Ok((
