@@ -361,3 +361,29 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     };
     says(forward(&half(64), &little), "49152 bytes of shared memory");
 }
+
+/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype, and f16 ends at 65504.
+#[test]
+fn hopper_warns_of_gradients_in_f16() {
+    let hopper = DeviceProfile {
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        shared_memory: 232_448,
+        multiprocessors: Some(132),
+        hopper: true,
+        ..profile()
+    };
+    for (dtype, pass, warned) in [
+        (DType::F16, Pass::Backward, true),
+        (DType::F16, Pass::Forward, false),
+        (DType::BF16, Pass::Backward, false),
+        (DType::F32, Pass::Backward, false),
+    ] {
+        let problem = AttentionProblem {
+            dtype,
+            ..problem(64)
+        };
+        let selection = select(&problem, Some(&hopper), READABLE, pass);
+        let warns = format!("{selection:?}").contains("ScoreGradientsInF16");
+        assert_eq!(warns, warned, "{dtype:?}, {pass:?}: {selection:?}");
+    }
+}
