@@ -34,6 +34,9 @@ impl fmt::Display for Explanation {
             for (engine, reason) in &selection.refusals {
                 writeln!(f, "  {engine:?} refused: {reason}")?;
             }
+            for warning in &selection.warnings {
+                writeln!(f, "  warning: {warning}")?;
+            }
         }
         Ok(())
     }

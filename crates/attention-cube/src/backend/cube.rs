@@ -172,6 +172,9 @@ fn choose(client: &Client, problem: &AttentionProblem, layouts: Layouts, pass: P
     for (engine, reason) in &selection.refusals {
         log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
     }
+    for warning in &selection.warnings {
+        log::debug!("attention {pass:?}: {warning}");
+    }
     log::debug!("attention {pass:?}: {:?} for {problem:?}", selection.kernel);
     selection.kernel
 }
