@@ -295,9 +295,12 @@ impl Extras {
     }
 
     fn tensors(&self) -> impl Iterator<Item = &CubeTensor> {
-        [&self.mask, &self.bias, &self.integers]
-            .into_iter()
-            .flatten()
+        self.mask.iter().chain(self.beside_mask())
+    }
+
+    /// What kernels read that have the mask as bits.
+    fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
+        [&self.bias, &self.integers].into_iter().flatten()
     }
 }
 
