@@ -4,6 +4,8 @@
 use crate::devices::{cube_devices, devices};
 use crate::refused::{Call, Expected, Kind, bools, check, dtype, floats, ints, number, shape};
 use attention_cube::{AttentionOptions, try_fused_attention};
+#[cfg(feature = "ndarray")]
+use attention_cube::{AttentionProblem, explain, reference};
 use burn::tensor::{DType, Device, Tensor};
 
 #[test]
@@ -256,5 +258,108 @@ fn autodiff_is_no_other_device() {
                 panic!("{}: {error}", device.name);
             }
         }
+    }
+}
+
+/// Two inputs under autodiff have to share a strategy of gradient checkpointing; whatever is no part of autodiff has none.
+#[test]
+fn strategies_of_checkpointing() {
+    for device in devices() {
+        let on = &device.device.clone().autodiff();
+        let other = &on.clone().gradient_checkpointing();
+        let fit = Call::fitting(on);
+        let checkpointed = Call::fitting(other);
+        let new = AttentionOptions::new;
+        let segments = |queries, keys| new().segments(ints([2, 3], queries), ints([2, 5], keys));
+        for (argument, beside, call) in [
+            (
+                "key",
+                "query",
+                Call {
+                    key: checkpointed.key.clone(),
+                    ..fit.clone()
+                },
+            ),
+            (
+                "value",
+                "key",
+                Call {
+                    query: floats([2, 4, 3, 8], &device.device),
+                    value: checkpointed.value.clone(),
+                    ..fit.clone()
+                },
+            ),
+            (
+                "mask",
+                "query",
+                fit.with_options(new().mask(bools([2, 4, 3, 5], other))),
+            ),
+            (
+                "bias",
+                "query",
+                fit.with_options(new().bias(floats([2, 4, 3, 5], other))),
+            ),
+            (
+                "kv_lengths",
+                "query",
+                fit.with_options(new().kv_lengths(ints([2], other))),
+            ),
+            (
+                "query segments",
+                "query",
+                fit.with_options(segments(other, on)),
+            ),
+            (
+                "key segments",
+                "query",
+                fit.with_options(segments(on, other)),
+            ),
+            (
+                "sinks",
+                "query",
+                fit.with_options(new().sinks(floats([4], other))),
+            ),
+        ] {
+            let texts = vec![
+                format!("{argument} has gradient checkpointing Balanced"),
+                format!("the {beside}'s, Disabled"),
+            ];
+            check(
+                device.name,
+                &call,
+                &Expected {
+                    kind: Kind::Checkpointing,
+                    argument,
+                    texts,
+                },
+            );
+        }
+        assert!(checkpointed.of(try_fused_attention).is_ok());
+    }
+}
+
+/// Devices of Burn's other backends, which the operator has no implementation for; its definition runs there.
+#[cfg(feature = "ndarray")]
+#[test]
+fn backends_without_attention() {
+    #[allow(deprecated, reason = "it is here since the operator does not know it")]
+    let device = Device::ndarray();
+    for on in [device.clone(), device.clone().autodiff()] {
+        let call = Call::fitting(&on);
+        let error = match call.of(try_fused_attention) {
+            Ok(_) => panic!("no error"),
+            Err(error) => error.to_string(),
+        };
+        assert!(error.contains("NdArray"), "{error}");
+        let Call {
+            query,
+            key,
+            value,
+            options,
+        } = Call::fitting(&Device::flex());
+        let problem = AttentionProblem::new(&query, &key, &value, &options).expect("a problem");
+        let explanation = explain(&problem, &on).to_string();
+        assert!(explanation.contains(&error), "{explanation}");
+        assert!(call.of(reference::attention).is_ok());
     }
 }

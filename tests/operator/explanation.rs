@@ -1,7 +1,10 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::plan::{DeviceProfile, Engine, Layouts, Pass, Refusal, Selection, select};
+use attention_cube::plan::unit::UnitPlan;
+use attention_cube::plan::{
+    DeviceProfile, Engine, Kernel, Layouts, Pass, Refusal, Selection, Warning, select,
+};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use burn::tensor::{DType, Device, Tensor};
 
@@ -26,6 +29,7 @@ fn profile() -> DeviceProfile {
         shared_memory: 48 << 10,
         units_per_cube: 1024,
         bindings: 16,
+        largest_buffer: 1 << 30,
         cube_count: 65535,
         processors: None,
         multiprocessors: None,
@@ -240,6 +244,37 @@ fn loops_beyond_a_software_driver() {
     assert!(text.contains("software driver ends"), "{text:?}");
 }
 
+/// On a software driver all gradients come from one kernel where its two buffers fit the device, in fewer parts where only
+/// those fit, and else from kernels of their own.
+#[test]
+fn gradients_that_fit_no_buffer_together_are_apart() {
+    let parts = |heads: usize, megabytes: usize| {
+        let problem = AttentionProblem {
+            q_heads: heads,
+            kv_heads: heads,
+            q_len: 2048,
+            kv_len: 2048,
+            ..problem(128)
+        };
+        let software = DeviceProfile {
+            processors: Some(4),
+            largest_buffer: megabytes << 20,
+            ..profile()
+        };
+        let selection = select(&problem, Some(&software), READABLE, Pass::Backward);
+        match selection.kernel {
+            Kernel::Unit(UnitPlan::Backward(plan)) => plan.parts,
+            other => panic!("{other:?}"),
+        }
+    };
+    // A head's operands have 4.5 MB, each part of the query's gradient and the two others 1 MB.
+    assert_eq!(parts(1, 128), Some(4));
+    assert_eq!(parts(1, 5), Some(3));
+    assert_eq!(parts(1, 4), None);
+    assert_eq!(parts(16, 128), Some(1));
+    assert_eq!(parts(64, 128), None);
+}
+
 /// What WebGPU guarantees is enough: 16 KB, 256 units, 8 buffers.
 #[test]
 fn sixteen_kilobytes_serve_every_head_size() {
@@ -325,4 +360,33 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
         ..hopper.clone()
     };
     says(forward(&half(64), &little), "49152 bytes of shared memory");
+}
+
+/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype, and f16 ends at 65504.
+#[test]
+fn hopper_warns_of_gradients_in_f16() {
+    let hopper = DeviceProfile {
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        shared_memory: 232_448,
+        multiprocessors: Some(132),
+        hopper: true,
+        ..profile()
+    };
+    for (dtype, pass, warned) in [
+        (DType::F16, Pass::Backward, true),
+        (DType::F16, Pass::Forward, false),
+        (DType::BF16, Pass::Backward, false),
+        (DType::F32, Pass::Backward, false),
+    ] {
+        let problem = AttentionProblem {
+            dtype,
+            ..problem(64)
+        };
+        let selection = select(&problem, Some(&hopper), READABLE, pass);
+        let expected: &[Warning] = match warned {
+            true => &[Warning::ScoreGradientsInF16],
+            false => &[],
+        };
+        assert_eq!(selection.warnings, expected, "{dtype:?}, {pass:?}");
+    }
 }

@@ -4,10 +4,10 @@
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
 use crate::dense::{Dense, read};
-use crate::devices::devices;
+use crate::devices::{cube_devices, devices};
 use crate::run::Operator;
-use attention_cube::AttentionOptions;
-use burn::tensor::{DType, Device, Tensor};
+use attention_cube::{AttentionOptions, fused_attention};
+use burn::tensor::{DType, Device, Distribution, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
 fn case(q_len: usize) -> Case {
@@ -221,6 +221,44 @@ fn of_one_input_alone() {
                 terms: 140,
             };
             assert_close(&context, &got, exact, baseline, precision);
+        }
+    }
+}
+
+/// Gradients each of which fits a buffer of a small device, as software drivers are, while all of them together do not.
+#[test]
+fn that_do_not_fit_one_buffer() {
+    const HEADS: usize = 64;
+    for device in cube_devices() {
+        let on = &device.device.clone().autodiff();
+        let random = || {
+            let shape = [1, HEADS, 2048, 128];
+            Tensor::<4>::random(shape, Distribution::Default, (on, DType::F32))
+        };
+        let inputs = [random(), random(), random(), random()];
+        let run = |first: usize, count: usize| {
+            let [query, key, value, weights] = inputs
+                .each_ref()
+                .map(|tensor| tensor.clone().narrow(1, first, count).detach());
+            let leaves = [query, key, value].map(Tensor::require_grad);
+            let [query, key, value] = leaves.clone();
+            let options = AttentionOptions::new().window(Some(16), Some(0));
+            let output = fused_attention(query, key, value, options);
+            let gradients = (output * weights).sum().backward();
+            leaves.map(|leaf| {
+                let gradient = leaf.grad(&gradients).expect("a gradient");
+                read(gradient.narrow(1, count - 1, 1))
+            })
+        };
+        let all = run(0, HEADS);
+        let last = run(HEADS - 1, 1);
+        for ((got, expected), name) in all.iter().zip(&last).zip(["query", "key", "value"]) {
+            let apart = got
+                .iter()
+                .zip(expected)
+                .map(|(got, expected)| (got - expected).abs());
+            let worst = apart.fold(0.0, f64::max);
+            assert!(worst < 1e-5, "{}: {name} by {worst:e}", device.name);
         }
     }
 }

@@ -5,14 +5,17 @@
 use crate::biases::check_lowest;
 use crate::case::{Case, FULL};
 use crate::compare::Named;
-use crate::dense::Dense;
+use crate::dense::{Dense, read};
 use crate::devices::{TestDevice, cube_devices};
 use crate::empty_rows::check_beside_nan;
 use crate::inputs::Inputs;
 use crate::run::Operator;
 use attention_cube::plan::Engine;
-use attention_cube::{AttentionProblem, CausalAlignment, attention_with_lse, explain};
-use burn::tensor::{DType, Int, Tensor};
+use attention_cube::{
+    AttentionOptions, AttentionProblem, CausalAlignment, attention_with_lse, explain,
+    fused_attention,
+};
+use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
 /// Key and value widths: every row of the tile tables, and widths that fill no subtile.
 const WIDTHS: [(usize, usize); 8] = [
@@ -626,6 +629,50 @@ fn large_scores() {
                 ..sized([head_dim, value_dim])
             };
             check_poisoned(&case, |_| {});
+        }
+    }
+}
+
+/// A mask of more elements than 32 bits count is read where it lies, forward and backward: the last head sees what it
+/// sees with its own mask alone.
+#[test]
+fn masks_of_more_elements_than_32_bits_count() {
+    const LENGTHS: [usize; 2] = [65_536, 32_768];
+    const HEADS: usize = 3;
+    for device in hopper_devices() {
+        let on = &device.device.clone().autodiff();
+        let random = |length| {
+            let shape = [1, HEADS, length, 64];
+            Tensor::<4>::random(shape, Distribution::Default, (on, DType::BF16))
+        };
+        let [query, key, value] = [LENGTHS[0], LENGTHS[1], LENGTHS[1]].map(random);
+        let of_head = |head: usize| {
+            let keys = Tensor::<1, Int>::arange(0..LENGTHS[1] as i64, &device.device);
+            let visible = keys.remainder_scalar(16).equal_elem(head as i64);
+            let visible: Tensor<4, Bool> = visible.reshape([1, 1, 1, LENGTHS[1]]);
+            visible.expand([1, 1, LENGTHS[0], LENGTHS[1]])
+        };
+        let run = |first: usize, count: usize, mask| {
+            let leaves = [&query, &key, &value].map(|tensor| {
+                let heads = tensor.clone().narrow(1, first, count);
+                heads.detach().require_grad()
+            });
+            let [query, key, value] = leaves.clone();
+            let options = AttentionOptions::new().mask(mask);
+            let output = fused_attention(query, key, value, options);
+            let gradients = output.clone().sum().backward();
+            let last = |tensor: Tensor<4>| read(tensor.narrow(1, count - 1, 1).narrow(2, 0, 512));
+            let mut results = vec![last(output.inner())];
+            for leaf in leaves {
+                results.push(last(leaf.grad(&gradients).expect("a gradient")));
+            }
+            results
+        };
+        let all = run(0, HEADS, Tensor::cat((0..HEADS).map(of_head).collect(), 1));
+        let alone = run(HEADS - 1, 1, of_head(HEADS - 1));
+        let names = ["output", "query gradient", "key gradient", "value gradient"];
+        for ((got, expected), name) in all.iter().zip(&alone).zip(names) {
+            assert!(got == expected, "{}: {name}", device.name);
         }
     }
 }

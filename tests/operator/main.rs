@@ -29,5 +29,6 @@ mod options;
 mod oracle;
 mod properties;
 mod segments;
+mod softcaps;
 mod strides;
 mod tails;

@@ -1,10 +1,13 @@
-//! Who sees whom: causal mask under both alignments, windows, bool masks of every broadcast shape, and
-//! all of them together; hidden keys may hold anything.
+//! Who sees whom: causal mask under both alignments, windows, bool masks of every broadcast shape, lengths of every
+//! integer dtype, and all of them together; hidden keys may hold anything.
 
 use crate::case::{Case, FULL};
+use crate::dense::read;
+use crate::devices::devices;
+use crate::run::Operator;
 use attention_cube::CausalAlignment::{self, BottomRight, TopLeft};
 use attention_cube::{AttentionOptions, AttentionProblem};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 
 /// `[batch 2, 2 query heads on 1, q_len, kv_len, 32, 32]`.
 fn case(q_len: usize, kv_len: usize) -> Case {
@@ -233,6 +236,71 @@ fn visible_pairs() {
                 let pairs = (0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j)));
                 let per_head = pairs.filter(|&(i, j)| sees(i, j)).count();
                 assert_eq!(problem.visible_pairs(), 6 * per_head as u64, "{context}");
+            }
+        }
+    }
+}
+
+/// Lengths of every integer dtype that a device has clamp to the keys, however far from i32 they are; and narrow ones
+/// need not hold the number of keys.
+#[test]
+fn lengths_of_any_integer() {
+    const KEYS: usize = 300;
+    let lengths: [(DType, &[i64]); 8] = [
+        (
+            DType::I64,
+            &[
+                i64::MAX,
+                i64::MIN,
+                (1 << 32) + 3,
+                -(1 << 32) + 3,
+                1 << 31,
+                u32::MAX as i64,
+                0,
+                7,
+            ],
+        ),
+        (
+            DType::I32,
+            &[i32::MAX as i64, i32::MIN as i64, -1, 300, 301, 7],
+        ),
+        (DType::I16, &[i16::MAX as i64, i16::MIN as i64, 300, 7]),
+        (DType::I8, &[i8::MAX as i64, i8::MIN as i64, 100, 7]),
+        (DType::U64, &[i64::MAX, (1 << 32) + 3, 1 << 40, 0, 300, 7]),
+        (DType::U32, &[u32::MAX as i64, 1 << 31, 0, 300, 7]),
+        (DType::U16, &[u16::MAX as i64, 1 << 15, 0, 300, 7]),
+        (DType::U8, &[u8::MAX as i64, 1 << 7, 0, 7]),
+    ];
+    for device in devices() {
+        for (dtype, given) in lengths {
+            if !device.device.supports_dtype(dtype) {
+                continue;
+            }
+            let batch = given.len();
+            let random = |length| {
+                let shape = [batch, 1, length, 16];
+                Tensor::<4>::random(shape, Distribution::Default, (&device.device, DType::F32))
+            };
+            let (query, key, value) = (random(2), random(KEYS), random(KEYS));
+            let with = |lengths: &[i64], dtype| {
+                let data = TensorData::new(lengths.to_vec(), [batch]);
+                let lengths = Tensor::<1, Int>::from_data(data, (&device.device, dtype));
+                AttentionOptions::new().kv_lengths(lengths)
+            };
+            let clamped: Vec<i64> = given.iter().map(|n| (*n).clamp(0, KEYS as i64)).collect();
+            for operator in [Operator::Fused, Operator::Reference] {
+                let call = |options| {
+                    let (output, lse) = operator
+                        .call(query.clone(), key.clone(), value.clone(), options)
+                        .unwrap_or_else(|error| panic!("{}: {error}", device.name));
+                    [read(output), read(lse)]
+                };
+                assert_eq!(
+                    call(with(given, dtype)),
+                    call(with(&clamped, DType::I32)),
+                    "{}, {operator:?}: {dtype:?} {given:?}",
+                    device.name
+                );
             }
         }
     }

@@ -63,10 +63,16 @@ fn structure(case: Case) -> impl Strategy<Value = Case> {
         )
 }
 
+/// Among the scores mostly, or of any size.
+fn softcap() -> impl Strategy<Value = f64> {
+    let any_size = (-2.0..8.0f64).prop_map(|power| 10f64.powf(power));
+    prop_oneof![0.5..20.0f64, any_size, Just(f64::from(f32::MAX)),]
+}
+
 fn scores(case: Case) -> impl Strategy<Value = Case> {
     (
         rarely(-1.0..1.0f64),
-        rarely(0.5..20.0f64),
+        rarely(softcap()),
         rarely(extent()),
         prop::bool::weighted(0.3),
         any::<bool>(),

@@ -65,6 +65,7 @@ pub enum Kind {
     Shape,
     Dtype,
     Device,
+    Checkpointing,
     Value,
 }
 
@@ -80,6 +81,7 @@ fn kind_and_argument(error: &AttentionError) -> (Kind, &'static str) {
         AttentionError::Shape { argument, .. } => (Kind::Shape, argument),
         AttentionError::Dtype { argument, .. } => (Kind::Dtype, argument),
         AttentionError::Device { argument, .. } => (Kind::Device, argument),
+        AttentionError::Checkpointing { argument, .. } => (Kind::Checkpointing, argument),
         AttentionError::Value { argument, .. } => (Kind::Value, argument),
         other => panic!("a new kind of error: {other}"),
     }

@@ -1,7 +1,8 @@
 //! Which kernel serves a problem on a device, and why the faster ones do not.
 
-use crate::AttentionProblem;
+use crate::backend::check_backend;
 use crate::plan::{DeviceProfile, Layouts, Pass, Selection, select};
+use crate::{AttentionError, AttentionProblem};
 use burn::tensor::Device;
 use std::fmt;
 
@@ -10,6 +11,9 @@ use std::fmt;
 pub struct Explanation {
     /// The device's runtime and limits; `None` where it runs no CubeCL kernels.
     pub device: Option<DeviceProfile>,
+    /// The error that every call gets there, where the device is of a backend without attention: then nothing else here
+    /// is of any use.
+    pub error: Option<AttentionError>,
     /// The choice for the forward.
     pub forward: Selection,
     /// The choice for the backward.
@@ -18,6 +22,9 @@ pub struct Explanation {
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(error) = &self.error {
+            return writeln!(f, "{error}");
+        }
         match &self.device {
             Some(device) => writeln!(f, "device: {}", device.name)?,
             None => writeln!(f, "device: no CubeCL")?,
@@ -26,6 +33,9 @@ impl fmt::Display for Explanation {
             writeln!(f, "{pass}: {:?}", selection.kernel)?;
             for (engine, reason) in &selection.refusals {
                 writeln!(f, "  {engine:?} refused: {reason}")?;
+            }
+            for warning in &selection.warnings {
+                writeln!(f, "  warning: {warning}")?;
             }
         }
         Ok(())
@@ -55,6 +65,7 @@ pub fn explain(problem: &AttentionProblem, device: &Device) -> Explanation {
     let (forward, backward) = (choose(Pass::Forward), choose(Pass::Backward));
     Explanation {
         device: profile,
+        error: check_backend(device).err(),
         forward,
         backward,
     }

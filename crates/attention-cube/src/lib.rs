@@ -30,7 +30,8 @@
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
 //! | inputs permuted, sliced, broadcast with stride 0 | read through their strides, same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
-//! | shapes, dtypes, devices that do not fit | [`AttentionError`] naming the argument |
+//! | f16 gradients, on Hopper | the gradients of the scores are f16 there, and infinite beyond 65,504; [`explain`] warns |
+//! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next one takes it; [`explain`] says which and why |
 //!
 //! Gradients are first-order, of the query, the keys, the values, the bias and the sinks, through
@@ -46,6 +47,7 @@ mod options;
 pub mod plan;
 mod problem;
 pub mod reference;
+mod softcap;
 
 #[cfg(feature = "cuda")]
 pub use backend::matrix_product;
@@ -115,6 +117,7 @@ pub fn attention_with_lse(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::new(&query, &key, &value, &options)?;
+    backend::check_backend(&query.device())?;
     let result: AttentionOutput<Dispatch> =
         Dispatch::attention_forward(inputs(query, key, value, options), problem);
     Ok((

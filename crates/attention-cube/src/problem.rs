@@ -37,15 +37,41 @@ pub enum AttentionError {
         /// The dtypes wanted.
         expected: String,
     },
-    /// A tensor is on another device than the query.
-    #[error("{argument} is on {has}, and it should be on the query's device, {expected}")]
+    /// A tensor is on another device than the first one.
+    #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
     Device {
         /// The argument's name.
         argument: &'static str,
         /// Its device.
         has: String,
-        /// The query's device.
+        /// The first one: the query.
+        whose: &'static str,
+        /// Its device.
         expected: String,
+    },
+    /// Two tensors are under autodiff by different strategies of gradient checkpointing, which Burn does not mix.
+    #[error(
+        "{argument} has gradient checkpointing {has}, and it should have the {whose}'s, {expected}"
+    )]
+    Checkpointing {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its strategy.
+        has: String,
+        /// The first argument under autodiff.
+        whose: &'static str,
+        /// Its strategy.
+        expected: String,
+    },
+    /// The tensors are on a device whose backend has no attention.
+    #[error(
+        "the tensors are on {device}, and attention runs on {served}; its reference runs on every device"
+    )]
+    Backend {
+        /// The device.
+        device: String,
+        /// The devices that it runs on.
+        served: &'static str,
     },
     /// A number that makes no sense.
     #[error("{argument} is {has}, and it should be {expected}")]
@@ -203,6 +229,8 @@ impl AttentionProblem {
             check_dtype("sinks", sinks.dtype(), &float)?;
             check_device("sinks", sinks, &device)?;
         }
+
+        check_checkpointing(query, key, value, options)?;
 
         let scale = options.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
         if !(scale as f32).is_finite() {
@@ -380,7 +408,7 @@ fn check_broadcast(
     Ok(())
 }
 
-fn check_dtype(
+pub(crate) fn check_dtype(
     argument: &'static str,
     has: DType,
     allowed: &[(DType, &str)],
@@ -413,6 +441,47 @@ fn check_device<const D: usize, K: Basic>(
     Err(AttentionError::Device {
         argument,
         has: format!("{has:?}"),
+        whose: "query",
         expected: format!("{expected:?}"),
     })
+}
+
+/// Burn merges the graphs of all tensors of a call, the integer ones under autodiff, too.
+fn check_checkpointing(
+    query: &Tensor<4>,
+    key: &Tensor<4>,
+    value: &Tensor<4>,
+    options: &AttentionOptions,
+) -> Result<(), AttentionError> {
+    let segments = options.segments.as_ref();
+    let devices = [
+        ("query", Some(query.device())),
+        ("key", Some(key.device())),
+        ("value", Some(value.device())),
+        ("mask", options.mask.as_ref().map(Tensor::device)),
+        ("bias", options.bias.as_ref().map(Tensor::device)),
+        (
+            "kv_lengths",
+            options.kv_lengths.as_ref().map(Tensor::device),
+        ),
+        ("query segments", segments.map(|(ids, _)| ids.device())),
+        ("key segments", segments.map(|(_, ids)| ids.device())),
+        ("sinks", options.sinks.as_ref().map(Tensor::device)),
+    ];
+    let mut strategies = devices.into_iter().filter_map(|(argument, device)| {
+        let strategy = device?.gradient_checkpointing_strategy()?;
+        Some((argument, strategy))
+    });
+    let Some((whose, expected)) = strategies.next() else {
+        return Ok(());
+    };
+    match strategies.find(|(_, strategy)| *strategy != expected) {
+        None => Ok(()),
+        Some((argument, has)) => Err(AttentionError::Checkpointing {
+            argument,
+            has: format!("{has:?}"),
+            whose,
+            expected: format!("{expected:?}"),
+        }),
+    }
 }

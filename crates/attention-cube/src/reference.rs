@@ -9,7 +9,7 @@ use crate::backend::{
     AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, BackwardRequest,
     logsumexp_dtype,
 };
-use crate::{AttentionError, AttentionOptions, AttentionProblem};
+use crate::{AttentionError, AttentionOptions, AttentionProblem, softcap};
 use burn::backend::{
     Backend, Dispatch, TensorMetadata, get_or_init_device_settings,
     tensor::{BoolTensor, Device, FloatTensor, IntTensor},
@@ -279,8 +279,13 @@ impl<B: Backend> Scores<B> {
             B::float_mul_scalar(from_groups::<B>(scores, problem), problem.scale.into());
         let mut softcap_slope = None;
         if let Some(softcap) = problem.softcap {
-            let tanh = B::float_tanh(B::float_div_scalar(scores, softcap.into()));
-            scores = B::float_mul_scalar(tanh.clone(), softcap.into());
+            let ratios = B::float_div_scalar(scores.clone(), softcap.into());
+            let tanh = B::float_tanh(ratios.clone());
+            let far = B::float_mul_scalar(tanh.clone(), softcap.into());
+            scores = match compute == DType::F32 && softcap::is_wide(problem.softcap) {
+                true => widely_capped::<B>(scores, ratios, far),
+                false => far,
+            };
             let squared = B::float_mul(tanh.clone(), tanh);
             softcap_slope = Some(B::float_add_scalar(B::float_neg(squared), 1.0.into()));
         }
@@ -309,6 +314,28 @@ impl<B: Backend> Scores<B> {
     }
 }
 
+/// The scores under a wide softcap, in f32: by the series where their `ratios` to it are near zero, and else `far`.
+fn widely_capped<B: Backend>(
+    scores: FloatTensor<B>,
+    ratios: FloatTensor<B>,
+    far: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let near = f64::from(softcap::NEAR);
+    let bools = bool_dtype::<B>(&scores);
+    let is_near = B::float_lower_elem(B::float_abs(ratios.clone()), near.into(), bools);
+    // Of the others the square may be infinite, and so no number in the gradient.
+    let ratios = B::float_clamp(ratios, (-near).into(), near.into());
+    let squared = B::float_mul(ratios.clone(), ratios);
+    let mut correction = B::float_mul_scalar(squared.clone(), 0.0.into());
+    for term in softcap::SERIES.into_iter().rev() {
+        let sum = B::float_add_scalar(correction, term.into());
+        correction = B::float_mul(sum, squared.clone());
+    }
+    // The score itself, and not the sum of 1 and the correction times it, which would be rounded before.
+    let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
+    B::float_mask_where(far, is_near, near)
+}
+
 /// Which keys each query sees, broadcastable to the scores; `None` if all see all.
 fn visibility<B: Backend>(
     inputs: &AttentionInputs<B>,
@@ -321,8 +348,12 @@ fn visibility<B: Backend>(
     let mut conditions = Vec::new();
 
     let lengths = inputs.kv_lengths.as_option().map(|lengths| {
-        let lengths = B::int_cast(lengths.clone(), ints);
-        let lengths = B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
+        let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
+        // In the wider of the two dtypes, which holds both the lengths and their bound.
+        let lengths = match lengths.dtype().size() < DType::from(ints).size() {
+            true => clamp(B::int_cast(lengths.clone(), ints)),
+            false => B::int_cast(clamp(lengths.clone()), ints),
+        };
         B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
     });
     let keys = positions::<B>(kv_len, 3, &device, ints);

@@ -22,6 +22,7 @@ use crate::plan::{
     DeviceProfile, Kernel, Layouts, Pass, select,
     unit::{UnitPlan, UnitTiles},
 };
+use crate::softcap;
 use burn::backend::{
     cubecl::dtype_to_storage_type,
     ops::{BoolTensorOps, FloatTensorOps},
@@ -71,6 +72,7 @@ fn profile(client: &Client) -> DeviceProfile {
         shared_memory: hardware.max_shared_memory_size,
         units_per_cube: hardware.max_units_per_cube as usize,
         bindings: hardware.max_bindings as usize,
+        largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
         cube_count: hardware.max_cube_count.0,
         // Of all that runtimes list, only a processor is no card.
         processors: properties.identity.physical.is_none().then(processors),
@@ -169,6 +171,9 @@ fn choose(client: &Client, problem: &AttentionProblem, layouts: Layouts, pass: P
     let selection = select(problem, Some(&profile(client)), layouts, pass);
     for (engine, reason) in &selection.refusals {
         log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
+    }
+    for warning in &selection.warnings {
+        log::debug!("attention {pass:?}: {warning}");
     }
     log::debug!("attention {pass:?}: {:?} for {problem:?}", selection.kernel);
     selection.kernel
@@ -290,9 +295,12 @@ impl Extras {
     }
 
     fn tensors(&self) -> impl Iterator<Item = &CubeTensor> {
-        [&self.mask, &self.bias, &self.integers]
-            .into_iter()
-            .flatten()
+        self.mask.iter().chain(self.beside_mask())
+    }
+
+    /// What kernels read that have the mask as bits.
+    fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
+        [&self.bias, &self.integers].into_iter().flatten()
     }
 }
 
@@ -308,6 +316,7 @@ fn structure(problem: &AttentionProblem) -> Structure {
 fn score_kind(problem: &AttentionProblem) -> ScoreKind {
     ScoreKind {
         softcap: problem.softcap.is_some(),
+        wide_softcap: softcap::is_wide(problem.softcap),
         bias: problem.bias.is_some(),
     }
 }

@@ -11,12 +11,12 @@ mod autodiff;
 #[cfg(feature = "cube")]
 mod cube;
 
-use crate::{AttentionProblem, reference};
+use crate::{AttentionError, AttentionProblem, reference};
 use burn::backend::{
     Backend, ExtensionType, backend_extension,
     tensor::{BoolTensor, FloatTensor, IntTensor},
 };
-use burn::tensor::DType;
+use burn::tensor::{DType, Device};
 
 #[cfg(feature = "cube")]
 pub(crate) use cube::device_profile;
@@ -145,6 +145,33 @@ pub struct AttentionGradients<B: Backend> {
 pub struct BackwardRequest {
     pub bias: bool,
     pub sinks: bool,
+}
+
+/// The devices that this build has an implementation for.
+const SERVED: &str = match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
+    (true, true) => "CubeCL's devices and Flex",
+    (true, false) => "CubeCL's devices",
+    (false, true) => "Flex",
+    (false, false) => "none without a feature that names some",
+};
+
+/// Whether attention runs on the device: Burn's dispatch panics on backends that the extension does not name.
+pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
+    let device = device.clone().without_autodiff();
+    match device.as_dispatch() {
+        #[cfg(feature = "cube")]
+        burn::backend::DispatchDevice::Cube(_) => Ok(()),
+        #[cfg(feature = "flex")]
+        burn::backend::DispatchDevice::Flex(_) => Ok(()),
+        #[allow(
+            unreachable_patterns,
+            reason = "without other backends there are no other devices"
+        )]
+        other => Err(AttentionError::Backend {
+            device: format!("{other:?}"),
+            served: SERVED,
+        }),
+    }
 }
 
 /// The dtype of the logsumexp.

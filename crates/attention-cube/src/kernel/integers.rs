@@ -5,7 +5,8 @@
 
 use cubecl::prelude::*;
 
-/// Copies integers of any width into the packed ones, from `start` on, row by row of `source`.
+/// Copies integers of any width into the packed ones, from `start` on, row by row of `source`; bounded by 0 and `largest`
+/// where this `clamps`, which takes an `I` that holds `largest`.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_integers<I: Int>(
     source: &Tensor<I>,
@@ -13,13 +14,18 @@ pub(crate) fn pack_integers<I: Int>(
     start: u32,
     columns: u32,
     count: u32,
+    largest: i32,
+    #[comptime] clamps: bool,
     #[define(I)] _dtype: ElemType,
 ) {
     let index = ABSOLUTE_POS as u32;
     if index < count {
         let row = (index / columns) as usize;
         let column = (index % columns) as usize;
-        let value = source[row * source.stride(0) + column * source.stride(1)];
+        let mut value = source[row * source.stride(0) + column * source.stride(1)];
+        if comptime!(clamps) {
+            value = min(max(value, I::from_int(0)), I::cast_from(largest));
+        }
         packed[(start + index) as usize] = i32::cast_from(value);
     }
 }

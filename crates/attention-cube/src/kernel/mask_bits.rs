@@ -10,6 +10,9 @@
 use super::visibility::Keys;
 use cubecl::prelude::*;
 
+/// Planes of a cube.
+pub(crate) const PLANES: u32 = 8;
+
 /// Words that a plane packs.
 pub(crate) const WORDS_PER_PLANE: usize = 16;
 
@@ -24,19 +27,19 @@ pub(crate) const EVERYTHING: u32 = 3;
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskPlaces {
-    pub batch: u32,
-    pub head: u32,
-    pub row: u32,
+    pub batch: usize,
+    pub head: usize,
+    pub row: usize,
     /// Where the blocks start, and their steps.
-    pub blocks: u32,
-    pub block_batch: u32,
-    pub block_head: u32,
-    pub block_tile: u32,
+    pub blocks: usize,
+    pub block_batch: usize,
+    pub block_head: usize,
+    pub block_tile: usize,
 }
 
 /// Packs `count` pieces of [`WORDS_PER_PLANE`] words, `pieces` of them a row of the mask
 /// `[batch, heads, rows, kv_len]`. Each block of keys has words of its own. Past the last key bits are 0.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn pack_mask<M: Numeric>(
     mask: &Tensor<M>,
     bits: &mut Tensor<u32>,
@@ -48,7 +51,7 @@ pub(crate) fn pack_mask<M: Numeric>(
     #[comptime] block_keys: u32,
     #[define(M)] _element: ElemType,
 ) {
-    let index = ABSOLUTE_POS as u32 / 32u32;
+    let index = plane_of_launch();
     let lane = UNIT_POS % 32u32;
     let block_words = comptime!(block_keys.div_ceil(32));
     if index < count {
@@ -71,17 +74,23 @@ pub(crate) fn pack_mask<M: Numeric>(
             own = select(lane == comptime!(turn as u32), packed, own);
         }
         if lane < comptime!(WORDS_PER_PLANE as u32) {
-            bits[(index * comptime!(WORDS_PER_PLANE as u32) + lane) as usize] = own;
+            bits[index as usize * WORDS_PER_PLANE + lane as usize] = own;
         }
     }
 }
 
+/// The plane's number. By 32 times as many units 32 bits could not count.
+#[cube]
+fn plane_of_launch() -> u32 {
+    CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
+}
+
 /// Tells for `count` pairs of a tile of `tile_rows` queries and a block of `block_keys` keys what the one sees
 /// of the other. `tiles` and `blocks` of them are in a head, whose `rows` rows have `words` words.
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_up_mask(
     bits: &mut Tensor<u32>,
-    start: u32,
+    start: usize,
     rows: u32,
     kv_len: u32,
     words: u32,
@@ -91,7 +100,7 @@ pub(crate) fn sum_up_mask(
     #[comptime] tile_rows: u32,
     #[comptime] block_keys: u32,
 ) {
-    let index = ABSOLUTE_POS as u32 / 32u32;
+    let index = plane_of_launch();
     if index < count {
         let block = index % blocks;
         let first_row = index / blocks % tiles * tile_rows;
@@ -125,7 +134,7 @@ pub(crate) fn sum_up_mask(
         if lane == 0u32 {
             let some = select(every_key, EVERY_KEY, SOME_KEYS);
             let state = select(all, EVERYTHING, some);
-            bits[(start + index) as usize] = select(any, state, NOTHING);
+            bits[start + index as usize] = select(any, state, NOTHING);
         }
     }
 }
@@ -144,11 +153,11 @@ pub(crate) fn sight_of_block(
     match mask {
         ComptimeOption::Some(mask) => {
             let at = places.blocks
-                + batch * places.block_batch
-                + head * places.block_head
-                + tile * places.block_tile
-                + block;
-            mask[at as usize]
+                + batch as usize * places.block_batch
+                + head as usize * places.block_head
+                + tile as usize * places.block_tile
+                + block as usize;
+            mask[at]
         }
         ComptimeOption::None => EVERYTHING.runtime(),
     }
@@ -167,9 +176,9 @@ pub(crate) fn word_of(
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
-            let row = batch as usize * places.batch as usize
-                + head as usize * places.head as usize
-                + query as usize * places.row as usize;
+            let row = batch as usize * places.batch
+                + head as usize * places.head
+                + query as usize * places.row;
             mask[row + word as usize]
         }
         ComptimeOption::None => 0u32.runtime(),

@@ -1,6 +1,7 @@
 //! From `q·k` to the score, and the derivatives of that: scale, softcap, bias, visibility.
 
 use super::visibility::{Extent, Sight, Structure, sees};
+use crate::softcap::{NEAR, SERIES};
 use cubecl::prelude::*;
 
 /// What maxima start from: no score is lower but −∞, that of a hidden key.
@@ -27,6 +28,8 @@ pub(crate) struct ScoreArguments {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ScoreKind {
     pub softcap: bool,
+    /// The softcap is far above most scores: see [`crate::softcap`].
+    pub wide_softcap: bool,
     pub bias: bool,
 }
 
@@ -61,10 +64,30 @@ fn offset(place: &Place, batch: usize, head: usize, query: usize, key: usize) ->
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = dot * arguments.scale;
-    if comptime!(kind.softcap) {
+    if comptime!(kind.wide_softcap) {
+        score = widely_capped(score, arguments.softcap);
+    } else if comptime!(kind.softcap) {
         score = arguments.softcap * (score / arguments.softcap).tanh();
     }
     score
+}
+
+/// The softcap where it is far above most scores, for every engine: see [`crate::softcap`].
+#[cube]
+pub(crate) fn widely_capped(score: f32, softcap: f32) -> f32 {
+    let ratio = score / softcap;
+    let squared = ratio * ratio;
+    let mut series = f32::new(0.0);
+    #[unroll]
+    for term in 0..comptime!(SERIES.len()) {
+        series = fma(
+            series,
+            squared,
+            f32::new(comptime!(SERIES[SERIES.len() - 1 - term])),
+        );
+    }
+    let near = fma(score * squared, series, score);
+    select(ratio.abs() < NEAR, near, softcap * ratio.tanh())
 }
 
 /// `d score / d dot`, from the score without bias.

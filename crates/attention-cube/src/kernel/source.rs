@@ -82,7 +82,7 @@ impl Wanted {
             part.unwrap_or_else(|| panic!("{name} is not PASS-HEAD_DIM-VALUE_DIM…"))
         };
         let known = [
-            "causal", "softcap", "bias", "mask", "lengths", "segments", "sinks",
+            "causal", "softcap", "wide", "bias", "mask", "lengths", "segments", "sinks",
         ];
         for option in parts.iter().skip(3) {
             assert!(known.contains(option), "{option} is none of {known:?}");
@@ -98,7 +98,8 @@ impl Wanted {
                 mask: has("mask"),
             },
             score: ScoreKind {
-                softcap: has("softcap"),
+                softcap: has("softcap") || has("wide"),
+                wide_softcap: has("wide"),
                 bias: has("bias"),
             },
             sinks: has("sinks"),

@@ -10,6 +10,7 @@ pub mod wgmma;
 
 use crate::AttentionProblem;
 use burn::tensor::DType;
+use std::fmt;
 use unit::UnitPlan;
 use wgmma::WgmmaPlan;
 
@@ -79,6 +80,8 @@ pub struct DeviceProfile {
     pub units_per_cube: usize,
     /// Buffers that a kernel may bind.
     pub bindings: usize,
+    /// Bytes that a buffer may have.
+    pub largest_buffer: usize,
     /// Cubes along one dimension of a launch.
     pub cube_count: u32,
     /// The processor's threads, where it does the work, as with Mesa's llvmpipe; `None` on a card.
@@ -191,6 +194,26 @@ pub enum Refusal {
     },
 }
 
+/// Where the kernel chosen falls short of what the contract promises elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Warning {
+    /// The matrix unit multiplies the gradients of the scores in f16. A fixed scale would only trade what is infinite for
+    /// what becomes zero.
+    ScoreGradientsInF16,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ScoreGradientsInF16 => f.write_str(
+                "the gradients of the scores, P ∘ (dP − Δ), pass through F16: where one is beyond 65504, as under a large \
+                 loss scale, the gradients of query and keys are infinite; in BF16 they are not",
+            ),
+        }
+    }
+}
+
 /// The choice for one pass, and what was not chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selection {
@@ -198,6 +221,20 @@ pub struct Selection {
     pub kernel: Kernel,
     /// The engines asked before it, and their reasons.
     pub refusals: Vec<(Engine, Refusal)>,
+    /// What to know of the kernel chosen.
+    pub warnings: Vec<Warning>,
+}
+
+impl Selection {
+    fn new(kernel: Kernel, refusals: Vec<(Engine, Refusal)>, problem: &AttentionProblem) -> Self {
+        let is_gradient = matches!(kernel, Kernel::Wgmma(WgmmaPlan::Backward(_)));
+        let in_f16 = is_gradient && problem.dtype == DType::F16;
+        Self {
+            kernel,
+            refusals,
+            warnings: Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16)),
+        }
+    }
 }
 
 /// How an engine answers.
@@ -211,10 +248,8 @@ pub fn select(
     pass: Pass,
 ) -> Selection {
     let Some(device) = device else {
-        return Selection {
-            kernel: Kernel::Reference,
-            refusals: vec![(Engine::Unit, Refusal::NoCubeCL)],
-        };
+        let refusals = vec![(Engine::Unit, Refusal::NoCubeCL)];
+        return Selection::new(Kernel::Reference, refusals, problem);
     };
     let engines: [(Engine, Plan); 2] = [
         (Engine::Wgmma, |problem, device, layouts, pass| {
@@ -227,12 +262,9 @@ pub fn select(
     let mut refusals = Vec::new();
     for (engine, plan) in engines {
         match plan(problem, device, layouts, pass) {
-            Ok(kernel) => return Selection { kernel, refusals },
+            Ok(kernel) => return Selection::new(kernel, refusals, problem),
             Err(refusal) => refusals.push((engine, refusal)),
         }
     }
-    Selection {
-        kernel: Kernel::Reference,
-        refusals,
-    }
+    Selection::new(Kernel::Reference, refusals, problem)
 }

@@ -117,8 +117,9 @@ impl<B: Backend> Parts<B> {
 impl ProductBackend for burn_cubecl::CubeBackend {
     fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
         match attention_cube::matrix_product(&lhs, &rhs) {
-            Some(product) => product,
-            None => Self::float_matmul(lhs, rhs),
+            Ok(Some(product)) => product,
+            Ok(None) => Self::float_matmul(lhs, rhs),
+            Err(error) => panic!("{error}"),
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::kernel::backward::{
     },
 };
 use crate::kernel::engine::direct::{Division, division};
-use crate::plan::unit::BackwardPlan;
+use crate::plan::unit::{BackwardPlan, Packing};
 use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::prelude::CubeDim;
 
@@ -88,13 +88,6 @@ pub(super) fn rows_of_queries(
         );
     }
     target
-}
-
-/// Elements from one row of an operand to the next: an odd number of the processor's cache lines, so that
-/// the rows that are read side by side do not all take each other's place in the cache.
-fn pitch(columns: usize) -> usize {
-    const LINE: usize = 16;
-    (columns.div_ceil(LINE) | 1) * LINE
 }
 
 /// The launches of all gradients together: no more pairs of tiles a cube than its loops may take.
@@ -281,29 +274,25 @@ impl BackwardPass<'_> {
     ) -> (CubeTensor, CubeTensor, CubeTensor) {
         let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
         let client = self.rows.client.clone();
-        let (head_pitch, value_pitch) = (pitch(problem.head_dim), pitch(problem.value_dim));
-        let kv_rows = problem.batch * problem.kv_heads * problem.kv_len;
-        let q_rows = problem.batch * problem.q_heads * problem.q_len;
-        let key_at = q_rows * head_pitch;
-        let value_at = key_at + kv_rows * head_pitch;
-        let output_gradient_at = value_at + kv_rows * value_pitch;
-        let end = output_gradient_at + q_rows * value_pitch;
-        let operands = empty(&self.rows, [end], DType::F32);
+        let packing = Packing::new(problem, parts);
+        let Packing {
+            head_pitch,
+            value_pitch,
+            ..
+        } = packing;
+        let operands = empty(&self.rows, [packing.operands], DType::F32);
         for (tensor, first, pitch) in [
             (&inputs.query, 0, head_pitch),
-            (&inputs.key, key_at, head_pitch),
-            (&inputs.value, value_at, value_pitch),
-            (&self.output_gradient, output_gradient_at, value_pitch),
+            (&inputs.key, packing.key, head_pitch),
+            (&inputs.value, packing.value, value_pitch),
+            (&self.output_gradient, packing.output_gradient, value_pitch),
         ] {
             self.pack(tensor, &operands, first, pitch, tiles.vector);
         }
-        let query_size = q_rows * problem.head_dim;
-        let key_gradient_at = parts * query_size;
-        let value_gradient_at = key_gradient_at + kv_rows * problem.head_dim;
         let gradients = zeros_client(
             client.clone(),
             self.rows.device.clone(),
-            Shape::new([value_gradient_at + kv_rows * problem.value_dim]),
+            Shape::new([packing.gradients]),
             DType::F32,
         );
         let division = division(
@@ -333,14 +322,14 @@ impl BackwardPass<'_> {
                     problem.head_dim as u32,
                     problem.value_dim as u32,
                     OperandPlacesLaunch::new(
-                        key_at,
-                        value_at,
-                        output_gradient_at,
+                        packing.key,
+                        packing.value,
+                        packing.output_gradient,
                         head_pitch as u32,
                         value_pitch as u32,
-                        query_size,
-                        key_gradient_at,
-                        value_gradient_at,
+                        packing.query_gradient,
+                        packing.key_gradient,
+                        packing.value_gradient,
                     ),
                     window,
                     division,
@@ -362,7 +351,7 @@ impl BackwardPass<'_> {
             ),
             self.sum(
                 &gradients,
-                key_gradient_at,
+                packing.key_gradient,
                 1,
                 &inputs.key,
                 None,
@@ -370,7 +359,7 @@ impl BackwardPass<'_> {
             ),
             self.sum(
                 &gradients,
-                value_gradient_at,
+                packing.value_gradient,
                 1,
                 &inputs.value,
                 None,

@@ -124,7 +124,7 @@ pub(super) fn forward(
         [&output, &logsumexp]
             .into_iter()
             .chain(&mask.bits)
-            .chain(extras.tensors()),
+            .chain(extras.beside_mask()),
     );
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };

@@ -187,7 +187,7 @@ impl Gradient<'_> {
             [&dot_target, &value_target, terms]
                 .into_iter()
                 .chain(&self.mask.bits)
-                .chain(extras.tensors()),
+                .chain(extras.beside_mask()),
         );
         match self.tiles {
             // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes

@@ -76,6 +76,7 @@ pub(super) fn prepare<const N: usize>(
         ..
     } = *problem;
     let lengths = inputs.kv_lengths.as_option();
+    let most = Some(kv_len as i32);
     let queries = inputs.query_segments.as_option();
     let keys = inputs.key_segments.as_option();
 
@@ -111,17 +112,17 @@ pub(super) fn prepare<const N: usize>(
                 Some(lengths.clone())
             } else {
                 let packed = empty(&inputs.query, [batch], DType::I32);
-                pack(lengths, &packed, 0, 1, batch);
+                pack(lengths, &packed, 0, 1, batch, most);
                 Some(packed)
             }
         }
         (lengths, Some((queries, keys))) => {
             let packed = empty(&inputs.query, [end], DType::I32);
             if let Some(lengths) = lengths {
-                pack(lengths, &packed, 0, 1, batch);
+                pack(lengths, &packed, 0, 1, batch, most);
             }
-            pack(queries, &packed, query_ids, q_len, batch * q_len);
-            pack(keys, &packed, key_ids, kv_len, batch * kv_len);
+            pack(queries, &packed, query_ids, q_len, batch * q_len, None);
+            pack(keys, &packed, key_ids, kv_len, batch * kv_len, None);
             for places in &distinct {
                 let Blocks { queries, keys } = places.blocks;
                 bound(
@@ -142,13 +143,22 @@ pub(super) fn prepare<const N: usize>(
 
 const UNITS: usize = 64;
 
-/// Copies `count` integers, rows of `columns`, to `start`.
-fn pack(source: &CubeTensor, packed: &CubeTensor, start: usize, columns: usize, count: usize) {
+/// Copies `count` integers, rows of `columns`, to `start`. Those that i32 may not hold are bounded by 0 and `largest` before,
+/// if there is such a bound.
+fn pack(
+    source: &CubeTensor,
+    packed: &CubeTensor,
+    start: usize,
+    columns: usize,
+    count: usize,
+    largest: Option<i32>,
+) {
     let source = match source.meta.shape().num_dims() {
         1 => burn_cubecl::ops::reshape(source.clone(), Shape::new([count, 1])),
         _ => source.clone(),
     };
     let element = dtype_to_storage_type(source.dtype);
+    let is_held = source.dtype == DType::I32 || source.dtype.size() < DType::I32.size();
     // SAFETY: `count` is the number of elements of `source`, and the callers leave room for it from `start` on.
     unsafe {
         pack_integers::launch_unchecked(
@@ -160,6 +170,8 @@ fn pack(source: &CubeTensor, packed: &CubeTensor, start: usize, columns: usize, 
             start as u32,
             columns as u32,
             count as u32,
+            largest.unwrap_or_default(),
+            largest.is_some() && !is_held,
             element,
         );
     }

@@ -2,26 +2,74 @@
 
 use super::hopper::boxes;
 use super::*;
+use crate::AttentionError;
 use crate::kernel::product::{MatrixGridLaunch, product};
 use crate::plan::wgmma::{
     Half, Major, MatrixTiles, PRODUCT_ROWS, SUBTILE, TOGETHER, multiprocessors,
 };
+use crate::problem::check_dtype;
+use burn::backend::TensorMetadata;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
 
 /// `[rows, inner]` times `[inner, columns]` of f16 or bf16, summed in f32 and rounded once, at the speed of Hopper's matrix
-/// units; `None` where the device is no Hopper, or where the copy engine cannot read an operand or write the result.
+/// units; `None` where the device is no Hopper, the dtype another, or where the copy engine cannot read an operand or write
+/// the result.
 ///
 /// It reads either operand along either dimension: each must have one that lies together, and a stride of a multiple of 16
 /// bytes along the other. The result, `[rows, columns]`, needs a multiple of 8 columns. For the projections around
 /// attention and their gradients.
 ///
-/// # Panics
-/// If an operand is no matrix.
-pub fn matrix_product(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+/// # Errors
+/// [`AttentionError`] where an operand is no matrix, or where the two differ in inner size, dtype or device.
+pub fn matrix_product(
+    lhs: &CubeTensor,
+    rhs: &CubeTensor,
+) -> Result<Option<CubeTensor>, AttentionError> {
+    check_operands(lhs, rhs)?;
+    Ok(served(lhs, rhs))
+}
+
+fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionError> {
+    for (argument, matrix) in [("lhs", lhs), ("rhs", rhs)] {
+        let shape = matrix.shape();
+        if shape.num_dims() != 2 {
+            return Err(AttentionError::Shape {
+                argument,
+                has: shape.to_vec(),
+                dimension: "rank",
+                found: shape.num_dims(),
+                expected: "2".into(),
+            });
+        }
+    }
+    let ([_, inner], [found, columns]) = (lhs.shape().dims(), rhs.shape().dims());
+    if found != inner {
+        return Err(AttentionError::Shape {
+            argument: "rhs",
+            has: vec![found, columns],
+            dimension: "inner size",
+            found,
+            expected: format!("{inner}, the lhs's"),
+        });
+    }
+    check_dtype("rhs", rhs.dtype, &[(lhs.dtype, "the lhs's")])?;
+    if rhs.device != lhs.device {
+        return Err(AttentionError::Device {
+            argument: "rhs",
+            has: format!("{:?}", rhs.device),
+            whose: "lhs",
+            expected: format!("{:?}", lhs.device),
+        });
+    }
+    Ok(())
+}
+
+/// The product of operands that fit each other, where this multiplies them.
+fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     let client = lhs.client.clone();
     let half = Half::of(lhs.dtype)?;
     let device = profile(&client);
-    if rhs.dtype != lhs.dtype || !device.hopper {
+    if !device.hopper || lhs.meta.is_tiled() || rhs.meta.is_tiled() {
         return None;
     }
     let [rows, inner] = shape(lhs);
@@ -124,4 +172,41 @@ fn map(
         vec![whole, whole, row, 1],
         vec![1, 1, extent, SUBTILE],
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn_cubecl::CubeDevice;
+    use burn_cubecl::cubecl::device::CudaDevice;
+
+    /// What does not fit is an error that names what does not, whatever the device; what fits is served or not.
+    #[test]
+    fn operands_that_do_not_fit_are_errors() {
+        let device = CubeDevice::default();
+        let matrix = |shape: Vec<usize>, dtype| {
+            let shape = Shape::from(shape);
+            empty_device_contiguous_dtype(device.client(), device.clone(), shape, dtype)
+        };
+        let f16 = |shape: &[usize]| matrix(shape.to_vec(), DType::F16);
+        let elsewhere = CubeTensor {
+            device: CubeDevice::Cuda(CudaDevice::new(97)),
+            ..f16(&[64, 8])
+        };
+        for (lhs, rhs, text) in [
+            (f16(&[16, 64]), f16(&[32, 8]), "inner"),
+            (f16(&[1, 16, 64]), f16(&[64, 8]), "rank"),
+            (f16(&[16, 64]), f16(&[1, 64, 8]), "rank"),
+            (f16(&[16, 64]), matrix(vec![64, 8], DType::F32), "F32"),
+            (f16(&[16, 64]), elsewhere, "97"),
+        ] {
+            let outcome = format!("{:?}", matrix_product(&lhs, &rhs));
+            assert!(
+                outcome.starts_with("Err") && outcome.contains(text),
+                "{text}: {outcome}"
+            );
+        }
+        let outcome = format!("{:?}", matrix_product(&f16(&[16, 64]), &f16(&[64, 8])));
+        assert!(!outcome.starts_with("Err"), "{outcome}");
+    }
 }

@@ -4,7 +4,7 @@
 use super::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
-use crate::kernel::score::{ScoreArguments, ScoreKind};
+use crate::kernel::score::{ScoreArguments, ScoreKind, widely_capped};
 use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
 use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
@@ -151,7 +151,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
     } else if comptime!(!kind.raw) {
         // Where everybody sees everything, a score that is no number may take its neighbour along: the row is lost
         // either way.
-        let together = if comptime!(kind.score.softcap && !kind.score.bias) {
+        let pairs = comptime!(kind.score.softcap && !kind.score.wide_softcap && !kind.score.bias);
+        let together = if comptime!(pairs) {
             whole
         } else {
             false.runtime()
@@ -397,7 +398,9 @@ pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: S
 /// few units in the last place of 1, which the exponential of a score does not tell from the exact one.
 #[cube]
 fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    if comptime!(kind.softcap) {
+    if comptime!(kind.wide_softcap) {
+        widely_capped(dot * arguments.scale, arguments.softcap)
+    } else if comptime!(kind.softcap) {
         let below = reciprocal(exp2(dot * softcap_power(arguments)) + 1.0f32);
         fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
     } else {

@@ -1,0 +1,121 @@
+//! Softcaps of every size: far below the scores, among them, and so far above that they are none to the dtype's
+//! precision; as biases are added, and in every engine's kernels.
+
+use crate::case::{Case, FULL};
+use crate::compare::assert_close;
+use crate::devices::devices;
+use crate::run::Operator;
+use attention_cube::CausalAlignment;
+use burn::tensor::{DType, Device};
+
+/// From a hundredth to the largest number there is.
+const SOFTCAPS: [f64; 16] = [
+    1e-2,
+    0.1,
+    1.0,
+    10.0,
+    50.0,
+    70.0,
+    100.0,
+    300.0,
+    1e3,
+    1e4,
+    1e6,
+    1e8,
+    1e12,
+    1e25,
+    1e38,
+    f32::MAX as f64,
+];
+
+fn case() -> Case {
+    Case::new([1, 2, 1, 66, 70, 32, 32])
+}
+
+#[test]
+fn of_every_size() {
+    for softcap in SOFTCAPS {
+        // Scores about 1, and about 100.
+        for amplitude in [1.0, 10.0] {
+            Case {
+                softcap: Some(softcap),
+                amplitude,
+                ..case()
+            }
+            .check();
+        }
+    }
+}
+
+#[test]
+fn of_every_size_beside_other_options() {
+    for softcap in [0.1, 50.0, 1e3, 1e8] {
+        Case {
+            softcap: Some(softcap),
+            bias: Some(FULL),
+            causal: Some(CausalAlignment::BottomRight),
+            mask: Some(FULL),
+            ..case()
+        }
+        .check();
+        // Decoding.
+        Case {
+            softcap: Some(softcap),
+            q_len: 1,
+            kv_len: 300,
+            sinks: true,
+            ..case()
+        }
+        .check();
+    }
+}
+
+/// In half precision, whose kernels are others on some devices, at widths that are divided differently there.
+#[test]
+fn of_every_size_in_half_precision() {
+    for dtype in [DType::F16, DType::BF16] {
+        for width in [64, 128, 256, 320, 512] {
+            for softcap in [0.1, 50.0, 300.0, 1e6, 1e8, f64::from(f32::MAX)] {
+                let case = Case {
+                    softcap: Some(softcap),
+                    dtype,
+                    ..Case::new([1, 2, 1, 70, 140, width, width])
+                };
+                case.check();
+            }
+            Case {
+                softcap: Some(1e6),
+                bias: Some(FULL),
+                causal: Some(CausalAlignment::BottomRight),
+                dtype,
+                ..Case::new([1, 2, 1, 70, 140, width, width])
+            }
+            .check();
+        }
+    }
+}
+
+/// What is so far above the scores changes nothing, of the operator and of its definition.
+#[test]
+fn the_largest_are_none() {
+    let without = case();
+    let inputs = without.inputs();
+    let flex = Device::flex();
+    let exact = without.run(&inputs, &flex, DType::F64, Operator::Reference);
+    for device in devices() {
+        for operator in [Operator::Fused, Operator::Reference] {
+            for softcap in [1e8, 1e20, f64::from(f32::MAX)] {
+                let case = Case {
+                    softcap: Some(softcap),
+                    ..without.clone()
+                };
+                let got = case.run(&inputs, &device.device, without.dtype, operator);
+                let none = without.run(&inputs, &device.device, without.dtype, operator);
+                for ((got, exact), none) in got.iter().zip(&exact).zip(&none) {
+                    let context = format!("{}, {operator:?}, softcap {softcap:e}", device.name);
+                    assert_close(&context, got, exact, none, case.precision());
+                }
+            }
+        }
+    }
+}
