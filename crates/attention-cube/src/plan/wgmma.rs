@@ -5,7 +5,7 @@ mod gradient;
 mod product;
 mod tiles;
 
-use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
+use super::{DeviceProfile, Layouts, Operands, Pass, Refusal, unit::MAX_LENGTH};
 use crate::AttentionProblem;
 
 use gradient::backward;
@@ -46,6 +46,8 @@ pub struct ForwardPlan {
     pub together: usize,
     /// How tiles come to cubes.
     pub residence: Residence,
+    /// Operands that are copied first, to rows that the copy engine can read.
+    pub copies: Operands,
 }
 
 /// How tiles come to cubes. A cube that stays loads the next tile's first keys while the last one ends, but
@@ -156,9 +158,6 @@ pub fn plan(
             limit: MAX_LENGTH,
         });
     }
-    if !layouts.boxes {
-        return Err(Refusal::Strides);
-    }
     match pass {
         Pass::Forward => forward(problem, device, layouts, half).map(WgmmaPlan::Forward),
         Pass::Backward => {
@@ -219,6 +218,7 @@ fn forward(
         splits,
         together: together(problem, planes, heads),
         residence: residence(problem, device, planes * tile_count * splits),
+        copies: layouts.boxes.others(Pass::Forward),
     })
 }
 

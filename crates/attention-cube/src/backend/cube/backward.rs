@@ -3,7 +3,6 @@
 use super::*;
 use crate::kernel::backward::{
     BackwardKind,
-    bias::{Broadcast, bias_gradient},
     key_value::key_value_gradient,
     query::query_gradient,
     rows::{MULTIPLE, ROWS, UNITS, row_terms},
@@ -23,20 +22,12 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let output_gradient = saved.output_gradient.clone();
-    let rows = rows_of_queries(saved, problem, plan.query.vector);
     let blocks = [
         Blocks::of_queries(&plan.query),
         Blocks::of_keys(&plan.key_value),
     ];
     let (extras, [query_places, key_places]) = Extras::new(&inputs, problem, blocks);
-    let pass = BackwardPass {
-        inputs,
-        output_gradient,
-        rows,
-        extras,
-        problem,
-    };
+    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector);
 
     let (query, key, value) = match plan.parts {
         Some(parts) => pass.together(plan.key_value, key_places, parts),
@@ -46,12 +37,12 @@ pub(super) fn launch(
             (query, key, value)
         }
     };
-    pass.with_rest([query, key, value], plan.query, query_places, request)
+    pass.with_rest([query, key, value], &plan, query_places, request)
 }
 
 /// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
-pub(super) fn rows_of_queries(
-    saved: AttentionSaved<CubeBackend>,
+fn rows_of_queries(
+    saved: &AttentionSaved<CubeBackend>,
     problem: &AttentionProblem,
     vector: usize,
 ) -> CubeTensor {
@@ -65,7 +56,7 @@ pub(super) fn rows_of_queries(
     let target = empty(&saved.output, [batch, q_heads, 2, padded], DType::F32);
     let client = target.client.clone();
     let row_count = batch * q_heads * padded;
-    let logsumexp_gradient = saved.logsumexp_gradient.into_option();
+    let logsumexp_gradient = saved.logsumexp_gradient.as_option();
     // SAFETY: rows past `row_count` are neither read nor written.
     unsafe {
         row_terms::launch_unchecked(
@@ -73,10 +64,10 @@ pub(super) fn rows_of_queries(
             cube_count(&client, row_count.div_ceil(ROWS as usize)),
             CubeDim::new_1d(UNITS),
             address_type([&saved.output, &saved.output_gradient]),
-            saved.output.into_tensor_arg(),
-            saved.output_gradient.into_tensor_arg(),
-            saved.logsumexp.into_tensor_arg(),
-            logsumexp_gradient.map(CubeTensor::into_tensor_arg).into(),
+            BackwardPass::arg(&saved.output),
+            BackwardPass::arg(&saved.output_gradient),
+            BackwardPass::arg(&saved.logsumexp),
+            logsumexp_gradient.map(BackwardPass::arg).into(),
             target.clone().into_tensor_arg(),
             q_heads as u32,
             q_len as u32,
@@ -131,12 +122,33 @@ pub(super) struct BackwardPass<'a> {
     pub inputs: AttentionInputs<CubeBackend>,
     pub output_gradient: CubeTensor,
     pub rows: CubeTensor,
+    pub logsumexp: CubeTensor,
+    pub logsumexp_gradient: Option<CubeTensor>,
     pub extras: Extras,
     pub problem: &'a AttentionProblem,
 }
 
-impl BackwardPass<'_> {
-    fn kind(&self, tiles: UnitTiles) -> BackwardKind {
+impl<'a> BackwardPass<'a> {
+    /// With the terms of the queries, read by vectors of `vector`.
+    pub fn new(
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        extras: Extras,
+        problem: &'a AttentionProblem,
+        vector: usize,
+    ) -> Self {
+        Self {
+            rows: rows_of_queries(&saved, problem, vector),
+            inputs,
+            output_gradient: saved.output_gradient,
+            logsumexp: saved.logsumexp,
+            logsumexp_gradient: saved.logsumexp_gradient.into_option(),
+            extras,
+            problem,
+        }
+    }
+
+    pub(super) fn kind(&self, tiles: UnitTiles) -> BackwardKind {
         BackwardKind {
             tiles,
             structure: structure(self.problem),
@@ -144,16 +156,16 @@ impl BackwardPass<'_> {
         }
     }
 
-    /// All gradients, with those of bias and sinks. The bias's by `tiles`, which find the integers at `places`.
+    /// All gradients, with those of bias and sinks. The bias's kernel finds the integers at `places`.
     pub fn with_rest(
         &self,
         [query, key, value]: [CubeTensor; 3],
-        tiles: UnitTiles,
+        plan: &BackwardPlan,
         places: Places,
         request: BackwardRequest,
     ) -> AttentionGradients<CubeBackend> {
         let bias = self.inputs.bias.as_option().filter(|_| request.bias);
-        let bias = bias.map(|bias| self.bias(bias, tiles, places));
+        let bias = bias.map(|bias| self.bias(bias, plan, places));
         let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
         let sinks = sinks.map(|sinks| self.sinks(sinks));
         AttentionGradients {
@@ -165,7 +177,7 @@ impl BackwardPass<'_> {
         }
     }
 
-    fn addresses(&self, outputs: &[&CubeTensor]) -> AddressType {
+    pub(super) fn addresses(&self, outputs: &[&CubeTensor]) -> AddressType {
         let inputs = &self.inputs;
         address_type(
             [
@@ -181,7 +193,7 @@ impl BackwardPass<'_> {
         )
     }
 
-    fn arg(tensor: &CubeTensor) -> TensorArg {
+    pub(super) fn arg(tensor: &CubeTensor) -> TensorArg {
         tensor.clone().into_tensor_arg()
     }
 
@@ -399,7 +411,7 @@ impl BackwardPass<'_> {
     }
 
     /// The gradient of `input`, whose parts lie from `first` on.
-    fn sum(
+    pub(super) fn sum(
         &self,
         gradients: &CubeTensor,
         first: usize,
@@ -425,61 +437,6 @@ impl BackwardPass<'_> {
                 vectors,
                 dtype_to_storage_type(input.dtype),
                 vector,
-            );
-        }
-        gradient
-    }
-
-    fn bias(&self, bias: &CubeTensor, tiles: UnitTiles, places: Places) -> CubeTensor {
-        let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
-        let client = self.rows.client.clone();
-        let shape = bias.meta.shape();
-        let gradient = empty(&self.rows, shape.clone(), bias.dtype);
-        let key_tiles = shape[3].div_ceil(tiles.columns());
-        let (cubes, grid) = grid(
-            shape[2].div_ceil(tiles.rows) * key_tiles,
-            1,
-            shape[1],
-            shape[0],
-            usize::MAX,
-        );
-        let broadcast = Broadcast {
-            batch: shape[0] != problem.batch,
-            heads: shape[1] != problem.q_heads,
-            queries: shape[2] != problem.q_len,
-            keys: shape[3] != problem.kv_len,
-        };
-        // SAFETY: as for the query's gradient.
-        unsafe {
-            bias_gradient::launch_unchecked(
-                &client,
-                cube_count(&client, cubes),
-                CubeDim::new_1d(tiles.units as u32),
-                self.addresses(&[&gradient]),
-                Self::arg(&inputs.query),
-                Self::arg(&inputs.key),
-                Self::arg(&inputs.value),
-                Self::arg(&self.output_gradient),
-                Self::arg(&self.rows),
-                extras.mask().into(),
-                extras.bias().into(),
-                extras.integers().into(),
-                Self::arg(&gradient),
-                grid,
-                places.extent(problem),
-                score_arguments(problem),
-                problem.batch as u32,
-                problem.q_heads as u32,
-                problem.group() as u32,
-                problem.head_dim as u32,
-                problem.value_dim as u32,
-                key_tiles as u32,
-                broadcast,
-                self.kind(tiles),
-                dtype_to_storage_type(problem.dtype),
-                extras.mask_element,
-                extras.bias_element,
-                tiles.vector,
             );
         }
         gradient

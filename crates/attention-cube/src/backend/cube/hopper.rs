@@ -29,6 +29,7 @@ pub(super) fn forward(
         splits,
         together,
         residence,
+        copies: _,
     } = plan;
     let AttentionProblem {
         batch,
@@ -76,7 +77,7 @@ pub(super) fn forward(
     };
     let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
     let bias_vector = match &extras.bias {
-        Some(bias) if is_in_pairs(bias) => 2,
+        Some(bias) if is_in_vectors(bias, 2) => 2,
         _ => 1,
     };
     let boxes_bias = match tiles {
@@ -233,15 +234,6 @@ pub(super) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         raw: !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale),
         bias_reads: BiasReads::There,
     }
-}
-
-/// Whether every row lies together and consists of pairs.
-pub(super) fn is_in_pairs(tensor: &CubeTensor) -> bool {
-    let strides = tensor.meta.strides();
-    let shape = tensor.meta.shape();
-    strides[3] == 1
-        && shape[3].is_multiple_of(2)
-        && strides[..3].iter().all(|stride| stride.is_multiple_of(2))
 }
 
 /// Whether all of a dimension is the same: there is one, or it is broadcast.

@@ -1,8 +1,8 @@
 //! Launches the backward of the wgmma engine: the queries' terms, then a kernel for each side, or two for that of
 //! keys.
 
-use super::backward::{BackwardPass, rows_of_queries};
-use super::hopper::{fragment_kind, is_in_pairs, is_single, map};
+use super::backward::BackwardPass;
+use super::hopper::{fragment_kind, is_single, map};
 use super::mask_bits::PackedMask;
 use super::*;
 use crate::kernel::backward::by_columns::gradient_by_columns;
@@ -21,8 +21,6 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let output_gradient = saved.output_gradient.clone();
-    let rows = rows_of_queries(saved, problem, plan.rest.query.vector);
     let value_tiles = plan.value.unwrap_or(plan.key);
     let (extras, [query_places, key_places, value_places, bias_places]) = Extras::new(
         &inputs,
@@ -34,13 +32,7 @@ pub(super) fn launch(
             Blocks::of_queries(&plan.rest.query),
         ],
     );
-    let pass = BackwardPass {
-        inputs,
-        output_gradient,
-        rows,
-        extras,
-        problem,
-    };
+    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.rest.query.vector);
     let pack = |tiles: &GradientTiles| {
         let rows = Some(tiles.rows());
         mask_bits::pack(&pass.inputs, problem, tiles.side(), rows, tiles.columns())
@@ -69,7 +61,7 @@ pub(super) fn launch(
         None => value,
     };
     let made = [query, key, value].map(|gradient| gradient.expect("the plan has a kernel for it"));
-    pass.with_rest(made, plan.rest.query, bias_places, request)
+    pass.with_rest(made, &plan.rest, bias_places, request)
 }
 
 fn blocks(tiles: &GradientTiles) -> Blocks {
@@ -172,7 +164,7 @@ impl Gradient<'_> {
             false => 1,
         };
         let bias_vector = match &bias {
-            Some(bias) if is_in_pairs(bias) => 2,
+            Some(bias) if is_in_vectors(bias, 2) => 2,
             _ => 1,
         };
         // A gradient that leaves without the copy engine has no map, and its rows may not be legal for one.
