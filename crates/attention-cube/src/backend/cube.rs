@@ -22,7 +22,7 @@ use crate::kernel::visibility::Structure;
 #[cfg(feature = "cuda")]
 use crate::plan::wgmma::WgmmaPlan;
 use crate::plan::{
-    DeviceProfile, Kernel, Layouts, Operands, Pass, select,
+    BackwardRequest, DeviceProfile, Kernel, Layouts, Operands, Pass, select,
     unit::{UnitPlan, UnitTiles},
 };
 use burn::backend::{
@@ -281,11 +281,11 @@ struct Extras {
 
 impl Extras {
     /// For kernels with these blocks, and the places that each of them finds the integers at.
-    fn new<const N: usize>(
+    fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
-        blocks: [Blocks; N],
-    ) -> (Self, [Places; N]) {
+        blocks: &[Blocks],
+    ) -> (Self, Vec<Places>) {
         let (integers, places) = prepare(inputs, problem, blocks);
         // Kernels read these at `[batch, q_heads, q_len, kv_len]`, by their strides.
         let scores = Shape::new([

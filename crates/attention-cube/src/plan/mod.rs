@@ -33,6 +33,21 @@ pub enum Pass {
     Backward,
 }
 
+/// Which gradients the backward is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardRequest {
+    /// The query's.
+    pub query: bool,
+    /// The keys'.
+    pub key: bool,
+    /// The values'.
+    pub value: bool,
+    /// The bias's: where it has as many numbers as there are scores, it costs a pass over these.
+    pub bias: bool,
+    /// The sinks'.
+    pub sinks: bool,
+}
+
 /// The kernel that serves a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Kernel {

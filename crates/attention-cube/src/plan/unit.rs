@@ -1,7 +1,7 @@
 //! The unit engine's plan: tiles from a table, by the width of the output and the device's shared memory.
 
 pub use super::tiles::UnitTiles;
-use super::{DeviceProfile, Layouts, Pass, Refusal};
+use super::{BackwardRequest, DeviceProfile, Layouts, Pass, Refusal};
 use crate::AttentionProblem;
 
 /// The longest sequence that positions in i32 allow.
@@ -30,6 +30,38 @@ pub struct BackwardPlan {
     pub parts: Option<usize>,
     /// For the bias's, if there is one.
     pub bias: Option<BiasSum>,
+}
+
+/// A kernel that gives gradients of query, keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GradientKernel {
+    /// The query's.
+    Query,
+    /// The keys' and the values'.
+    KeyValue,
+    /// As many of all three as are asked for, the query's in so many parts.
+    Together {
+        /// Of the query's.
+        parts: usize,
+    },
+}
+
+impl BackwardPlan {
+    /// The kernels that are launched for the gradients asked for.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientKernel> {
+        let pairs = request.key || request.value;
+        let kernels = match self.parts {
+            Some(parts) => [
+                (request.query || pairs).then_some(GradientKernel::Together { parts }),
+                None,
+            ],
+            None => [
+                request.query.then_some(GradientKernel::Query),
+                pairs.then_some(GradientKernel::KeyValue),
+            ],
+        };
+        kernels.into_iter().flatten().collect()
+    }
 }
 
 /// How the gradient of a bias is summed. What too few cubes would sum alone is summed in parts, and then these, always in the

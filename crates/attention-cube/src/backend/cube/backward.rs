@@ -11,7 +11,7 @@ use crate::kernel::backward::{
     },
 };
 use crate::kernel::engine::direct::{Division, division};
-use crate::plan::unit::BackwardPlan;
+use crate::plan::unit::{BackwardPlan, GradientKernel};
 use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::prelude::CubeDim;
 
@@ -22,22 +22,46 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let blocks = [
-        Blocks::of_queries(&plan.query),
-        Blocks::of_keys(&plan.key_value),
-    ];
-    let (extras, [query_places, key_places]) = Extras::new(&inputs, problem, blocks);
+    let kernels = plan.kernels(request);
+    log::debug!("attention backward: {kernels:?} for {request:?}");
+    let of_kernels = kernels.iter().map(|kernel| match kernel {
+        GradientKernel::Query => Blocks::of_queries(&plan.query),
+        GradientKernel::KeyValue | GradientKernel::Together { .. } => {
+            Blocks::of_keys(&plan.key_value)
+        }
+    });
+    let blocks: Vec<_> = of_kernels.chain(blocks_of_bias(&plan, request)).collect();
+    let (extras, places) = Extras::new(&inputs, problem, &blocks);
     let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector);
 
-    let (query, key, value) = match plan.parts {
-        Some(parts) => pass.together(plan.key_value, key_places, parts),
-        None => {
-            let query = pass.query(plan.query, query_places);
-            let (key, value) = pass.key_value(plan.key_value, key_places);
-            (query, key, value)
+    let mut gradients = Gradients::default();
+    for (kernel, places) in kernels.iter().zip(&places) {
+        match kernel {
+            GradientKernel::Query => gradients.query = Some(pass.query(plan.query, *places)),
+            GradientKernel::KeyValue => {
+                let (key, value) = pass.key_value(plan.key_value, *places);
+                gradients.key = Some(key);
+                gradients.value = Some(value);
+            }
+            GradientKernel::Together { parts } => {
+                gradients = pass.together(plan.key_value, *places, *parts, request);
+            }
         }
-    };
-    pass.with_rest([query, key, value], &plan, query_places, request)
+    }
+    pass.with_rest(gradients, &plan, places.last(), request)
+}
+
+/// The blocks of the bias's gradient, which come last, if it is asked for.
+pub(super) fn blocks_of_bias(plan: &BackwardPlan, request: BackwardRequest) -> Option<Blocks> {
+    request.bias.then(|| Blocks::of_queries(&plan.query))
+}
+
+/// Gradients of the operands, as far as kernels gave them.
+#[derive(Default)]
+pub(super) struct Gradients {
+    pub query: Option<CubeTensor>,
+    pub key: Option<CubeTensor>,
+    pub value: Option<CubeTensor>,
 }
 
 /// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
@@ -94,12 +118,20 @@ fn windows(
     tiles: &UnitTiles,
     division: Division,
     parts: usize,
+    request: BackwardRequest,
 ) -> Vec<WindowLaunch> {
     let pairs = pairs_per_launch(tiles, division, problem.head_dim, problem.value_dim);
     let key_tiles = problem.kv_len.div_ceil(tiles.rows);
     let blocks = problem.q_len.div_ceil(tiles.columns());
     let blocks_at_once = blocks.clamp(1, pairs);
     let tiles_at_once = parts * (pairs / blocks_at_once);
+    // In the order in which the kernel makes them.
+    let wanted = [request.value, request.key, request.query];
+    let products = wanted.iter().position(|wanted| *wanted).unwrap_or(0);
+    let end_products = wanted
+        .iter()
+        .rposition(|wanted| *wanted)
+        .map_or(0, |last| last + 1);
     let mut windows = Vec::new();
     for group_head in 0..problem.group() {
         for first_tile in (0..key_tiles).step_by(tiles_at_once) {
@@ -110,6 +142,8 @@ fn windows(
                     first_block as i32,
                     (first_block + blocks_at_once) as i32,
                     group_head as u32,
+                    products as u32,
+                    end_products as u32,
                 ));
             }
         }
@@ -156,22 +190,23 @@ impl<'a> BackwardPass<'a> {
         }
     }
 
-    /// All gradients, with those of bias and sinks. The bias's kernel finds the integers at `places`.
+    /// The gradients asked for, with those of bias and sinks. The bias's kernel finds the integers at `places`.
     pub fn with_rest(
         &self,
-        [query, key, value]: [CubeTensor; 3],
+        gradients: Gradients,
         plan: &BackwardPlan,
-        places: Places,
+        places: Option<&Places>,
         request: BackwardRequest,
     ) -> AttentionGradients<CubeBackend> {
         let bias = self.inputs.bias.as_option().filter(|_| request.bias);
-        let bias = bias.map(|bias| self.bias(bias, plan, places));
+        let bias = bias.zip(places);
+        let bias = bias.map(|(bias, places)| self.bias(bias, plan, *places));
         let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
         let sinks = sinks.map(|sinks| self.sinks(sinks));
         AttentionGradients {
-            query,
-            key,
-            value,
+            query: gradients.query.filter(|_| request.query).into(),
+            key: gradients.key.filter(|_| request.key).into(),
+            value: gradients.value.filter(|_| request.value).into(),
             bias: bias.into(),
             sinks: sinks.into(),
         }
@@ -290,7 +325,8 @@ impl<'a> BackwardPass<'a> {
         tiles: UnitTiles,
         places: Places,
         parts: usize,
-    ) -> (CubeTensor, CubeTensor, CubeTensor) {
+        request: BackwardRequest,
+    ) -> Gradients {
         let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
         let client = self.rows.client.clone();
         let (head_pitch, value_pitch) = (pitch(problem.head_dim), pitch(problem.value_dim));
@@ -323,7 +359,7 @@ impl<'a> BackwardPass<'a> {
             tiles.rows,
             problem.head_dim.max(problem.value_dim),
         );
-        for window in windows(problem, &tiles, division, parts) {
+        for window in windows(problem, &tiles, division, parts, request) {
             let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
             // SAFETY: as for the query's gradient.
             unsafe {
@@ -363,17 +399,14 @@ impl<'a> BackwardPass<'a> {
                 );
             }
         }
-        (
-            self.sum(&gradients, 0, parts, &inputs.query, tiles.vector),
-            self.sum(&gradients, key_gradient_at, 1, &inputs.key, tiles.vector),
-            self.sum(
-                &gradients,
-                value_gradient_at,
-                1,
-                &inputs.value,
-                tiles.vector,
-            ),
-        )
+        let sum = |wanted: bool, first, parts, input| {
+            wanted.then(|| self.sum(&gradients, first, parts, input, tiles.vector))
+        };
+        Gradients {
+            query: sum(request.query, 0, parts, &inputs.query),
+            key: sum(request.key, key_gradient_at, 1, &inputs.key),
+            value: sum(request.value, value_gradient_at, 1, &inputs.value),
+        }
     }
 
     /// Copies `tensor` to the operands from `first` on, with `pitch` elements a row.

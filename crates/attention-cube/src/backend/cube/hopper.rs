@@ -47,7 +47,7 @@ pub(super) fn forward(
         queries: if shares_tile { q_len } else { tiles.rows() },
         keys: tiles.keys(),
     };
-    let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
+    let (extras, places) = Extras::new(&inputs, problem, &[blocks]);
     let tile_rows = (!shares_tile).then_some(tiles.rows());
     let mask = mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
@@ -160,7 +160,7 @@ pub(super) fn forward(
                 logsumexp.clone().into_tensor_arg(),
                 grid,
                 turns,
-                places.extent(problem),
+                places[0].extent(problem),
                 score_arguments(problem),
                 steps,
                 mask.places(),
@@ -198,7 +198,7 @@ pub(super) fn forward(
                 logsumexp.clone().into_tensor_arg(),
                 grid,
                 turns,
-                places.extent(problem),
+                places[0].extent(problem),
                 score_arguments(problem),
                 steps,
                 mask.places(),

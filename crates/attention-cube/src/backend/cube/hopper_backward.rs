@@ -1,7 +1,7 @@
 //! Launches the backward of the wgmma engine: the queries' terms, then a kernel for each side, or two for that of
 //! keys.
 
-use super::backward::BackwardPass;
+use super::backward::{BackwardPass, Gradients, blocks_of_bias};
 use super::hopper::{fragment_kind, is_single, map};
 use super::mask_bits::PackedMask;
 use super::*;
@@ -21,50 +21,53 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let value_tiles = plan.value.unwrap_or(plan.key);
-    let (extras, [query_places, key_places, value_places, bias_places]) = Extras::new(
-        &inputs,
-        problem,
-        [
-            blocks(&plan.query),
-            blocks(&plan.key),
-            blocks(&value_tiles),
-            Blocks::of_queries(&plan.rest.query),
-        ],
-    );
+    let kernels = plan.kernels(request);
+    log::debug!("attention backward: {kernels:?} for {request:?}");
+    let of_kernels = kernels.iter().map(blocks_of);
+    let of_bias = blocks_of_bias(&plan.rest, request);
+    let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
+    let (extras, places) = Extras::new(&inputs, problem, &blocks);
     let pass = BackwardPass::new(inputs, saved, extras, problem, plan.rest.query.vector);
-    let pack = |tiles: &GradientTiles| {
-        let rows = Some(tiles.rows());
-        mask_bits::pack(&pass.inputs, problem, tiles.side(), rows, tiles.columns())
-    };
-    let kernel = |tiles, places, mask, together| Gradient {
-        pass: &pass,
-        tiles,
-        places,
-        mask,
-        together,
-    };
-    let query_mask = pack(&plan.query);
-    let [query, _] = kernel(plan.query, query_places, query_mask, plan.queries_together).launch();
-    let key_mask = pack(&plan.key);
-    let key_gradients = kernel(plan.key, key_places, key_mask.clone(), plan.keys_together);
-    let [key, value] = key_gradients.launch();
-    let value = match plan.value {
-        Some(tiles) => {
-            let mask = match blocks(&tiles) == blocks(&plan.key) {
-                true => key_mask,
-                false => pack(&tiles),
-            };
-            let [_, value] = kernel(tiles, value_places, mask, plan.keys_together).launch();
-            value
+
+    let mut gradients = Gradients::default();
+    // Kernels with the same blocks share their mask.
+    let mut last_mask: Option<(Side, Blocks, PackedMask)> = None;
+    for (tiles, places) in kernels.into_iter().zip(&places) {
+        let blocks = blocks_of(&tiles);
+        let mask = match last_mask.take() {
+            Some((side, of, mask)) if side == tiles.side() && of == blocks => mask,
+            _ => mask_bits::pack(
+                &pass.inputs,
+                problem,
+                tiles.side(),
+                Some(tiles.rows()),
+                tiles.columns(),
+            ),
+        };
+        last_mask = Some((tiles.side(), blocks, mask.clone()));
+        let [dots, values] = Gradient {
+            pass: &pass,
+            tiles,
+            places: *places,
+            mask,
+            together: match tiles.side() {
+                Side::Queries => plan.queries_together,
+                Side::Keys => plan.keys_together,
+            },
         }
-        None => value,
-    };
-    let made = [query, key, value].map(|gradient| gradient.expect("the plan has a kernel for it"));
-    pass.with_rest(made, &plan.rest, bias_places, request)
+        .launch();
+        match tiles.side() {
+            Side::Queries => gradients.query = dots,
+            Side::Keys => {
+                gradients.key = dots.or(gradients.key);
+                gradients.value = values.or(gradients.value);
+            }
+        }
+    }
+    pass.with_rest(gradients, &plan.rest, places.last(), request)
 }
 
-fn blocks(tiles: &GradientTiles) -> Blocks {
+fn blocks_of(tiles: &GradientTiles) -> Blocks {
     match tiles.side() {
         Side::Queries => Blocks {
             queries: tiles.rows(),

@@ -64,11 +64,11 @@ impl Places {
 }
 
 /// The packed integers, if any, and the places in them for every kind of blocks.
-pub(super) fn prepare<const N: usize>(
+pub(super) fn prepare(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
-    blocks: [Blocks; N],
-) -> (Option<CubeTensor>, [Places; N]) {
+    blocks: &[Blocks],
+) -> (Option<CubeTensor>, Vec<Places>) {
     let AttentionProblem {
         batch,
         q_len,
@@ -88,13 +88,13 @@ pub(super) fn prepare<const N: usize>(
         start
     };
     // Kernels with the same blocks share their bounds.
-    let mut distinct: Vec<Places> = Vec::with_capacity(N);
-    let places = blocks.map(|blocks| {
-        if let Some(places) = distinct.iter().find(|places| places.blocks == blocks) {
+    let mut distinct: Vec<Places> = Vec::with_capacity(blocks.len());
+    let places = blocks.iter().map(|blocks| {
+        if let Some(places) = distinct.iter().find(|places| places.blocks == *blocks) {
             return *places;
         }
         let places = Places {
-            blocks,
+            blocks: *blocks,
             query_ids,
             key_ids,
             query_bounds: reserve(q_len, blocks.queries),
@@ -103,6 +103,7 @@ pub(super) fn prepare<const N: usize>(
         distinct.push(places);
         places
     });
+    let places = places.collect();
 
     let packed = match (lengths, queries.zip(keys)) {
         (None, None) => None,

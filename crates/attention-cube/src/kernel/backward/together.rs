@@ -57,6 +57,9 @@ pub(crate) struct Window {
     pub first_block: i32,
     pub end_block: i32,
     pub group_head: u32,
+    /// Of the values' gradient, the keys' and the query's, in this order, the first that is wanted, and one past the last.
+    pub first_product: u32,
+    pub end_product: u32,
 }
 
 /// Pairs of tiles that a cube may take in one launch.
@@ -211,7 +214,13 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     min(exist, keys.end),
                     head_dim,
                 );
-                for product in 0..3u32 {
+                if window.first_product > 0u32 {
+                    #[unroll]
+                    for index in 0..comptime!(tiles.scores_per_unit()) {
+                        s[index] = dp[index];
+                    }
+                }
+                for product in window.first_product..window.end_product {
                     // Before this tile takes the last one's place.
                     sync_cube();
                     if product < 2u32 {

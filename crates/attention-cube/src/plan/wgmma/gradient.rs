@@ -14,7 +14,7 @@ use super::cached;
 use super::tiles::{ColumnTiles, Half};
 use crate::AttentionProblem;
 use crate::plan::unit::{self, UnitPlan};
-use crate::plan::{DeviceProfile, Layouts, Operands, Pass, Refusal};
+use crate::plan::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
 
 /// The kernels of the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,6 +33,20 @@ pub struct BackwardPlan {
     pub rest: unit::BackwardPlan,
     /// Operands that are copied first, to rows that the copy engine can read.
     pub copies: Operands,
+}
+
+impl BackwardPlan {
+    /// The kernels that are launched for the gradients asked for.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientTiles> {
+        let key = request.key || (request.value && self.value.is_none());
+        let value = self.value.filter(|_| request.value);
+        let kernels = [
+            request.query.then_some(self.query),
+            key.then_some(self.key),
+            value,
+        ];
+        kernels.into_iter().flatten().collect()
+    }
 }
 
 /// How the warpgroups of a cube divide a tile.
