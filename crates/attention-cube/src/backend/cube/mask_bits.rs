@@ -55,16 +55,9 @@ pub(super) fn pack(
     let Some(mask) = inputs.mask.as_option() else {
         return PackedMask::default();
     };
-    let (mask, columns) = match side {
-        Side::Queries => (mask.clone(), problem.kv_len),
-        Side::Keys => (
-            CubeBackend::bool_swap_dims(mask.clone(), 2, 3),
-            problem.q_len,
-        ),
-    };
+    let mask = rows_of_mask(mask, problem, side);
     let shape = mask.meta.shape();
-    let [batch, heads, rows] = [shape[0], shape[1], shape[2]];
-    let mask = CubeBackend::bool_expand(mask, Shape::new([batch, heads, rows, columns]));
+    let [batch, heads, rows, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
     let blocks = columns.div_ceil(block_keys);
     let pieces = (blocks * block_keys.div_ceil(32)).div_ceil(WORDS_PER_PLANE);
     let words = pieces * WORDS_PER_PLANE;
@@ -134,5 +127,58 @@ pub(super) fn pack(
     PackedMask {
         bits: Some(bits),
         places,
+    }
+}
+
+/// `[sequences, heads, rows, columns]` of a mask, rows of one side and as many columns as the other has: those that differ, since
+/// the others are read with a step of 0.
+fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
+    let (mask, columns) = match side {
+        Side::Queries => (mask.clone(), problem.kv_len),
+        Side::Keys => (
+            CubeBackend::bool_swap_dims(mask.clone(), 2, 3),
+            problem.q_len,
+        ),
+    };
+    let shape = mask.meta.shape();
+    let rows = [shape[0], shape[1], shape[2], columns];
+    CubeBackend::bool_expand(mask, Shape::new(rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AttentionOptions;
+    use burn::tensor::{BoolDType, Device, Tensor};
+    use burn::backend::DispatchDevice;
+
+    /// A mask that the caller expanded is packed as one that attention broadcasts.
+    #[test]
+    fn what_repeats_is_packed_once() {
+        let device = Device::default();
+        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
+            panic!("{device:?} runs no CubeCL kernels");
+        };
+        let scores = [2, 3, 5, 7];
+        let operand = |length| Tensor::<4>::zeros([2, 3, length, 8], &device);
+        let options = AttentionOptions::new();
+        let problem = AttentionProblem::new(&operand(5), &operand(7), &operand(7), &options)
+            .expect("sizes that fit");
+        for bits in 0..16 {
+            let own = [0, 1, 2, 3].map(|dim| if bits >> dim & 1 == 1 { scores[dim] } else { 1 });
+            let mask = CubeBackend::bool_empty(Shape::new(own), cube, BoolDType::Native);
+            let expanded = CubeBackend::bool_expand(mask.clone(), Shape::new(scores));
+            for (side, rows, columns) in [(Side::Queries, own[2], 7), (Side::Keys, own[3], 5)] {
+                let expected = Shape::new([own[0], own[1], rows, columns]);
+                for mask in [&mask, &expanded] {
+                    let packed = rows_of_mask(mask, &problem, side);
+                    assert_eq!(
+                        packed.meta.shape(),
+                        &expected,
+                        "{own:?}, {side:?}, {mask:?}"
+                    );
+                }
+            }
+        }
     }
 }
