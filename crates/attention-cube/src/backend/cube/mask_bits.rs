@@ -140,6 +140,7 @@ fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> Cu
             problem.q_len,
         ),
     };
+    let mask = distinct(&mask, 3);
     let shape = mask.meta.shape();
     let rows = [shape[0], shape[1], shape[2], columns];
     CubeBackend::bool_expand(mask, Shape::new(rows))
