@@ -216,7 +216,7 @@ fn frozen_inputs_get_no_gradient() {
     let inputs = case.inputs();
     for device in devices() {
         let device_name = device.name;
-        let device = device.device.autodiff();
+        let device = device.device.clone().autodiff();
         let tensors = [
             &inputs.query,
             &inputs.key,

@@ -1,7 +1,9 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::plan::{DeviceProfile, Engine, Layouts, Pass, Refusal, Selection, select};
+use attention_cube::plan::{
+    DeviceProfile, Engine, Layouts, Operands, Pass, Refusal, Selection, select,
+};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use burn::tensor::{DType, Device, Tensor};
 
@@ -14,7 +16,7 @@ fn problem(head_dim: usize) -> AttentionProblem {
 /// Inputs that every engine can read.
 const READABLE: Layouts = Layouts {
     vectors: true,
-    boxes: true,
+    boxes: Operands::ALL,
     bias_boxes: true,
 };
 

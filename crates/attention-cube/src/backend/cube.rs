@@ -311,6 +311,24 @@ impl Extras {
         (extras, places)
     }
 
+    /// With a bias that is one number a head as a row of that number, since the Hopper kernels read rows by twos and ahead of the
+    /// scores.
+    #[cfg(feature = "cuda")]
+    fn with_rows_of_bias(mut self) -> Self {
+        self.bias = self.bias.map(|bias| {
+            let scores = bias.meta.shape().clone();
+            if bias.meta.strides()[2..] != [0, 0] {
+                return bias;
+            }
+            let own = distinct(&bias, 4);
+            let shape = own.meta.shape();
+            let row = Shape::new([shape[0], shape[1], 1, scores[3]]);
+            let row = into_contiguous(CubeBackend::float_expand(own, row));
+            CubeBackend::float_expand(row, scores)
+        });
+        self
+    }
+
     fn mask(&self) -> Option<TensorArg> {
         self.mask.clone().map(CubeTensor::into_tensor_arg)
     }

@@ -46,8 +46,10 @@ pub(super) fn forward(
     let blocks = Blocks {
         queries: if shares_tile { q_len } else { tiles.rows() },
         keys: tiles.keys(),
+        held: Side::Queries,
     };
     let (extras, places) = Extras::new(&inputs, problem, &[blocks]);
+    let extras = extras.with_rows_of_bias();
     let tile_rows = (!shares_tile).then_some(tiles.rows());
     let mask = mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();

@@ -27,15 +27,16 @@ pub(super) fn launch(
     let of_bias = blocks_of_bias(&plan.rest, request);
     let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
+    let extras = extras.with_rows_of_bias();
     let pass = BackwardPass::new(inputs, saved, extras, problem, plan.rest.query.vector);
 
     let mut gradients = Gradients::default();
     // Kernels with the same blocks share their mask.
-    let mut last_mask: Option<(Side, Blocks, PackedMask)> = None;
+    let mut last_mask: Option<(Blocks, PackedMask)> = None;
     for (tiles, places) in kernels.into_iter().zip(&places) {
         let blocks = blocks_of(&tiles);
         let mask = match last_mask.take() {
-            Some((side, of, mask)) if side == tiles.side() && of == blocks => mask,
+            Some((of, mask)) if of == blocks => mask,
             _ => mask_bits::pack(
                 &pass.inputs,
                 problem,
@@ -44,7 +45,7 @@ pub(super) fn launch(
                 tiles.columns(),
             ),
         };
-        last_mask = Some((tiles.side(), blocks, mask.clone()));
+        last_mask = Some((blocks, mask.clone()));
         let [dots, values] = Gradient {
             pass: &pass,
             tiles,
@@ -72,10 +73,12 @@ fn blocks_of(tiles: &GradientTiles) -> Blocks {
         Side::Queries => Blocks {
             queries: tiles.rows(),
             keys: tiles.columns(),
+            held: Side::Queries,
         },
         Side::Keys => Blocks {
             queries: tiles.columns(),
             keys: tiles.rows(),
+            held: Side::Keys,
         },
     }
 }

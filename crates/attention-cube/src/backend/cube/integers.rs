@@ -1,18 +1,21 @@
 //! Lengths and segments in one buffer: `[lengths | ids of queries | ids of keys | bounds of query blocks
 //! | bounds of key blocks | …]`, so that they take one binding. Bounds are the smallest and the largest
-//! id of a block, by which kernels skip pairs of blocks without a common document; kernels with other
-//! tiles have bounds of their own.
+//! id of a block, by which kernels skip pairs of blocks without a common document, and, of the side that tiles
+//! hold, the first and the last block that a tile has one in common with; kernels with other tiles have bounds of
+//! their own.
 
 use super::*;
-use crate::kernel::integers::{bound_segments, pack_integers};
-use crate::kernel::visibility::{ExtentLaunch, OPEN};
+use crate::kernel::integers::{bound_segments, pack_integers, span_segments};
+use crate::kernel::visibility::{BLOCK_INTEGERS, ExtentLaunch, OPEN};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::CubeDim;
 
-/// Tokens of the blocks that a kernel divides queries and keys into.
+/// Tokens of the blocks that a kernel divides queries and keys into, and whose are its tiles.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub queries: usize,
     pub keys: usize,
+    pub held: Side,
 }
 
 impl Blocks {
@@ -21,6 +24,7 @@ impl Blocks {
         Self {
             queries: tiles.rows,
             keys: tiles.columns(),
+            held: Side::Queries,
         }
     }
 
@@ -29,6 +33,7 @@ impl Blocks {
         Self {
             queries: tiles.columns(),
             keys: tiles.rows,
+            held: Side::Keys,
         }
     }
 }
@@ -84,7 +89,7 @@ pub(super) fn prepare(
     let mut end = key_ids + batch * kv_len;
     let mut reserve = |length: usize, block| {
         let start = end;
-        end += 2 * batch * length.div_ceil(block);
+        end += BLOCK_INTEGERS * batch * length.div_ceil(block);
         start
     };
     // Kernels with the same blocks share their bounds.
@@ -124,7 +129,11 @@ pub(super) fn prepare(
             pack(queries, &packed, query_ids, q_len, batch * q_len);
             pack(keys, &packed, key_ids, kv_len, batch * kv_len);
             for places in &distinct {
-                let Blocks { queries, keys } = places.blocks;
+                let Blocks {
+                    queries,
+                    keys,
+                    held,
+                } = places.blocks;
                 bound(
                     &packed,
                     query_ids,
@@ -134,6 +143,12 @@ pub(super) fn prepare(
                     queries,
                 );
                 bound(&packed, key_ids, places.key_bounds, batch, kv_len, keys);
+                let of_queries = (places.query_bounds, q_len.div_ceil(queries));
+                let of_keys = (places.key_bounds, kv_len.div_ceil(keys));
+                match held {
+                    Side::Queries => span(&packed, batch, of_queries, of_keys),
+                    Side::Keys => span(&packed, batch, of_keys, of_queries),
+                }
             }
             Some(packed)
         }
@@ -166,6 +181,32 @@ fn pack(source: &CubeTensor, packed: &CubeTensor, start: usize, columns: usize, 
     }
 }
 
+/// Writes which of the others each of the blocks may share a document with: where either's bounds start, and how many blocks a
+/// sequence has.
+fn span(
+    packed: &CubeTensor,
+    batch: usize,
+    (bounds, blocks): (usize, usize),
+    (others, other_blocks): (usize, usize),
+) {
+    let count = batch * blocks;
+    // SAFETY: the integers of all blocks lie inside `packed`, and were written before.
+    unsafe {
+        span_segments::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count),
+            CubeDim::new_1d(UNITS as u32),
+            packed.clone().into_tensor_arg(),
+            bounds as u32,
+            others as u32,
+            blocks as u32,
+            other_blocks as u32,
+            count as u32,
+            UNITS as u32,
+        );
+    }
+}
+
 /// Writes the bounds of every block of `block` tokens, of `batch` sequences whose ids start at `ids`.
 fn bound(
     packed: &CubeTensor,
@@ -191,5 +232,110 @@ fn bound(
             count as u32,
             block as u32,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AttentionOptions;
+    use burn::backend::{DispatchDevice, ops::IntTensorOps, read_sync};
+    use burn::tensor::{Device, Tensor, TensorData};
+
+    /// For each block of `size` tokens of `held`, the first and the end of the others that share an id with it.
+    fn expected(held: &[i32], others: &[i32], size: usize, other_size: usize) -> Vec<[i32; 2]> {
+        let span = |block: &[i32]| {
+            let shares = |other: &&[i32]| other.iter().any(|id| block.contains(id));
+            let others: Vec<&[i32]> = others.chunks(other_size).collect();
+            let first = others.iter().position(|other| shares(&other));
+            let last = others.iter().rposition(|other| shares(&other));
+            match first.zip(last) {
+                Some((first, last)) => [first as i32, last as i32 + 1],
+                None => [others.len() as i32, 0],
+            }
+        };
+        held.chunks(size).map(span).collect()
+    }
+
+    /// A tile is told no block before or after those of its documents, where these lie together: so many packed documents cost no
+    /// search.
+    #[test]
+    fn tiles_know_the_blocks_of_their_documents() {
+        let device = Device::default();
+        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
+            panic!("{device:?} runs no CubeCL kernels");
+        };
+        let (q_len, kv_len) = (1000, 1100);
+        // The second sequence's keys lack some of its queries' documents.
+        let queries =
+            [0, 1].map(|batch| (0..q_len).map(|i| (i / (7 + 20 * batch)) as i32).collect());
+        let keys = [0, 1].map(|batch| {
+            let document = |i| (i / (7 + 20 * batch)) as i32;
+            (0..kv_len)
+                .map(|i| document(i) + if batch == 1 && i > 500 { 9 } else { 0 })
+                .collect()
+        });
+        let (queries, keys): ([Vec<i32>; 2], [Vec<i32>; 2]) = (queries, keys);
+        let ids = |ids: &[Vec<i32>; 2], length: usize| {
+            let data = TensorData::new(ids.concat(), [2, length]);
+            MaybeInt::Present(CubeBackend::int_from_data(data, cube))
+        };
+        let operand = |length| Tensor::<4>::zeros([2, 1, length, 8], &device);
+        let options = AttentionOptions::new();
+        let problem = AttentionProblem::new(
+            &operand(q_len),
+            &operand(kv_len),
+            &operand(kv_len),
+            &options,
+        );
+        let problem = problem.expect("sizes that fit");
+        let zeros = |length| {
+            let data = TensorData::zeros::<f32, _>([2, 1, length, 8]);
+            CubeBackend::float_from_data(data, cube)
+        };
+        let inputs = AttentionInputs::<CubeBackend> {
+            query: zeros(q_len),
+            key: zeros(kv_len),
+            value: zeros(kv_len),
+            mask: MaybeBool::Absent,
+            bias: MaybeFloat::Absent,
+            kv_lengths: MaybeInt::Absent,
+            query_segments: ids(&queries, q_len),
+            key_segments: ids(&keys, kv_len),
+            sinks: MaybeFloat::Absent,
+        };
+        let blocks =
+            [(64, 32, Side::Queries), (16, 128, Side::Keys)].map(|(queries, keys, held)| Blocks {
+                queries,
+                keys,
+                held,
+            });
+        let (packed, places) = prepare(&inputs, &problem, &blocks);
+        let packed = packed.expect("there are segments");
+        let data = read_sync(CubeBackend::int_into_data(packed)).expect("a device that answers");
+        let integers: Vec<i32> = data.try_into_vec().expect("numbers of i32");
+        for (blocks, places) in blocks.into_iter().zip(places) {
+            for batch in 0..2 {
+                let (start, size, expected) = match blocks.held {
+                    Side::Queries => (
+                        places.query_bounds,
+                        q_len.div_ceil(blocks.queries),
+                        expected(&queries[batch], &keys[batch], blocks.queries, blocks.keys),
+                    ),
+                    Side::Keys => (
+                        places.key_bounds,
+                        kv_len.div_ceil(blocks.keys),
+                        expected(&keys[batch], &queries[batch], blocks.keys, blocks.queries),
+                    ),
+                };
+                let of_blocks = &integers[start + BLOCK_INTEGERS * batch * size..];
+                let found: Vec<[i32; 2]> = of_blocks
+                    .chunks(BLOCK_INTEGERS)
+                    .take(size)
+                    .map(|block| [block[2], block[3]])
+                    .collect();
+                assert_eq!(found, expected, "{:?}, sequence {batch}", blocks.held);
+            }
+        }
     }
 }

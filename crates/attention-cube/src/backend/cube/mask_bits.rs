@@ -150,8 +150,8 @@ fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> Cu
 mod tests {
     use super::*;
     use crate::AttentionOptions;
-    use burn::tensor::{BoolDType, Device, Tensor};
     use burn::backend::DispatchDevice;
+    use burn::tensor::{BoolDType, Device, Tensor};
 
     /// A mask that the caller expanded is packed as one that attention broadcasts.
     #[test]

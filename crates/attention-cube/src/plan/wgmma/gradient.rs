@@ -285,6 +285,17 @@ pub enum Side {
     Keys,
 }
 
+impl Side {
+    /// The blocks' side.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn other(self) -> Self {
+        match self {
+            Self::Queries => Self::Keys,
+            Self::Keys => Self::Queries,
+        }
+    }
+}
+
 /// Which gradients a kernel sums in registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sums {
