@@ -46,6 +46,8 @@ mod options;
 pub mod plan;
 mod problem;
 pub mod reference;
+#[cfg(all(test, feature = "cube"))]
+mod testing;
 
 #[cfg(feature = "cuda")]
 pub use backend::matrix_product;

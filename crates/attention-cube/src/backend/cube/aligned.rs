@@ -71,9 +71,10 @@ pub(super) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::cube_device;
     use burn::{
-        backend::{DispatchDevice, ops::FloatTensorOps, read_sync},
-        tensor::{Device, Shape, TensorData},
+        backend::{ops::FloatTensorOps, read_sync},
+        tensor::{Shape, TensorData},
     };
 
     fn numbers(tensor: CubeTensor) -> Vec<f32> {
@@ -82,17 +83,14 @@ mod tests {
         data.try_into_vec().expect("numbers of f32")
     }
 
-    /// `[2, 3, 5, columns]` on the default device, from a tensor of `shape` that `view` changes.
+    /// `[2, 3, 5, columns]` on a device, from a tensor of `shape` that `view` changes.
     fn check(shape: [usize; 4], broadcast: usize, view: impl Fn(CubeTensor) -> CubeTensor) {
-        let device = Device::default();
-        let DispatchDevice::Cube(device) = device.as_dispatch() else {
-            panic!("{device:?} runs no CubeCL kernels");
-        };
+        let device = cube_device();
         let numbers_of: Vec<f32> = (1..=shape.iter().product())
             .map(|x: usize| x as f32)
             .collect();
         let data = TensorData::new(numbers_of, shape);
-        let tensor = view(CubeBackend::float_from_data(data, device));
+        let tensor = view(CubeBackend::float_from_data(data, &device));
         let copy = aligned(tensor.clone(), broadcast, true);
         let context = format!("{tensor:?} as {copy:?}");
         assert_eq!(copy.meta.shape(), tensor.meta.shape(), "{context}");

@@ -239,8 +239,9 @@ fn bound(
 mod tests {
     use super::*;
     use crate::AttentionOptions;
-    use burn::backend::{DispatchDevice, ops::IntTensorOps, read_sync};
-    use burn::tensor::{Device, Tensor, TensorData};
+    use crate::testing::{cube_device, device};
+    use burn::backend::{ops::IntTensorOps, read_sync};
+    use burn::tensor::{Tensor, TensorData};
 
     /// For each block of `size` tokens of `held`, the first and the end of the others that share an id with it.
     fn expected(held: &[i32], others: &[i32], size: usize, other_size: usize) -> Vec<[i32; 2]> {
@@ -261,10 +262,7 @@ mod tests {
     /// search.
     #[test]
     fn tiles_know_the_blocks_of_their_documents() {
-        let device = Device::default();
-        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
-            panic!("{device:?} runs no CubeCL kernels");
-        };
+        let cube = cube_device();
         let (q_len, kv_len) = (1000, 1100);
         // The second sequence's keys lack some of its queries' documents.
         let queries =
@@ -278,9 +276,9 @@ mod tests {
         let (queries, keys): ([Vec<i32>; 2], [Vec<i32>; 2]) = (queries, keys);
         let ids = |ids: &[Vec<i32>; 2], length: usize| {
             let data = TensorData::new(ids.concat(), [2, length]);
-            MaybeInt::Present(CubeBackend::int_from_data(data, cube))
+            MaybeInt::Present(CubeBackend::int_from_data(data, &cube))
         };
-        let operand = |length| Tensor::<4>::zeros([2, 1, length, 8], &device);
+        let operand = |length| Tensor::<4>::zeros([2, 1, length, 8], &device());
         let options = AttentionOptions::new();
         let problem = AttentionProblem::new(
             &operand(q_len),
@@ -291,7 +289,7 @@ mod tests {
         let problem = problem.expect("sizes that fit");
         let zeros = |length| {
             let data = TensorData::zeros::<f32, _>([2, 1, length, 8]);
-            CubeBackend::float_from_data(data, cube)
+            CubeBackend::float_from_data(data, &cube)
         };
         let inputs = AttentionInputs::<CubeBackend> {
             query: zeros(q_len),

@@ -150,24 +150,21 @@ fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> Cu
 mod tests {
     use super::*;
     use crate::AttentionOptions;
-    use burn::backend::DispatchDevice;
-    use burn::tensor::{BoolDType, Device, Tensor};
+    use crate::testing::{cube_device, device};
+    use burn::tensor::{BoolDType, Tensor};
 
     /// A mask that the caller expanded is packed as one that attention broadcasts.
     #[test]
     fn what_repeats_is_packed_once() {
-        let device = Device::default();
-        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
-            panic!("{device:?} runs no CubeCL kernels");
-        };
+        let cube = cube_device();
         let scores = [2, 3, 5, 7];
-        let operand = |length| Tensor::<4>::zeros([2, 3, length, 8], &device);
+        let operand = |length| Tensor::<4>::zeros([2, 3, length, 8], &device());
         let options = AttentionOptions::new();
         let problem = AttentionProblem::new(&operand(5), &operand(7), &operand(7), &options)
             .expect("sizes that fit");
         for bits in 0..16 {
             let own = [0, 1, 2, 3].map(|dim| if bits >> dim & 1 == 1 { scores[dim] } else { 1 });
-            let mask = CubeBackend::bool_empty(Shape::new(own), cube, BoolDType::Native);
+            let mask = CubeBackend::bool_empty(Shape::new(own), &cube, BoolDType::U32);
             let expanded = CubeBackend::bool_expand(mask.clone(), Shape::new(scores));
             for (side, rows, columns) in [(Side::Queries, own[2], 7), (Side::Keys, own[3], 5)] {
                 let expected = Shape::new([own[0], own[1], rows, columns]);
