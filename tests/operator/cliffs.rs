@@ -6,7 +6,7 @@ use crate::devices::devices;
 use attention_cube::plan::{
     BackwardRequest, DeviceProfile, Engine, Kernel, Layouts, Operands, Pass, Selection, select,
     unit::{GradientKernel, UnitPlan},
-    wgmma::{GradientTiles, Side, WgmmaPlan},
+    wgmma::{GradientTiles, Residence, Side, WgmmaPlan},
 };
 use attention_cube::{AttentionOptions, AttentionProblem, CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Device, Tensor};
@@ -85,6 +85,34 @@ fn what_lies_badly_is_copied_alone() {
             kernel => panic!("{kernel:?}"),
         };
         assert_eq!(copies, expected, "{pass:?}");
+    }
+}
+
+/// Where documents make tiles differ, cubes stay, and each takes the next tile; the others' tiles come as they did.
+#[test]
+fn packed_documents_are_taken_tile_by_tile() {
+    let plain = AttentionProblem {
+        causal: Some(CausalAlignment::BottomRight),
+        ..problem([1, 8, 65_536, 128])
+    };
+    let packed = AttentionProblem {
+        segments: true,
+        ..plain.clone()
+    };
+    let few = AttentionProblem {
+        q_len: 2,
+        ..packed.clone()
+    };
+    for (problem, expected) in [
+        (plain, Residence::StaysForPairs(132)),
+        (packed, Residence::Takes(132)),
+        (few, Residence::Leaves),
+    ] {
+        let selection = chosen(&problem, &hopper(), Pass::Forward);
+        let Kernel::Wgmma(WgmmaPlan::Forward(plan)) = selection.kernel else {
+            panic!("{selection:?}");
+        };
+        assert_eq!(plan.residence, expected, "{problem:?}");
     }
 }
 

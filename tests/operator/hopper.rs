@@ -247,6 +247,21 @@ fn many_documents() {
             });
         }
     }
+    // More tiles than multiprocessors, of documents from a token to all, so that cubes take them one by one.
+    let uneven = |length: usize| {
+        let ends = [1, 2, 90, 91, 300, 420];
+        (0..2 * length).map(move |i| ends.iter().filter(|end| i % length >= **end).count() as i64)
+    };
+    for (length, width) in [(450, 64), (450, 128), (450, 192), (450, 256), (330, 512)] {
+        for causal in [None, Some(CausalAlignment::BottomRight)] {
+            let ids: Vec<i64> = uneven(length).collect();
+            check(Case {
+                causal,
+                segments: Some((ids.clone(), ids)),
+                ..Case::new([2, 48, 8, length, length, width, width])
+            });
+        }
+    }
     // Of whole tiles; and decoded, with keys split over cubes.
     for width in [64, 128, 256, 512] {
         check(Case {
@@ -444,6 +459,7 @@ fn cubes_stay() {
 
 fn cases_to_repeat() -> Vec<Case> {
     let causal = Some(CausalAlignment::BottomRight);
+    let documents = |tokens: i64| (0..tokens).map(|token| token / 70).collect::<Vec<_>>();
     let cases = [
         Case {
             causal,
@@ -464,6 +480,23 @@ fn cases_to_repeat() -> Vec<Case> {
             causal,
             kv_lengths: Some(vec![150, 97, 140]),
             ..Case::new([3, 24, 8, 140, 150, 512, 512])
+        },
+        // Cubes take whichever tile is next.
+        Case {
+            causal,
+            segments: Some((documents(3 * 300), documents(3 * 300))),
+            ..Case::new([3, 24, 8, 300, 300, 128, 128])
+        },
+        Case {
+            causal,
+            segments: Some((documents(3 * 300), documents(3 * 300))),
+            ..Case::new([3, 24, 8, 300, 300, 512, 512])
+        },
+        // A bias whose gradient is summed in parts.
+        Case {
+            bias: Some([false, false, false, true]),
+            sinks: true,
+            ..Case::new([2, 8, 2, 300, 300, 64, 64])
         },
         Case {
             causal,

@@ -57,7 +57,7 @@ pub(crate) fn bound_segments(
 }
 
 /// For the `count` blocks whose integers start at `bounds`, a cube a block: the first block of the other side, whose start at
-/// `others`, that may share a document with it, and one past the last.
+/// `others`, that may share a document with it, and one past the last. The integer at `counter` becomes 0.
 #[cube(launch_unchecked)]
 pub(crate) fn span_segments(
     packed: &mut Tensor<i32>,
@@ -66,6 +66,7 @@ pub(crate) fn span_segments(
     blocks: u32,
     other_blocks: u32,
     count: u32,
+    counter: u32,
     #[comptime] units: u32,
 ) {
     let index = CUBE_POS as u32;
@@ -100,5 +101,8 @@ pub(crate) fn span_segments(
         }
         packed[at + 2] = first;
         packed[at + 3] = end;
+        if index == 0u32 {
+            packed[counter as usize] = 0i32;
+        }
     }
 }

@@ -60,7 +60,12 @@ pub enum Residence {
     Stays(usize),
     /// This many cubes, and each takes every so many-th pair of a tile and its mirror image in the sequence.
     StaysForPairs(usize),
+    /// This many cubes, and each takes the next tile that none has: where documents make tiles differ.
+    Takes(usize),
 }
+
+/// Bytes of shared memory by which a cube's warps learn what it has taken: two words, and two barriers for each.
+pub(crate) const NOTICE_BYTES: usize = 48;
 
 /// The part of [`RowTiles`] that is chosen.
 struct RowShape {
@@ -217,7 +222,7 @@ fn forward(
         heads,
         splits,
         together: together(problem, planes, heads),
-        residence: residence(problem, device, planes * tile_count * splits),
+        residence: residence(problem, device, &tiles, planes * tile_count * splits),
         copies: layouts.boxes.others(Pass::Forward),
     })
 }
@@ -291,9 +296,18 @@ fn splits(
     (multiprocessors / cubes.max(1)).clamp(1, blocks.max(1))
 }
 
-/// Cubes stay where tiles, or pairs of them, are equally heavy.
-fn residence(problem: &AttentionProblem, device: &DeviceProfile, cubes: usize) -> Residence {
+/// Cubes stay where tiles, or pairs of them, are equally heavy, or where segments come with a counter of taken ones.
+fn residence(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: &ForwardTiles,
+    cubes: usize,
+) -> Residence {
     let multiprocessors = multiprocessors(device);
+    let has_room = tiles.shared_memory() + NOTICE_BYTES <= device.shared_memory;
+    if cubes > multiprocessors && problem.segments && has_room {
+        return Residence::Takes(multiprocessors);
+    }
     if cubes <= multiprocessors || problem.kv_lengths || problem.segments {
         return Residence::Leaves;
     }

@@ -74,7 +74,7 @@ pub(super) fn forward(
     let (shares, grid) = grid(tile_count, splits, heads, batch, together);
     let (items, cubes, paired) = match residence {
         Residence::Leaves => (shares, shares, 0),
-        Residence::Stays(cubes) => (shares, cubes, 0),
+        Residence::Stays(cubes) | Residence::Takes(cubes) => (shares, cubes, 0),
         Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
     };
     let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
@@ -100,6 +100,7 @@ pub(super) fn forward(
         heads: shared_heads,
         split,
         boxes_output: tiles.boxes_output() && !shares_tile && !split,
+        takes_items: matches!(residence, Residence::Takes(_)),
     };
     let power = match fragment.raw {
         true => problem.scale * std::f64::consts::LOG2_E,

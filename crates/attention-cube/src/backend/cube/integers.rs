@@ -2,7 +2,7 @@
 //! | bounds of key blocks | …]`, so that they take one binding. Bounds are the smallest and the largest
 //! id of a block, by which kernels skip pairs of blocks without a common document, and, of the side that tiles
 //! hold, the first and the last block that a tile has one in common with; kernels with other tiles have bounds of
-//! their own.
+//! their own. After the bounds of key blocks comes 0, from which cubes count the tiles that they take.
 
 use super::*;
 use crate::kernel::integers::{bound_segments, pack_integers, span_segments};
@@ -87,9 +87,9 @@ pub(super) fn prepare(
     let query_ids = if lengths.is_some() { batch } else { 0 };
     let key_ids = query_ids + batch * q_len;
     let mut end = key_ids + batch * kv_len;
-    let mut reserve = |length: usize, block| {
+    let mut reserve = |blocks: usize, more: usize| {
         let start = end;
-        end += BLOCK_INTEGERS * batch * length.div_ceil(block);
+        end += BLOCK_INTEGERS * batch * blocks + more;
         start
     };
     // Kernels with the same blocks share their bounds.
@@ -102,8 +102,8 @@ pub(super) fn prepare(
             blocks: *blocks,
             query_ids,
             key_ids,
-            query_bounds: reserve(q_len, blocks.queries),
-            key_bounds: reserve(kv_len, blocks.keys),
+            query_bounds: reserve(q_len.div_ceil(blocks.queries), 0),
+            key_bounds: reserve(kv_len.div_ceil(blocks.keys), 1),
         };
         distinct.push(places);
         places
@@ -145,9 +145,10 @@ pub(super) fn prepare(
                 bound(&packed, key_ids, places.key_bounds, batch, kv_len, keys);
                 let of_queries = (places.query_bounds, q_len.div_ceil(queries));
                 let of_keys = (places.key_bounds, kv_len.div_ceil(keys));
+                let counter = places.key_bounds + BLOCK_INTEGERS * batch * of_keys.1;
                 match held {
-                    Side::Queries => span(&packed, batch, of_queries, of_keys),
-                    Side::Keys => span(&packed, batch, of_keys, of_queries),
+                    Side::Queries => span(&packed, batch, of_queries, of_keys, counter),
+                    Side::Keys => span(&packed, batch, of_keys, of_queries, counter),
                 }
             }
             Some(packed)
@@ -182,12 +183,13 @@ fn pack(source: &CubeTensor, packed: &CubeTensor, start: usize, columns: usize, 
 }
 
 /// Writes which of the others each of the blocks may share a document with: where either's bounds start, and how many blocks a
-/// sequence has.
+/// sequence has. The counter starts at 0.
 fn span(
     packed: &CubeTensor,
     batch: usize,
     (bounds, blocks): (usize, usize),
     (others, other_blocks): (usize, usize),
+    counter: usize,
 ) {
     let count = batch * blocks;
     // SAFETY: the integers of all blocks lie inside `packed`, and were written before.
@@ -202,6 +204,7 @@ fn span(
             blocks as u32,
             other_blocks as u32,
             count as u32,
+            counter as u32,
             UNITS as u32,
         );
     }

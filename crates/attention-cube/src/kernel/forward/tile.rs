@@ -21,6 +21,8 @@ pub(crate) struct HopperKind {
     pub split: bool,
     /// The copy engine writes the output.
     pub boxes_output: bool,
+    /// Cubes take whichever item is next, and not those of their numbers.
+    pub takes_items: bool,
 }
 
 impl HopperKind {
