@@ -144,6 +144,28 @@ fn a_narrow_bias_is_summed_by_many() {
     }
 }
 
+/// A bias that is the same for all keys has the gradient that the scores give, with sinks and without, where queries see nothing, too.
+#[test]
+fn constant_biases() {
+    for extent in [
+        [false; 4],
+        [false, true, false, false],
+        [true, false, true, false],
+        [true, true, true, false],
+    ] {
+        for sinks in [false, true] {
+            Case {
+                bias: Some(extent),
+                sinks,
+                softcap: Some(3.0),
+                kv_lengths: Some(vec![30, 0]),
+                ..Case::new([2, 4, 2, 66, 40, 16, 16])
+            }
+            .check();
+        }
+    }
+}
+
 const NOTHING: BackwardRequest = BackwardRequest {
     query: false,
     key: false,

@@ -492,12 +492,6 @@ fn cases_to_repeat() -> Vec<Case> {
             segments: Some((documents(3 * 300), documents(3 * 300))),
             ..Case::new([3, 24, 8, 300, 300, 512, 512])
         },
-        // A bias whose gradient is summed in parts.
-        Case {
-            bias: Some([false, false, false, true]),
-            sinks: true,
-            ..Case::new([2, 8, 2, 300, 300, 64, 64])
-        },
         Case {
             causal,
             ..Case::new([2, 8, 1, 1, 3000, 512, 512])
