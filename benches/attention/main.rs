@@ -4,8 +4,11 @@
 //! decoding: bytes of keys and values. The backward is timed alone, under the loss `Σ output · g`,
 //! less the time of that loss on a leaf. The sustained backward is what a step of forward and backward
 //! takes back to back, less the forward and that loss.
+//!
+//! `cliffs`: what once cost many times its counterpart, beside it.
 
 mod cases;
+mod cliffs;
 mod peers;
 mod report;
 
@@ -26,8 +29,12 @@ use burn::{
 use burn_gemma4::layer::Linear;
 use cases::{CASES, Case, Scale};
 use clap::Parser;
+use cliffs::{CLIFFS, Cliff};
 use peers::{Peer, Prepared};
-use report::{Ceilings, Measured, Outcome, Pass, Report, Row, Unit, print_header};
+use report::{
+    Ceilings, CliffRow, Measured, Outcome, Pass, Report, Row, Unit, print_cliff_header,
+    print_header,
+};
 use std::{path::PathBuf, process::ExitCode};
 
 /// Times attention, and checks it on the way.
@@ -90,21 +97,37 @@ fn main() -> ExitCode {
 
 /// Whether every row of ours is measured and right.
 fn run(cli: &Cli) -> Result<bool, Error> {
-    let chosen: Vec<&Case> = CASES
+    let is_chosen = |name: &str| {
+        cli.filters.is_empty() || cli.filters.iter().any(|filter| name.contains(filter))
+    };
+    let chosen: Vec<&Case> = CASES.iter().filter(|case| is_chosen(case.name)).collect();
+    let cliffs: Vec<&Cliff> = CLIFFS
         .iter()
-        .filter(|case| cli.filters.is_empty() || cli.filters.iter().any(|f| case.name.contains(f)))
+        .filter(|cliff| is_chosen(cliff.name) && cli.passes.contains(&cliff.pass))
         .collect();
-    if chosen.is_empty() {
+    if chosen.is_empty() && cliffs.is_empty() {
         return Err("no case has such a name: --list names them all".into());
     }
     if cli.list {
-        chosen.iter().for_each(|case| println!("{}", case.name));
+        let cliffs = cliffs.iter().map(|cliff| cliff.name);
+        let mut names: Vec<&str> = chosen.iter().map(|case| case.name).chain(cliffs).collect();
+        names.dedup();
+        names.iter().for_each(|name| println!("{name}"));
         return Ok(true);
     }
     let mut bench = Bench::new(cli, choose(cli.device)?)?;
-    print_header();
+    if !chosen.is_empty() {
+        print_header();
+    }
     for case in chosen {
         bench.case(case)?;
+    }
+    // They are sized for a GPU.
+    if !cliffs.is_empty() && bench.report.scale == Scale::Full {
+        print_cliff_header();
+        for cliff in cliffs {
+            bench.cliff(cliff)?;
+        }
     }
     Ok(bench.good)
 }
@@ -159,6 +182,7 @@ impl<'a> Bench<'a> {
             clock: timer.clock().into(),
             ceilings,
             rows: Vec::new(),
+            cliffs: Vec::new(),
         };
         let peer_bytes = 1e9 * cli.peer_memory.unwrap_or(if software { 4.0 } else { 40.0 });
         let only_ours = cli
@@ -228,6 +252,27 @@ impl<'a> Bench<'a> {
                 device.memory_cleanup();
             }
         }
+        Ok(())
+    }
+
+    fn cliff(&mut self, cliff: &'static Cliff) -> Result<(), Error> {
+        let report = &self.report;
+        let device = &self.chosen.device;
+        let measured = guarded(|| cliff.measure(device, report.dtype, &self.timer, report.effort));
+        let row = CliffRow::new(
+            cliff,
+            match measured {
+                Ok(measured) => measured.map_err(|error| error.to_string()),
+                Err(panic) => Err(panic),
+            },
+        );
+        row.print();
+        self.good &= row.is_good();
+        self.report.cliffs.push(row);
+        if let Some(path) = &self.cli.json {
+            save(&self.report, path)?;
+        }
+        self.chosen.device.memory_cleanup();
         Ok(())
     }
 

@@ -1,6 +1,10 @@
 //! The table, and the same as JSON.
 
-use crate::{cases::Scale, peers::Peer};
+use crate::{
+    cases::Scale,
+    cliffs::{Cliff, Compared},
+    peers::Peer,
+};
 use attention_workspace::{Dtype, accuracy::Errors, timing::Effort, workload::Workload};
 use serde::Serialize;
 
@@ -18,6 +22,7 @@ pub struct Report {
     pub clock: String,
     pub ceilings: Ceilings,
     pub rows: Vec<Row>,
+    pub cliffs: Vec<CliffRow>,
 }
 
 /// What the device does at best, measured in the same run.
@@ -34,6 +39,15 @@ pub struct Ceilings {
 pub enum Pass {
     Forward,
     Backward,
+}
+
+impl Pass {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -113,10 +127,7 @@ pub fn print_header() {
 
 impl Row {
     pub fn print(&self) {
-        let pass = match self.pass {
-            Pass::Forward => "forward",
-            Pass::Backward => "backward",
-        };
+        let pass = self.pass.name();
         let shape = self.workload.to_string();
         print!(
             "{:<19} {shape:<23} {pass:<8} {:<9} ",
@@ -149,6 +160,56 @@ impl Row {
             }
             Outcome::Skipped(reason) => println!("skipped: {reason}"),
             Outcome::Failed(reason) => println!("FAILED: {reason}"),
+        }
+    }
+}
+
+/// A case beside its counterpart.
+#[derive(Serialize)]
+pub struct CliffRow {
+    pub case: &'static str,
+    pub pass: Pass,
+    /// What the ratio may be.
+    pub limit: f64,
+    /// Or why there are no times.
+    pub compared: Result<Compared, String>,
+}
+
+pub fn print_cliff_header() {
+    println!(
+        "{:<24} {:<8} {:>10} {:>14} {:>7} {:>7}",
+        "case", "pass", "ms", "counterpart ms", "ratio", "limit"
+    );
+}
+
+impl CliffRow {
+    pub fn new(cliff: &Cliff, compared: Result<Compared, String>) -> Self {
+        Self {
+            case: cliff.name,
+            pass: cliff.pass,
+            limit: cliff.limit,
+            compared,
+        }
+    }
+
+    pub fn is_good(&self) -> bool {
+        self.compared
+            .as_ref()
+            .is_ok_and(|compared| compared.ratio() <= self.limit)
+    }
+
+    pub fn print(&self) {
+        print!("{:<24} {:<8} ", self.case, self.pass.name());
+        match &self.compared {
+            Ok(compared) => println!(
+                "{:>10.3} {:>14.3} {:>7.2} {:>7.2}{}",
+                compared.case,
+                compared.counterpart,
+                compared.ratio(),
+                self.limit,
+                if self.is_good() { "" } else { "  TOO SLOW" }
+            ),
+            Err(reason) => println!("FAILED: {reason}"),
         }
     }
 }

@@ -25,7 +25,13 @@ fn two_runs_are_equal() {
         bias: None,
         ..prefill.clone()
     };
-    for case in [prefill, decode, masked] {
+    // Biases whose gradients are summed in parts: by scores, and by queries.
+    let [by_scores, by_queries] = [[false, false, false, true], [false; 4]].map(|extent| Case {
+        bias: Some(extent),
+        q_len: 300,
+        ..prefill.clone()
+    });
+    for case in [prefill, decode, masked, by_scores, by_queries] {
         let inputs = case.inputs();
         for device in devices() {
             let run = || case.run(&inputs, &device.device, case.dtype, Operator::Fused);

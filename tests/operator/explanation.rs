@@ -3,7 +3,7 @@
 use crate::devices::{cube_devices, devices};
 use attention_cube::plan::unit::UnitPlan;
 use attention_cube::plan::{
-    DeviceProfile, Engine, Kernel, Layouts, Pass, Refusal, Selection, Warning, select,
+    DeviceProfile, Engine, Kernel, Layouts, Operands, Pass, Refusal, Selection, Warning, select,
 };
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use burn::tensor::{DType, Device, Tensor};
@@ -17,7 +17,7 @@ fn problem(head_dim: usize) -> AttentionProblem {
 /// Inputs that every engine can read.
 const READABLE: Layouts = Layouts {
     vectors: true,
-    boxes: true,
+    boxes: Operands::ALL,
     bias_boxes: true,
 };
 
@@ -322,15 +322,15 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
         dtype: DType::BF16,
         ..problem(head_dim)
     };
-    let refusal = |problem: &AttentionProblem, profile: &DeviceProfile, layouts, pass| {
-        let selection = select(problem, Some(profile), layouts, pass);
+    let refusal = |problem: &AttentionProblem, profile: &DeviceProfile, pass| {
+        let selection = select(problem, Some(profile), READABLE, pass);
         let refusal = refusal_of(Engine::Wgmma, &selection).map(ToString::to_string);
         let served = selection.kernel.engine() == Engine::Wgmma;
         assert_eq!(served, refusal.is_none(), "{problem:?}");
         refusal
     };
     let forward = |problem: &AttentionProblem, profile: &DeviceProfile| {
-        refusal(problem, profile, READABLE, Pass::Forward)
+        refusal(problem, profile, Pass::Forward)
     };
     for head_dim in [1, 64, 80, 128, 256, 512] {
         assert_eq!(forward(&half(head_dim), &hopper), None);
@@ -342,19 +342,8 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     says(forward(&half(64), &profile()), "Hopper GPU (sm_90)");
     says(forward(&problem(64), &hopper), "not F32");
     says(forward(&half(600), &hopper), "not for 600 and 600");
-    assert_eq!(refusal(&half(512), &hopper, READABLE, Pass::Backward), None);
-    says(
-        refusal(&half(520), &hopper, READABLE, Pass::Backward),
-        "up to 512",
-    );
-    let strided = Layouts {
-        boxes: false,
-        ..READABLE
-    };
-    says(
-        refusal(&half(64), &hopper, strided, Pass::Forward),
-        "multiples of 16 bytes",
-    );
+    assert_eq!(refusal(&half(512), &hopper, Pass::Backward), None);
+    says(refusal(&half(520), &hopper, Pass::Backward), "up to 512");
     let little = DeviceProfile {
         shared_memory: 48 << 10,
         ..hopper.clone()

@@ -5,7 +5,7 @@
 use crate::biases::check_lowest;
 use crate::case::{Case, FULL};
 use crate::compare::Named;
-use crate::dense::{Dense, read};
+use crate::dense::{Dense, Layout, read};
 use crate::devices::{TestDevice, cube_devices};
 use crate::empty_rows::check_beside_nan;
 use crate::inputs::Inputs;
@@ -238,6 +238,125 @@ fn segments() {
         segments: Some((ids(140), ids(270))),
         ..case
     });
+}
+
+/// Documents that begin and end within blocks, alone and with a mask, and far more of them than a tile sees.
+#[test]
+fn many_documents() {
+    let ids = |length: usize, size: i64| (0..length as i64).map(|i| i / size).collect::<Vec<_>>();
+    for causal in [None, Some(CausalAlignment::BottomRight)] {
+        for mask in [None, Some([false, false, true, true])] {
+            each_width(|case| Case {
+                causal,
+                mask,
+                segments: Some((ids(500, 37), ids(630, 41))),
+                ..Case::new([1, 2, 1, 500, 630, case.head_dim, case.value_dim])
+            });
+        }
+    }
+    // More tiles than multiprocessors, of documents from a token to all, so that cubes take them one by one.
+    let uneven = |length: usize| {
+        let ends = [1, 2, 90, 91, 300, 420];
+        (0..2 * length).map(move |i| ends.iter().filter(|end| i % length >= **end).count() as i64)
+    };
+    for (length, width) in [(450, 64), (450, 128), (450, 192), (450, 256), (330, 512)] {
+        for causal in [None, Some(CausalAlignment::BottomRight)] {
+            let ids: Vec<i64> = uneven(length).collect();
+            check(Case {
+                causal,
+                segments: Some((ids.clone(), ids)),
+                ..Case::new([2, 48, 8, length, length, width, width])
+            });
+        }
+    }
+    // Of whole tiles; and decoded, with keys split over cubes.
+    for width in [64, 128, 256, 512] {
+        check(Case {
+            causal: Some(CausalAlignment::BottomRight),
+            segments: Some((ids(2048, 256), ids(2048, 256))),
+            ..Case::new([1, 2, 1, 2048, 2048, width, width])
+        });
+        check(Case {
+            segments: Some((vec![3; 2], ids(3000, 700))),
+            ..Case::new([1, 8, 1, 2, 3000, width, width])
+        });
+    }
+}
+
+/// Rows that do not start at multiples of 16 bytes, and operands that lie otherwise.
+#[test]
+fn any_width_and_layout() {
+    for (head_dim, value_dim) in [
+        (1, 1),
+        (5, 3),
+        (33, 33),
+        (90, 100),
+        (100, 90),
+        (127, 64),
+        (192, 127),
+    ] {
+        check(sized([head_dim, value_dim]));
+    }
+    for (head_dim, value_dim) in [(250, 250), (300, 260), (383, 381), (511, 507), (512, 511)] {
+        check(Case {
+            causal: Some(CausalAlignment::BottomRight),
+            ..sized([head_dim, value_dim])
+        });
+    }
+    for layout in Layout::ALL {
+        for width in [64, 100] {
+            check(Case {
+                layouts: [layout, layout, layout, Layout::Contiguous],
+                ..Case::new([2, 4, 2, 140, 270, width, width])
+            });
+        }
+    }
+    for layout in [
+        Layout::HeadsLast,
+        Layout::Transposed,
+        Layout::SharedBatch,
+        Layout::SharedHeads,
+    ] {
+        let contiguous = Layout::Contiguous;
+        check(Case {
+            layouts: [contiguous, contiguous, contiguous, layout],
+            ..Case::new([2, 4, 2, 140, 270, 100, 90])
+        });
+    }
+    for (q_heads, kv_heads, q_len) in [(8, 1, 1), (10, 1, 30)] {
+        check(Case {
+            causal: Some(CausalAlignment::BottomRight),
+            ..Case::new([2, q_heads, kv_heads, q_len, 700, 100, 36])
+        });
+    }
+}
+
+/// A mask that the caller expanded is packed once, and read by all.
+#[test]
+fn expanded_masks() {
+    for bits in 0..16 {
+        let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
+        check(Case {
+            mask: Some(extent),
+            expanded: true,
+            ..Case::new([2, 4, 2, 140, 270, 64, 64])
+        });
+    }
+}
+
+/// Narrow biases, whose gradients are summed in parts, or without a look at the scores.
+#[test]
+fn narrow_biases() {
+    for bits in 0..16 {
+        let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
+        for sinks in [false, true] {
+            check(Case {
+                bias: Some(extent),
+                sinks,
+                ..Case::new([2, 4, 2, 140, 270, 64, 64])
+            });
+        }
+    }
 }
 
 /// Keys and values that a mask hides from everybody are NaN, in the middle and at the end of blocks.
@@ -502,6 +621,7 @@ fn shared_tiles_repeat_after_other_work() {
 
 fn cases_to_repeat() -> Vec<Case> {
     let causal = Some(CausalAlignment::BottomRight);
+    let documents = |tokens: i64| (0..tokens).map(|token| token / 70).collect::<Vec<_>>();
     let cases = [
         Case {
             causal,
@@ -522,6 +642,17 @@ fn cases_to_repeat() -> Vec<Case> {
             causal,
             kv_lengths: Some(vec![150, 97, 140]),
             ..Case::new([3, 24, 8, 140, 150, 512, 512])
+        },
+        // Cubes take whichever tile is next.
+        Case {
+            causal,
+            segments: Some((documents(3 * 300), documents(3 * 300))),
+            ..Case::new([3, 24, 8, 300, 300, 128, 128])
+        },
+        Case {
+            causal,
+            segments: Some((documents(3 * 300), documents(3 * 300))),
+            ..Case::new([3, 24, 8, 300, 300, 512, 512])
         },
         Case {
             causal,

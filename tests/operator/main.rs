@@ -13,6 +13,7 @@ use attention_workspace::testing::{case, compare, dense, devices, inputs, run};
 mod refused;
 
 mod biases;
+mod cliffs;
 mod decode;
 mod determinism;
 mod empty_rows;

@@ -91,3 +91,41 @@ fn with_lengths_and_window() {
         ..case(150, ids)
     });
 }
+
+/// Documents of a few tokens each, so that a tile sees few of many blocks: of queries in their order and backwards, with few
+/// queries, with padding at the end that repeats an id, and keys that no query belongs to.
+#[test]
+fn many_documents() {
+    let (q_len, kv_len) = (400, 460);
+    let documents = |length: usize| (0..2 * length).map(move |token| (token % length / 9) as i64);
+    let queries: Vec<i64> = documents(q_len).collect();
+    let keys: Vec<i64> = documents(kv_len).collect();
+    let plain = Case::new([2, 2, 1, q_len, kv_len, 32, 32]);
+    let backwards = queries.iter().map(|id| 44 - id).collect();
+    let padded = |ids: &[i64], length: usize| {
+        let padding = |token: usize| token % length > length - 50;
+        let ids = ids.iter().enumerate();
+        ids.map(|(token, id)| if padding(token) { -1 } else { *id })
+            .collect()
+    };
+    check(Case {
+        segments: Some((queries.clone(), keys.clone())),
+        ..plain.clone()
+    });
+    check(Case {
+        segments: Some((backwards, keys.clone())),
+        ..plain.clone()
+    });
+    check(Case {
+        segments: Some((padded(&queries, q_len), padded(&keys, kv_len))),
+        causal: Some(CausalAlignment::TopLeft),
+        ..plain.clone()
+    });
+    for document in [0, 3, 50, 51] {
+        check(Case {
+            q_len: 2,
+            segments: Some((vec![document; 4], keys.clone())),
+            ..plain.clone()
+        });
+    }
+}

@@ -28,14 +28,15 @@
 //! |---|---|
 //! | a query that sees no key | output 0, gradients 0, logsumexp −∞ (with a sink: the sink); never NaN |
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
-//! | inputs permuted, sliced, broadcast with stride 0 | read through their strides, same result |
+//! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where Hopper's copy engine cannot ([`explain`] says which); same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
 //! | f16 gradients, on Hopper | the gradients of the scores are f16 there, and infinite beyond 65,504; [`explain`] warns |
 //! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next one takes it; [`explain`] says which and why |
 //!
 //! Gradients are first-order, of the query, the keys, the values, the bias and the sinks, through
-//! output and logsumexp, with Burn's autodiff and both of its checkpointing strategies.
+//! output and logsumexp, with Burn's autodiff and both of its checkpointing strategies. For inputs
+//! that are not tracked nothing is computed.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 
@@ -48,6 +49,8 @@ pub mod plan;
 mod problem;
 pub mod reference;
 mod softcap;
+#[cfg(all(test, feature = "cube"))]
+mod testing;
 
 #[cfg(feature = "cuda")]
 pub use backend::matrix_product;

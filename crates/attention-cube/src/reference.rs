@@ -6,9 +6,9 @@
 //! autodiff, which is what the explicit backward of the fused operator is checked against.
 
 use crate::backend::{
-    AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, BackwardRequest,
-    logsumexp_dtype,
+    AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, logsumexp_dtype,
 };
+use crate::plan::BackwardRequest;
 use crate::{AttentionError, AttentionOptions, AttentionProblem, softcap};
 use burn::backend::{
     Backend, Dispatch, TensorMetadata, get_or_init_device_settings,
@@ -124,10 +124,11 @@ pub(crate) fn backward<B: Backend>(
     let p = B::float_exp(B::float_sub(scores.scores, logsumexp.clone()));
 
     let output_gradient = to_groups::<B>(output_gradient, problem);
-    let dv = B::float_matmul(
-        B::float_transpose(to_groups::<B>(p.clone(), problem)),
-        output_gradient.clone(),
-    );
+    let dv = request.value.then(|| {
+        let p = to_groups::<B>(p.clone(), problem);
+        let dv = B::float_matmul(B::float_transpose(p), output_gradient.clone());
+        cast::<B>(dv, dtype)
+    });
     let dp = from_groups::<B>(
         B::float_matmul(output_gradient, B::float_transpose(scores.value)),
         problem,
@@ -150,16 +151,22 @@ pub(crate) fn backward<B: Backend>(
         None => ds,
     };
     let ds = to_groups::<B>(B::float_mul_scalar(ds, problem.scale.into()), problem);
-    let dq = from_groups::<B>(B::float_matmul(ds.clone(), scores.key), problem);
-    let dq = match &scores.blind {
-        Some(blind) => fill_rows::<B>(dq, blind),
-        None => dq,
-    };
-    let dk = B::float_matmul(B::float_transpose(ds), scores.query);
+    let dq = request.query.then(|| {
+        let dq = from_groups::<B>(B::float_matmul(ds.clone(), scores.key), problem);
+        let dq = match &scores.blind {
+            Some(blind) => fill_rows::<B>(dq, blind),
+            None => dq,
+        };
+        cast::<B>(dq, dtype)
+    });
+    let dk = request.key.then(|| {
+        let dk = B::float_matmul(B::float_transpose(ds), scores.query);
+        cast::<B>(dk, dtype)
+    });
     AttentionGradients {
-        query: cast::<B>(dq, dtype),
-        key: cast::<B>(dk, dtype),
-        value: cast::<B>(dv, dtype),
+        query: dq.into(),
+        key: dk.into(),
+        value: dv.into(),
         bias: dbias.into(),
         sinks: dsinks.into(),
     }
@@ -223,9 +230,9 @@ pub(crate) fn backward_of_nothing<B: Backend>(
     let bias = inputs.bias.into_option().filter(|_| request.bias);
     let sinks = inputs.sinks.into_option().filter(|_| request.sinks);
     AttentionGradients {
-        query: zeros(&inputs.query),
-        key: zeros(&inputs.key),
-        value: zeros(&inputs.value),
+        query: request.query.then(|| zeros(&inputs.query)).into(),
+        key: request.key.then(|| zeros(&inputs.key)).into(),
+        value: request.value.then(|| zeros(&inputs.value)).into(),
         bias: bias.map(|bias| zeros(&bias)).into(),
         sinks: sinks
             .map(|sinks| match saved.logsumexp_gradient.into_option() {

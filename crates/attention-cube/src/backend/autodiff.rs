@@ -81,18 +81,21 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             },
             state.problem,
             BackwardRequest {
+                query: query.is_some(),
+                key: key.is_some(),
+                value: value.is_some(),
                 bias: bias.is_some(),
                 sinks: sinks.is_some(),
             },
         );
         for (parent, gradient) in [
-            (query, Some(computed.query)),
-            (key, Some(computed.key)),
-            (value, Some(computed.value)),
-            (bias, computed.bias.into_option()),
-            (sinks, computed.sinks.into_option()),
+            (query, computed.query),
+            (key, computed.key),
+            (value, computed.value),
+            (bias, computed.bias),
+            (sinks, computed.sinks),
         ] {
-            if let (Some(parent), Some(gradient)) = (parent, gradient) {
+            if let (Some(parent), Some(gradient)) = (parent, gradient.into_option()) {
                 gradients.register::<B>(parent.id, gradient);
             }
         }

@@ -1,6 +1,9 @@
 //! CubeCL devices: lays out a problem for the kernel that [`plan`](crate::plan) chose, and launches it.
 
+#[cfg(feature = "cuda")]
+mod aligned;
 mod backward;
+mod bias;
 mod forward;
 #[cfg(feature = "cuda")]
 mod hopper;
@@ -19,7 +22,7 @@ use crate::kernel::visibility::Structure;
 #[cfg(feature = "cuda")]
 use crate::plan::wgmma::WgmmaPlan;
 use crate::plan::{
-    DeviceProfile, Kernel, Layouts, Pass, select,
+    BackwardRequest, DeviceProfile, Kernel, Layouts, Operands, Pass, select,
     unit::{UnitPlan, UnitTiles},
 };
 use crate::softcap;
@@ -104,8 +107,8 @@ impl AttentionBackend for CubeBackend {
         let layouts = Layouts {
             vectors: [&inputs.query, &inputs.key, &inputs.value]
                 .into_iter()
-                .all(is_vectorized),
-            boxes: inputs_are_boxed(&inputs),
+                .all(|tensor| is_in_vectors(tensor, 4)),
+            boxes: boxed_operands(&inputs, None),
             bias_boxes: inputs
                 .bias
                 .as_option()
@@ -113,7 +116,10 @@ impl AttentionBackend for CubeBackend {
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Forward) {
             #[cfg(feature = "cuda")]
-            Kernel::Wgmma(WgmmaPlan::Forward(plan)) => hopper::forward(inputs, &problem, plan),
+            Kernel::Wgmma(WgmmaPlan::Forward(plan)) => {
+                let inputs = aligned::aligned_inputs(inputs, plan.copies);
+                hopper::forward(inputs, &problem, plan)
+            }
             Kernel::Unit(UnitPlan::Forward(plan)) => forward::launch(inputs, &problem, plan),
             _ => reference::forward::<Self>(inputs, &problem),
         }
@@ -129,15 +135,9 @@ impl AttentionBackend for CubeBackend {
             return reference::backward_of_nothing::<Self>(inputs, saved, &problem, request);
         }
         let inputs = rows_of(inputs);
-        let output_gradient = untile(saved.output_gradient);
-        // Often broadcast, as that of a sum is. Other kernels than the copy engine's read it by its strides.
-        let is_copied = profile(&inputs.query.client).hopper && !is_boxed(&output_gradient, 1);
         let saved = AttentionSaved {
-            output: untile(saved.output),
-            output_gradient: match is_copied {
-                true => into_contiguous(output_gradient),
-                false => output_gradient,
-            },
+            output: into_contiguous(saved.output),
+            output_gradient: untile(saved.output_gradient),
             ..saved
         };
         let layouts = Layouts {
@@ -149,14 +149,21 @@ impl AttentionBackend for CubeBackend {
                 &saved.output_gradient,
             ]
             .into_iter()
-            .all(is_vectorized),
-            boxes: inputs_are_boxed(&inputs) && is_boxed(&saved.output_gradient, 1),
+            .all(|tensor| is_in_vectors(tensor, 4)),
+            boxes: boxed_operands(&inputs, Some(&saved.output_gradient)),
             // It is read by threads.
             bias_boxes: false,
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Backward) {
             #[cfg(feature = "cuda")]
             Kernel::Wgmma(WgmmaPlan::Backward(plan)) => {
+                let copied = plan.copies.output_gradient;
+                let gradient = saved.output_gradient;
+                let saved = AttentionSaved {
+                    output_gradient: aligned::aligned(gradient, BROADCAST_QUERIES, copied),
+                    ..saved
+                };
+                let inputs = aligned::aligned_inputs(inputs, plan.copies);
                 hopper_backward::launch(inputs, saved, &problem, *plan, request)
             }
             Kernel::Unit(UnitPlan::Backward(plan)) => {
@@ -189,17 +196,44 @@ fn rows_of(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend>
     }
 }
 
-/// Whether every row starts at a multiple of four elements and lies together. Burn's views start where
+/// Whether every row lies together and consists of vectors of `size` elements. Burn's views start where
 /// a device may bind a buffer, which is coarser.
-fn is_vectorized(tensor: &CubeTensor) -> bool {
+fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
-    strides[3] == 1 && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(4))
+    strides[3] == 1
+        && shape[3].is_multiple_of(size)
+        && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(size))
 }
 
-/// Whether Hopper's copy engine can read the inputs.
-fn inputs_are_boxed(inputs: &AttentionInputs<CubeBackend>) -> bool {
-    is_boxed(&inputs.query, 1) && is_boxed(&inputs.key, 2) && is_boxed(&inputs.value, 2)
+/// Dimensions from the first on along which the copy engine can read queries, and keys and values, with a stride of 0.
+const BROADCAST_QUERIES: usize = 1;
+const BROADCAST_KEYS: usize = 2;
+
+/// The operands that Hopper's copy engine can read.
+fn boxed_operands(
+    inputs: &AttentionInputs<CubeBackend>,
+    output_gradient: Option<&CubeTensor>,
+) -> Operands {
+    Operands {
+        query: is_boxed(&inputs.query, BROADCAST_QUERIES),
+        key: is_boxed(&inputs.key, BROADCAST_KEYS),
+        value: is_boxed(&inputs.value, BROADCAST_KEYS),
+        output_gradient: output_gradient
+            .is_some_and(|gradient| is_boxed(gradient, BROADCAST_QUERIES)),
+    }
+}
+
+/// The tensor with size 1 along those of its first `dims` dimensions where it repeats with a stride of 0.
+#[cfg(feature = "cuda")]
+fn distinct(tensor: &CubeTensor, dims: usize) -> CubeTensor {
+    let mut tensor = tensor.clone();
+    for dim in 0..dims {
+        if tensor.meta.strides()[dim] == 0 {
+            tensor.meta.shape[dim] = 1;
+        }
+    }
+    tensor
 }
 
 /// Whether Hopper's copy engine can read boxes of the tensor, whose first `broadcast` dimensions may have
@@ -252,11 +286,11 @@ struct Extras {
 
 impl Extras {
     /// For kernels with these blocks, and the places that each of them finds the integers at.
-    fn new<const N: usize>(
+    fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
-        blocks: [Blocks; N],
-    ) -> (Self, [Places; N]) {
+        blocks: &[Blocks],
+    ) -> (Self, Vec<Places>) {
         let (integers, places) = prepare(inputs, problem, blocks);
         // Kernels read these at `[batch, q_heads, q_len, kv_len]`, by their strides.
         let scores = Shape::new([
@@ -280,6 +314,24 @@ impl Extras {
             integers,
         };
         (extras, places)
+    }
+
+    /// With a bias that is one number a head as a row of that number, since the Hopper kernels read rows by twos and ahead of the
+    /// scores.
+    #[cfg(feature = "cuda")]
+    fn with_rows_of_bias(mut self) -> Self {
+        self.bias = self.bias.map(|bias| {
+            let scores = bias.meta.shape().clone();
+            if bias.meta.strides()[2..] != [0, 0] {
+                return bias;
+            }
+            let own = distinct(&bias, 4);
+            let shape = own.meta.shape();
+            let row = Shape::new([shape[0], shape[1], 1, scores[3]]);
+            let row = into_contiguous(CubeBackend::float_expand(own, row));
+            CubeBackend::float_expand(row, scores)
+        });
+        self
     }
 
     fn mask(&self) -> Option<TensorArg> {

@@ -11,7 +11,7 @@ mod autodiff;
 #[cfg(feature = "cube")]
 mod cube;
 
-use crate::{AttentionError, AttentionProblem, reference};
+use crate::{AttentionError, AttentionProblem, plan::BackwardRequest, reference};
 use burn::backend::{
     Backend, ExtensionType, backend_extension,
     tensor::{BoolTensor, FloatTensor, IntTensor},
@@ -126,25 +126,20 @@ pub struct AttentionSaved<B: Backend> {
     pub logsumexp_gradient: MaybeFloat<B>,
 }
 
-/// Gradients in the shapes and dtypes of the inputs; present for the bias and the sinks where those
-/// are present and [`BackwardRequest`] asks for them.
+/// Gradients in the shapes and dtypes of the inputs; present where the input is and [`BackwardRequest`] asks for its.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct AttentionGradients<B: Backend> {
-    pub query: FloatTensor<B>,
-    pub key: FloatTensor<B>,
-    pub value: FloatTensor<B>,
+    #[extension_type]
+    pub query: MaybeFloat<B>,
+    #[extension_type]
+    pub key: MaybeFloat<B>,
+    #[extension_type]
+    pub value: MaybeFloat<B>,
     #[extension_type]
     pub bias: MaybeFloat<B>,
     #[extension_type]
     pub sinks: MaybeFloat<B>,
-}
-
-/// Which of the optional gradients are wanted: a bias's costs a pass over all scores.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BackwardRequest {
-    pub bias: bool,
-    pub sinks: bool,
 }
 
 /// The devices that this build has an implementation for.
@@ -215,10 +210,13 @@ mod metadata {
                 MaybeFloatMetadata::Absent
             }
         };
+        let operand = |input: &TensorSpec, is_wanted: bool| {
+            wanted(&MaybeFloatMetadata::Present(input.clone()), is_wanted)
+        };
         AttentionGradientsMetadata {
-            query: inputs.query.clone(),
-            key: inputs.key.clone(),
-            value: inputs.value.clone(),
+            query: operand(&inputs.query, request.query),
+            key: operand(&inputs.key, request.key),
+            value: operand(&inputs.value, request.value),
             bias: wanted(&inputs.bias, request.bias),
             sinks: wanted(&inputs.sinks, request.sinks),
         }

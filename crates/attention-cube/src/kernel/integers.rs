@@ -1,8 +1,10 @@
-//! Brings lengths and segments into one buffer of i32, and bounds the segments of every block.
+//! Brings lengths and segments into one buffer of i32, bounds the segments of every block, and tells every tile which blocks
+//! may share one with it, so that nobody looks for these where many documents are packed.
 //!
 //! Budget: no shared memory, a few registers; bound by memory, of which there is little: an id a token.
-//! One unit copies one integer, or reads one block's ids.
+//! One unit copies one integer, or reads one block's ids; one cube looks for a tile's blocks.
 
+use super::visibility::BLOCK_INTEGERS;
 use cubecl::prelude::*;
 
 /// Copies integers of any width into the packed ones, from `start` on, row by row of `source`; bounded by 0 and `largest`
@@ -31,7 +33,7 @@ pub(crate) fn pack_integers<I: Int>(
 }
 
 /// The smallest and the largest id of every block of `block` tokens, from the packed ids at `ids` to
-/// the packed bounds at `bounds`.
+/// the blocks' integers at `bounds`.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_segments(
     packed: &mut Tensor<i32>,
@@ -54,7 +56,59 @@ pub(crate) fn bound_segments(
             smallest = min(smallest, id);
             largest = max(largest, id);
         }
-        packed[(bounds + 2u32 * index) as usize] = smallest;
-        packed[(bounds + 2u32 * index + 1u32) as usize] = largest;
+        let at = (bounds + comptime!(BLOCK_INTEGERS as u32) * index) as usize;
+        packed[at] = smallest;
+        packed[at + 1] = largest;
+    }
+}
+
+/// For the `count` blocks whose integers start at `bounds`, a cube a block: the first block of the other side, whose start at
+/// `others`, that may share a document with it, and one past the last. The integer at `counter` becomes 0.
+#[cube(launch_unchecked)]
+pub(crate) fn span_segments(
+    packed: &mut Tensor<i32>,
+    bounds: u32,
+    others: u32,
+    blocks: u32,
+    other_blocks: u32,
+    count: u32,
+    counter: u32,
+    #[comptime] units: u32,
+) {
+    let index = CUBE_POS as u32;
+    if index >= count {
+        terminate!();
+    }
+    let size = comptime!(BLOCK_INTEGERS as u32);
+    let at = (bounds + size * index) as usize;
+    let smallest = packed[at];
+    let largest = packed[at + 1];
+    let start = others + size * (index / blocks) * other_blocks;
+    let mut first = other_blocks as i32;
+    let mut end = 0i32;
+    let mut block = UNIT_POS;
+    while block < other_blocks {
+        let there = (start + size * block) as usize;
+        if smallest <= packed[there + 1] && packed[there] <= largest {
+            first = min(first, block as i32);
+            end = block as i32 + 1i32;
+        }
+        block += units;
+    }
+    let mut firsts = Shared::<[i32]>::new_slice(comptime!(units as usize));
+    let mut ends = Shared::<[i32]>::new_slice(comptime!(units as usize));
+    firsts[UNIT_POS as usize] = first;
+    ends[UNIT_POS as usize] = end;
+    sync_cube();
+    if UNIT_POS == 0u32 {
+        for unit in 1..comptime!(units as usize) {
+            first = min(first, firsts[unit]);
+            end = max(end, ends[unit]);
+        }
+        packed[at + 2] = first;
+        packed[at + 3] = end;
+        if index == 0u32 {
+            packed[counter as usize] = 0i32;
+        }
     }
 }

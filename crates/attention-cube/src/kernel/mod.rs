@@ -1,6 +1,8 @@
 //! The kernels. The mathematics (`visibility`, `score`, `softmax`, `schedule`) is written once; an engine
 //! brings the tile product; `forward`, `backward` and `decode` are the algorithms over those parts.
 
+#[cfg(feature = "cuda")]
+pub(crate) mod aligned;
 pub(crate) mod backward;
 pub(crate) mod decode;
 pub(crate) mod engine;

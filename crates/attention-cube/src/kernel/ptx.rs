@@ -131,6 +131,18 @@ pub(crate) fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
     word
 }
 
+/// Adds 1 to the word at an address in global memory; what it was before.
+#[cube]
+pub(crate) fn count_up(address: u64) -> u32 {
+    let before: u32;
+    gpu_asm!(
+        "atom.global.relaxed.gpu.add.u32 {before}, [{address}], 1;",
+        before = out(_) before,
+        address = in(_) value_of::<u64>(address)
+    );
+    before
+}
+
 /// The two values of a word, the one in the low bits first.
 #[cube]
 pub(crate) fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {

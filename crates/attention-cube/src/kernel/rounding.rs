@@ -57,10 +57,8 @@ fn nearest_bfloat16(value: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::{
-        backend::DispatchDevice,
-        tensor::{Device, bf16},
-    };
+    use crate::testing::cube_device;
+    use burn::tensor::bf16;
 
     const UNITS: usize = 64;
 
@@ -77,13 +75,9 @@ mod tests {
         }
     }
 
-    /// Bits before the conversion to the element, from the default device.
+    /// Bits before the conversion to the element, from a device.
     fn before_conversion(values: &[u32], element: FloatKind) -> Vec<u32> {
-        let device = Device::default();
-        let DispatchDevice::Cube(device) = device.as_dispatch() else {
-            panic!("{device:?} runs no CubeCL kernels");
-        };
-        let client = device.client();
+        let client = cube_device().client();
         let source = client.create_from_slice(u32::as_bytes(values));
         let target = client.empty(size_of_val(values));
         // SAFETY: both buffers hold as many values as they are said to.

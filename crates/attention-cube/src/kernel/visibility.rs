@@ -4,6 +4,7 @@
 //! ends grow with `i`. So the keys of a tile of queries are one run too, the blocks outside of it are
 //! never visited, and a block inside every query's run needs no test.
 
+use crate::plan::wgmma::Side;
 use cubecl::prelude::*;
 
 /// Stands for "no limit" on a side of the window. Positions are below it, and sums of the two fit in i32.
@@ -204,6 +205,55 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
+/// Integers of a block of either side: the smallest and the largest id in it, and, of the side that tiles hold, the first block of
+/// the other side that may share a document with it and one past the last.
+pub(crate) const BLOCK_INTEGERS: usize = 4;
+
+/// Where a block's integers start.
+#[cube]
+fn bounds_of(extent: &Extent, batch: u32, block: u32, #[comptime] side: Side) -> u32 {
+    let mut start = extent.query_bounds;
+    let mut blocks = extent.query_blocks;
+    if comptime!(side == Side::Keys) {
+        start = extent.key_bounds;
+        blocks = extent.key_blocks;
+    }
+    start + comptime!(BLOCK_INTEGERS as u32) * (batch * blocks + block)
+}
+
+/// Blocks of the other side, from the first to before the end.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Blocks {
+    pub first: i32,
+    /// Not above `first` if there are none.
+    pub end: i32,
+}
+
+/// Those of the blocks `first..end` that may share a document with the tile that is the `block`-th of its side, and some between
+/// them.
+#[cube]
+pub(crate) fn within_segments(
+    first: i32,
+    end: i32,
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
+    block: u32,
+    #[comptime] side: Side,
+    #[comptime] structure: Structure,
+) -> Blocks {
+    if comptime!(structure.segments) {
+        let at = bounds_of(extent, batch, block, side);
+        Blocks {
+            first: max(first, integer(integers, at + 2u32)),
+            end: min(end, integer(integers, at + 3u32)),
+        }
+    } else {
+        Blocks { first, end }
+    }
+}
+
 /// Whether a block of a sequence's queries and one of its keys can see each other by their segments:
 /// the ranges of their ids overlap.
 #[cube]
@@ -217,8 +267,8 @@ pub(crate) fn segments_meet(
 ) -> bool {
     let mut meet = true;
     if comptime!(structure.segments) {
-        let query_at = extent.query_bounds + 2u32 * (batch * extent.query_blocks + query_block);
-        let key_at = extent.key_bounds + 2u32 * (batch * extent.key_blocks + key_block);
+        let query_at = bounds_of(extent, batch, query_block, Side::Queries);
+        let key_at = bounds_of(extent, batch, key_block, Side::Keys);
         meet = integer(integers, query_at) <= integer(integers, key_at + 1u32)
             && integer(integers, key_at) <= integer(integers, query_at + 1u32);
     }
@@ -234,12 +284,35 @@ pub(crate) fn share_segment(
     query_block: u32,
     key_block: u32,
 ) -> bool {
-    let query_at = extent.query_bounds + 2u32 * (batch * extent.query_blocks + query_block);
-    let key_at = extent.key_bounds + 2u32 * (batch * extent.key_blocks + key_block);
+    let query_at = bounds_of(extent, batch, query_block, Side::Queries);
+    let key_at = bounds_of(extent, batch, key_block, Side::Keys);
     let id = integer(integers, query_at);
     id == integer(integers, query_at + 1u32)
         && id == integer(integers, key_at)
         && id == integer(integers, key_at + 1u32)
+}
+
+/// The document of a token that exists, of either side.
+#[cfg(feature = "cuda")]
+#[cube]
+pub(crate) fn id_of(
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
+    token: i32,
+    #[comptime] side: Side,
+) -> i32 {
+    if comptime!(side == Side::Queries) {
+        integer(
+            integers,
+            extent.query_ids + batch * extent.q_len as u32 + token as u32,
+        )
+    } else {
+        integer(
+            integers,
+            extent.key_ids + batch * extent.kv_len as u32 + token as u32,
+        )
+    }
 }
 
 /// Whether query `i` sees key `j`, both of them existing: window, length and segments.

@@ -34,6 +34,21 @@ pub enum Pass {
     Backward,
 }
 
+/// Which gradients the backward is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardRequest {
+    /// The query's.
+    pub query: bool,
+    /// The keys'.
+    pub key: bool,
+    /// The values'.
+    pub value: bool,
+    /// The bias's: where it has as many numbers as there are scores, it costs a pass over these.
+    pub bias: bool,
+    /// The sinks'.
+    pub sinks: bool,
+}
+
 /// The kernel that serves a pass.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Kernel {
@@ -97,21 +112,59 @@ pub struct DeviceProfile {
 pub struct Layouts {
     /// Every row can be read in vectors of four.
     pub vectors: bool,
-    /// Query, keys and values can be read by Hopper's copy engine: rows are contiguous, and start at
+    /// The operands that Hopper's copy engine can read where they lie: rows are contiguous, and start at
     /// multiples of 16 bytes.
-    pub boxes: bool,
+    pub boxes: Operands,
     /// So can the bias, whatever it is broadcast along.
     pub bias_boxes: bool,
+}
+
+/// Some of attention's operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Operands {
+    /// The query.
+    pub query: bool,
+    /// The keys.
+    pub key: bool,
+    /// The values.
+    pub value: bool,
+    /// The output's gradient, in the backward.
+    pub output_gradient: bool,
+}
+
+impl Operands {
+    /// All of them.
+    pub const ALL: Self = Self {
+        query: true,
+        key: true,
+        value: true,
+        output_gradient: true,
+    };
+
+    /// Those that are not among these, as far as `pass` reads them.
+    pub fn others(self, pass: Pass) -> Self {
+        Self {
+            query: !self.query,
+            key: !self.key,
+            value: !self.value,
+            output_gradient: !self.output_gradient && pass == Pass::Backward,
+        }
+    }
 }
 
 impl Layouts {
     /// Of contiguous inputs.
     pub fn contiguous(problem: &AttentionProblem) -> Self {
-        let multiple_of =
-            |size| problem.head_dim.is_multiple_of(size) && problem.value_dim.is_multiple_of(size);
+        let dots = problem.head_dim.is_multiple_of(8);
+        let values = problem.value_dim.is_multiple_of(8);
         Self {
-            vectors: multiple_of(4),
-            boxes: multiple_of(8),
+            vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
+            boxes: Operands {
+                query: dots,
+                key: dots,
+                value: values,
+                output_gradient: values,
+            },
             bias_boxes: problem.kv_len.is_multiple_of(8),
         }
     }
@@ -130,11 +183,6 @@ pub enum Refusal {
     /// The matrix unit multiplies half precision.
     #[error("it multiplies F16 and BF16, not {0:?}")]
     NotHalf(DType),
-    /// The copy engine cannot read the inputs.
-    #[error(
-        "the copy engine reads contiguous rows that start at multiples of 16 bytes, and a query, key or value has others"
-    )]
-    Strides,
     /// The rows are too wide for the registers.
     #[error(
         "it has tiles for head_dim up to {widest_head} and value_dim up to {widest_value}, not for {head_dim} and {value_dim}"

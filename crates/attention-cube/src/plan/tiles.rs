@@ -120,12 +120,7 @@ impl UnitTiles {
 
     /// Floats of shared memory in which the bias's gradient adds the units' sums up.
     pub const fn sum_floats(&self) -> usize {
-        self.units
-            * if self.rows_per_unit() > self.columns_per_unit() {
-                self.rows_per_unit()
-            } else {
-                self.columns_per_unit()
-            }
+        self.units * self.columns_per_unit()
     }
 
     /// Bytes of shared memory of the largest kernel.

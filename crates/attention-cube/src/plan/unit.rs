@@ -1,7 +1,7 @@
 //! The unit engine's plan: tiles from a table, by the width of the output and the device's shared memory.
 
 pub use super::tiles::UnitTiles;
-use super::{DeviceProfile, Layouts, Pass, Refusal};
+use super::{BackwardRequest, DeviceProfile, Layouts, Pass, Refusal};
 use crate::AttentionProblem;
 
 /// The longest sequence that positions in i32 allow.
@@ -28,6 +28,56 @@ pub struct BackwardPlan {
     /// One kernel gives all three gradients, with the tiles of the keys', and with the query's in so many
     /// parts; `None` where the query's has a kernel of its own.
     pub parts: Option<usize>,
+    /// For the bias's, if there is one.
+    pub bias: Option<BiasSum>,
+}
+
+/// A kernel that gives gradients of query, keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GradientKernel {
+    /// The query's.
+    Query,
+    /// The keys' and the values'.
+    KeyValue,
+    /// As many of all three as are asked for, the query's in so many parts.
+    Together {
+        /// Of the query's.
+        parts: usize,
+    },
+}
+
+impl BackwardPlan {
+    /// The kernels that are launched for the gradients asked for.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientKernel> {
+        let pairs = request.key || request.value;
+        let kernels = match self.parts {
+            Some(parts) => [
+                (request.query || pairs).then_some(GradientKernel::Together { parts }),
+                None,
+            ],
+            None => [
+                request.query.then_some(GradientKernel::Query),
+                pairs.then_some(GradientKernel::KeyValue),
+            ],
+        };
+        kernels.into_iter().flatten().collect()
+    }
+}
+
+/// How the gradient of a bias is summed. What too few cubes would sum alone is summed in parts, and then these, always in the
+/// same order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasSum {
+    /// Over the tiles of scores that a tile of the bias is broadcast along.
+    Scores {
+        /// Of each tile of the bias.
+        parts: usize,
+    },
+    /// Over the queries, whatever they see: a bias that is the same for all keys.
+    Queries {
+        /// Of each number of the bias.
+        parts: usize,
+    },
 }
 
 /// What the unit engine launches.
@@ -246,6 +296,9 @@ const ASSUMED_MULTIPROCESSORS: usize = 16;
 /// Cubes a multiprocessor that decoding splits its keys for.
 const CUBES_PER_MULTIPROCESSOR: usize = 2;
 
+/// Cubes a multiprocessor that the bias's gradient is divided among.
+const BIAS_CUBES_PER_MULTIPROCESSOR: usize = 8;
+
 /// Tiles for `problem`, or why there are none.
 pub fn plan(
     problem: &AttentionProblem,
@@ -293,6 +346,7 @@ pub fn plan(
                 query,
                 key_value,
                 parts,
+                bias: bias_sum(problem, device, &query),
             })
         }
     };
@@ -306,14 +360,16 @@ pub fn plan(
     Ok(plan)
 }
 
+/// Iterations of a unit's loops for a block: its columns by fours in the products that sum over them, its rows in those that
+/// sum over these, and as much again where operands are copied to shared memory before.
+fn block_iterations(tiles: &UnitTiles, columns: usize) -> usize {
+    let products = columns.div_ceil(4) + tiles.columns() + 8;
+    products * if tiles.direct { 1 } else { 2 }
+}
+
 /// Iterations of all loops of a unit, at most, in the kernel that runs the most of them.
 fn iterations(problem: &AttentionProblem, plan: &UnitPlan) -> usize {
-    // A block: its columns by fours in the products that sum over them, its rows in those that sum over these,
-    // and as much again where operands are copied to shared memory before.
-    let block = |tiles: &UnitTiles, columns: usize| {
-        let products = columns.div_ceil(4) + tiles.columns() + 8;
-        products * if tiles.direct { 1 } else { 2 }
-    };
+    let block = block_iterations;
     let (head_dim, value_dim) = (problem.head_dim, problem.value_dim);
     let key_blocks = |tiles: &UnitTiles| problem.kv_len.div_ceil(tiles.columns());
     match plan {
@@ -324,21 +380,19 @@ fn iterations(problem: &AttentionProblem, plan: &UnitPlan) -> usize {
             query,
             key_value,
             parts,
+            bias,
         }) => {
             let both = head_dim + value_dim;
-            let bias = problem
-                .bias
-                .map_or(0, |([batch, heads, rows, columns], _)| {
-                    let along = |size: usize, whole: usize, tile: usize| match size {
-                        1 => whole.div_ceil(tile),
-                        _ => 1,
-                    };
-                    along(batch, problem.batch, 1)
-                        * along(heads, problem.q_heads, 1)
-                        * along(rows, problem.q_len, query.rows)
-                        * along(columns, problem.kv_len, query.columns())
-                        * block(query, both)
-                });
+            let bias = match bias {
+                None => 0,
+                Some(BiasSum::Scores { parts }) => {
+                    let tiles = summed(problem, query.rows).div_ceil(*parts);
+                    tiles * block(query, both)
+                }
+                Some(BiasSum::Queries { parts }) => {
+                    (*parts).max(summed(problem, 1).div_ceil(*parts))
+                }
+            };
             // One kernel for all gradients is launched as often as it takes.
             let separate = match parts {
                 Some(_) => 0,
@@ -351,6 +405,44 @@ fn iterations(problem: &AttentionProblem, plan: &UnitPlan) -> usize {
             bias.max(separate)
         }
     }
+}
+
+/// What is summed for a number of the bias, of as many queries at a time as are `rows`.
+fn summed(problem: &AttentionProblem, rows: usize) -> usize {
+    let along = |size: usize, whole: usize| if size == 1 { whole } else { 1 };
+    problem.bias.map_or(0, |([batch, heads, queries, _], _)| {
+        along(batch, problem.batch)
+            * along(heads, problem.q_heads)
+            * along(queries, problem.q_len.div_ceil(rows))
+    })
+}
+
+/// How the bias's gradient is summed, over scores by `tiles`.
+fn bias_sum(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: &UnitTiles,
+) -> Option<BiasSum> {
+    let ([batch, heads, rows, columns], _) = problem.bias?;
+    if columns == 1 {
+        // The parts take as long to sum as each of them.
+        let parts = summed(problem, 1).isqrt().max(1);
+        return Some(BiasSum::Queries { parts });
+    }
+    let summed = summed(problem, tiles.rows);
+    let cubes = batch * heads * rows.div_ceil(tiles.rows) * columns.div_ceil(tiles.columns());
+    let wanted = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
+        * BIAS_CUBES_PER_MULTIPROCESSOR
+        / cubes.max(1);
+    let needed = match device.processors {
+        Some(_) => {
+            let block = block_iterations(tiles, problem.head_dim + problem.value_dim);
+            summed.div_ceil((SOFTWARE_ITERATIONS / block).max(1))
+        }
+        None => 1,
+    };
+    let parts = wanted.max(needed).clamp(1, summed.max(1));
+    Some(BiasSum::Scores { parts })
 }
 
 fn forward(

@@ -5,7 +5,7 @@ mod gradient;
 mod product;
 mod tiles;
 
-use super::{DeviceProfile, Layouts, Pass, Refusal, unit::MAX_LENGTH};
+use super::{DeviceProfile, Layouts, Operands, Pass, Refusal, unit::MAX_LENGTH};
 use crate::AttentionProblem;
 
 use gradient::backward;
@@ -46,6 +46,8 @@ pub struct ForwardPlan {
     pub together: usize,
     /// How tiles come to cubes.
     pub residence: Residence,
+    /// Operands that are copied first, to rows that the copy engine can read.
+    pub copies: Operands,
 }
 
 /// How tiles come to cubes. A cube that stays loads the next tile's first keys while the last one ends, but
@@ -58,7 +60,12 @@ pub enum Residence {
     Stays(usize),
     /// This many cubes, and each takes every so many-th pair of a tile and its mirror image in the sequence.
     StaysForPairs(usize),
+    /// This many cubes, and each takes the next tile that none has: where documents make tiles differ.
+    Takes(usize),
 }
+
+/// Bytes of shared memory by which a cube's warps learn what it has taken: two words, and two barriers for each.
+pub(crate) const NOTICE_BYTES: usize = 48;
 
 /// The part of [`RowTiles`] that is chosen.
 struct RowShape {
@@ -156,9 +163,6 @@ pub fn plan(
             limit: MAX_LENGTH,
         });
     }
-    if !layouts.boxes {
-        return Err(Refusal::Strides);
-    }
     match pass {
         Pass::Forward => forward(problem, device, layouts, half).map(WgmmaPlan::Forward),
         Pass::Backward => {
@@ -218,7 +222,8 @@ fn forward(
         heads,
         splits,
         together: together(problem, planes, heads),
-        residence: residence(problem, device, planes * tile_count * splits),
+        residence: residence(problem, device, &tiles, planes * tile_count * splits),
+        copies: layouts.boxes.others(Pass::Forward),
     })
 }
 
@@ -291,9 +296,18 @@ fn splits(
     (multiprocessors / cubes.max(1)).clamp(1, blocks.max(1))
 }
 
-/// Cubes stay where tiles, or pairs of them, are equally heavy.
-fn residence(problem: &AttentionProblem, device: &DeviceProfile, cubes: usize) -> Residence {
+/// Cubes stay where tiles, or pairs of them, are equally heavy, or where segments come with a counter of taken ones.
+fn residence(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: &ForwardTiles,
+    cubes: usize,
+) -> Residence {
     let multiprocessors = multiprocessors(device);
+    let has_room = tiles.shared_memory() + NOTICE_BYTES <= device.shared_memory;
+    if cubes > multiprocessors && problem.segments && has_room {
+        return Residence::Takes(multiprocessors);
+    }
     if cubes <= multiprocessors || problem.kv_lengths || problem.segments {
         return Residence::Leaves;
     }

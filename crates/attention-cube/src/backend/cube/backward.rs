@@ -3,7 +3,6 @@
 use super::*;
 use crate::kernel::backward::{
     BackwardKind,
-    bias::{Broadcast, bias_gradient},
     key_value::key_value_gradient,
     query::query_gradient,
     rows::{MULTIPLE, ROWS, UNITS, row_terms},
@@ -12,7 +11,7 @@ use crate::kernel::backward::{
     },
 };
 use crate::kernel::engine::direct::{Division, division};
-use crate::plan::unit::{BackwardPlan, Packing};
+use crate::plan::unit::{BackwardPlan, GradientKernel, Packing};
 use burn_cubecl::ops::numeric::zeros_client;
 use cubecl::prelude::CubeDim;
 
@@ -23,35 +22,52 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let output_gradient = saved.output_gradient.clone();
-    let rows = rows_of_queries(saved, problem, plan.query.vector);
-    let blocks = [
-        Blocks::of_queries(&plan.query),
-        Blocks::of_keys(&plan.key_value),
-    ];
-    let (extras, [query_places, key_places]) = Extras::new(&inputs, problem, blocks);
-    let pass = BackwardPass {
-        inputs,
-        output_gradient,
-        rows,
-        extras,
-        problem,
-    };
-
-    let (query, key, value) = match plan.parts {
-        Some(parts) => pass.together(plan.key_value, key_places, parts),
-        None => {
-            let query = pass.query(plan.query, query_places);
-            let (key, value) = pass.key_value(plan.key_value, key_places);
-            (query, key, value)
+    let kernels = plan.kernels(request);
+    log::debug!("attention backward: {kernels:?} for {request:?}");
+    let of_kernels = kernels.iter().map(|kernel| match kernel {
+        GradientKernel::Query => Blocks::of_queries(&plan.query),
+        GradientKernel::KeyValue | GradientKernel::Together { .. } => {
+            Blocks::of_keys(&plan.key_value)
         }
-    };
-    pass.with_rest([query, key, value], plan.query, query_places, request)
+    });
+    let blocks: Vec<_> = of_kernels.chain(blocks_of_bias(&plan, request)).collect();
+    let (extras, places) = Extras::new(&inputs, problem, &blocks);
+    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector);
+
+    let mut gradients = Gradients::default();
+    for (kernel, places) in kernels.iter().zip(&places) {
+        match kernel {
+            GradientKernel::Query => gradients.query = Some(pass.query(plan.query, *places)),
+            GradientKernel::KeyValue => {
+                let (key, value) = pass.key_value(plan.key_value, *places);
+                gradients.key = Some(key);
+                gradients.value = Some(value);
+            }
+            GradientKernel::Together { parts } => {
+                gradients = pass.together(plan.key_value, *places, *parts, request);
+            }
+        }
+    }
+    pass.with_rest(gradients, &plan, places.last(), request)
+}
+
+/// The blocks of the bias's gradient, which come last, if it is asked for.
+pub(super) fn blocks_of_bias(plan: &BackwardPlan, request: BackwardRequest) -> Option<Blocks> {
+    request.bias.then(|| Blocks::of_queries(&plan.query))
+}
+
+/// Gradients of the operands, as far as kernels gave them.
+#[derive(Default)]
+pub(super) struct Gradients {
+    pub query: Option<CubeTensor>,
+    pub key: Option<CubeTensor>,
+    pub value: Option<CubeTensor>,
 }
 
 /// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
-pub(super) fn rows_of_queries(
-    saved: AttentionSaved<CubeBackend>,
+fn rows_of_queries(
+    saved: &AttentionSaved<CubeBackend>,
+    sinks: Option<&CubeTensor>,
     problem: &AttentionProblem,
     vector: usize,
 ) -> CubeTensor {
@@ -65,7 +81,7 @@ pub(super) fn rows_of_queries(
     let target = empty(&saved.output, [batch, q_heads, 2, padded], DType::F32);
     let client = target.client.clone();
     let row_count = batch * q_heads * padded;
-    let logsumexp_gradient = saved.logsumexp_gradient.into_option();
+    let logsumexp_gradient = saved.logsumexp_gradient.as_option();
     // SAFETY: rows past `row_count` are neither read nor written.
     unsafe {
         row_terms::launch_unchecked(
@@ -73,17 +89,20 @@ pub(super) fn rows_of_queries(
             cube_count(&client, row_count.div_ceil(ROWS as usize)),
             CubeDim::new_1d(UNITS),
             address_type([&saved.output, &saved.output_gradient]),
-            saved.output.into_tensor_arg(),
-            saved.output_gradient.into_tensor_arg(),
-            saved.logsumexp.into_tensor_arg(),
-            logsumexp_gradient.map(CubeTensor::into_tensor_arg).into(),
+            BackwardPass::arg(&saved.output),
+            BackwardPass::arg(&saved.output_gradient),
+            BackwardPass::arg(&saved.logsumexp),
+            logsumexp_gradient.map(BackwardPass::arg).into(),
+            sinks.map(BackwardPass::arg).into(),
             target.clone().into_tensor_arg(),
             q_heads as u32,
             q_len as u32,
             padded as u32,
             row_count as u32,
             problem.value_dim as u32,
+            f32::INFINITY,
             dtype_to_storage_type(problem.dtype),
+            dtype_to_storage_type(sinks.map_or(DType::F32, |sinks| sinks.dtype)),
             vector,
         );
     }
@@ -96,12 +115,20 @@ fn windows(
     tiles: &UnitTiles,
     division: Division,
     parts: usize,
+    request: BackwardRequest,
 ) -> Vec<WindowLaunch> {
     let pairs = pairs_per_launch(tiles, division, problem.head_dim, problem.value_dim);
     let key_tiles = problem.kv_len.div_ceil(tiles.rows);
     let blocks = problem.q_len.div_ceil(tiles.columns());
     let blocks_at_once = blocks.clamp(1, pairs);
     let tiles_at_once = parts * (pairs / blocks_at_once);
+    // In the order in which the kernel makes them.
+    let wanted = [request.value, request.key, request.query];
+    let products = wanted.iter().position(|wanted| *wanted).unwrap_or(0);
+    let end_products = wanted
+        .iter()
+        .rposition(|wanted| *wanted)
+        .map_or(0, |last| last + 1);
     let mut windows = Vec::new();
     for group_head in 0..problem.group() {
         for first_tile in (0..key_tiles).step_by(tiles_at_once) {
@@ -112,6 +139,8 @@ fn windows(
                     first_block as i32,
                     (first_block + blocks_at_once) as i32,
                     group_head as u32,
+                    products as u32,
+                    end_products as u32,
                 ));
             }
         }
@@ -124,12 +153,33 @@ pub(super) struct BackwardPass<'a> {
     pub inputs: AttentionInputs<CubeBackend>,
     pub output_gradient: CubeTensor,
     pub rows: CubeTensor,
+    pub logsumexp: CubeTensor,
+    pub logsumexp_gradient: Option<CubeTensor>,
     pub extras: Extras,
     pub problem: &'a AttentionProblem,
 }
 
-impl BackwardPass<'_> {
-    fn kind(&self, tiles: UnitTiles) -> BackwardKind {
+impl<'a> BackwardPass<'a> {
+    /// With the terms of the queries, read by vectors of `vector`.
+    pub fn new(
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        extras: Extras,
+        problem: &'a AttentionProblem,
+        vector: usize,
+    ) -> Self {
+        Self {
+            rows: rows_of_queries(&saved, inputs.sinks.as_option(), problem, vector),
+            inputs,
+            output_gradient: saved.output_gradient,
+            logsumexp: saved.logsumexp,
+            logsumexp_gradient: saved.logsumexp_gradient.into_option(),
+            extras,
+            problem,
+        }
+    }
+
+    pub(super) fn kind(&self, tiles: UnitTiles) -> BackwardKind {
         BackwardKind {
             tiles,
             structure: structure(self.problem),
@@ -137,28 +187,29 @@ impl BackwardPass<'_> {
         }
     }
 
-    /// All gradients, with those of bias and sinks. The bias's by `tiles`, which find the integers at `places`.
+    /// The gradients asked for, with those of bias and sinks. The bias's kernel finds the integers at `places`.
     pub fn with_rest(
         &self,
-        [query, key, value]: [CubeTensor; 3],
-        tiles: UnitTiles,
-        places: Places,
+        gradients: Gradients,
+        plan: &BackwardPlan,
+        places: Option<&Places>,
         request: BackwardRequest,
     ) -> AttentionGradients<CubeBackend> {
         let bias = self.inputs.bias.as_option().filter(|_| request.bias);
-        let bias = bias.map(|bias| self.bias(bias, tiles, places));
+        let bias = bias.zip(places);
+        let bias = bias.map(|(bias, places)| self.bias(bias, plan, *places));
         let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
         let sinks = sinks.map(|sinks| self.sinks(sinks));
         AttentionGradients {
-            query,
-            key,
-            value,
+            query: gradients.query.filter(|_| request.query).into(),
+            key: gradients.key.filter(|_| request.key).into(),
+            value: gradients.value.filter(|_| request.value).into(),
             bias: bias.into(),
             sinks: sinks.into(),
         }
     }
 
-    fn addresses(&self, outputs: &[&CubeTensor]) -> AddressType {
+    pub(super) fn addresses(&self, outputs: &[&CubeTensor]) -> AddressType {
         let inputs = &self.inputs;
         address_type(
             [
@@ -174,7 +225,7 @@ impl BackwardPass<'_> {
         )
     }
 
-    fn arg(tensor: &CubeTensor) -> TensorArg {
+    pub(super) fn arg(tensor: &CubeTensor) -> TensorArg {
         tensor.clone().into_tensor_arg()
     }
 
@@ -271,7 +322,8 @@ impl BackwardPass<'_> {
         tiles: UnitTiles,
         places: Places,
         parts: usize,
-    ) -> (CubeTensor, CubeTensor, CubeTensor) {
+        request: BackwardRequest,
+    ) -> Gradients {
         let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
         let client = self.rows.client.clone();
         let packing = Packing::new(problem, parts);
@@ -300,7 +352,7 @@ impl BackwardPass<'_> {
             tiles.rows,
             problem.head_dim.max(problem.value_dim),
         );
-        for window in windows(problem, &tiles, division, parts) {
+        for window in windows(problem, &tiles, division, parts, request) {
             let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
             // SAFETY: as for the query's gradient.
             unsafe {
@@ -340,32 +392,20 @@ impl BackwardPass<'_> {
                 );
             }
         }
-        (
-            self.sum(
-                &gradients,
-                0,
-                parts,
-                &inputs.query,
-                Some(&self.rows),
-                tiles.vector,
-            ),
-            self.sum(
-                &gradients,
-                packing.key_gradient,
-                1,
-                &inputs.key,
-                None,
-                tiles.vector,
-            ),
-            self.sum(
-                &gradients,
+        let sum = |wanted: bool, first, parts, input, rows| {
+            wanted.then(|| self.sum(&gradients, first, parts, input, rows, tiles.vector))
+        };
+        Gradients {
+            query: sum(request.query, 0, parts, &inputs.query, Some(&self.rows)),
+            key: sum(request.key, packing.key_gradient, 1, &inputs.key, None),
+            value: sum(
+                request.value,
                 packing.value_gradient,
                 1,
                 &inputs.value,
                 None,
-                tiles.vector,
             ),
-        )
+        }
     }
 
     /// Copies `tensor` to the operands from `first` on, with `pitch` elements a row.
@@ -403,7 +443,7 @@ impl BackwardPass<'_> {
     }
 
     /// The gradient of `input`, whose parts lie from `first` on; the queries' have `rows`.
-    fn sum(
+    pub(super) fn sum(
         &self,
         gradients: &CubeTensor,
         first: usize,
@@ -436,80 +476,25 @@ impl BackwardPass<'_> {
         gradient
     }
 
-    fn bias(&self, bias: &CubeTensor, tiles: UnitTiles, places: Places) -> CubeTensor {
-        let (problem, inputs, extras) = (self.problem, &self.inputs, &self.extras);
-        let client = self.rows.client.clone();
-        let shape = bias.meta.shape();
-        let gradient = empty(&self.rows, shape.clone(), bias.dtype);
-        let key_tiles = shape[3].div_ceil(tiles.columns());
-        let (cubes, grid) = grid(
-            shape[2].div_ceil(tiles.rows) * key_tiles,
-            1,
-            shape[1],
-            shape[0],
-            usize::MAX,
-        );
-        let broadcast = Broadcast {
-            batch: shape[0] != problem.batch,
-            heads: shape[1] != problem.q_heads,
-            queries: shape[2] != problem.q_len,
-            keys: shape[3] != problem.kv_len,
-        };
-        // SAFETY: as for the query's gradient.
-        unsafe {
-            bias_gradient::launch_unchecked(
-                &client,
-                cube_count(&client, cubes),
-                CubeDim::new_1d(tiles.units as u32),
-                self.addresses(&[&gradient]),
-                Self::arg(&inputs.query),
-                Self::arg(&inputs.key),
-                Self::arg(&inputs.value),
-                Self::arg(&self.output_gradient),
-                Self::arg(&self.rows),
-                extras.mask().into(),
-                extras.bias().into(),
-                extras.integers().into(),
-                Self::arg(&gradient),
-                grid,
-                places.extent(problem),
-                score_arguments(problem),
-                problem.batch as u32,
-                problem.q_heads as u32,
-                problem.group() as u32,
-                problem.head_dim as u32,
-                problem.value_dim as u32,
-                key_tiles as u32,
-                broadcast,
-                self.kind(tiles),
-                dtype_to_storage_type(problem.dtype),
-                extras.mask_element,
-                extras.bias_element,
-                tiles.vector,
-            );
-        }
-        gradient
-    }
-
-    /// One number a head: Burn's own operations do, over the rows' lse and Δ, except for converting it: that
+    /// One number a head: Burn's own operations do, over the logsumexps and Δ, except for converting it: that
     /// rounds as the driver likes.
     fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
-        let of_queries = |index: usize| {
-            let terms = CubeBackend::float_slice(
-                self.rows.clone(),
-                &[
-                    (0..problem.batch).into(),
-                    (0..problem.q_heads).into(),
-                    (index..index + 1).into(),
-                    (0..problem.q_len).into(),
-                ],
-            );
-            CubeBackend::float_swap_dims(terms, 2, 3)
-        };
-        let [logsumexp, delta] = [0, 1].map(of_queries);
+        let [batch, q_heads, q_len] = problem.logsumexp_shape();
+        let rows = Shape::new([batch, q_heads, q_len, 1]);
+        let logsumexp = CubeBackend::float_reshape(self.logsumexp.clone(), rows);
+        let deltas = CubeBackend::float_slice(
+            self.rows.clone(),
+            &[
+                (0..batch).into(),
+                (0..q_heads).into(),
+                (1..2).into(),
+                (0..q_len).into(),
+            ],
+        );
+        let deltas = CubeBackend::float_swap_dims(deltas, 2, 3);
         let gradient =
-            reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, delta, problem);
+            reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, deltas, problem);
         match sinks.dtype {
             DType::F32 => gradient,
             _ => self.sum(&into_contiguous(gradient), 0, 1, sinks, None, 1),

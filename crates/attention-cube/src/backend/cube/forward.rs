@@ -32,7 +32,7 @@ pub(super) fn launch(
         // The rows of one tile are queries from all over the sequence.
         blocks.queries = q_len;
     }
-    let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
+    let (extras, places) = Extras::new(&inputs, problem, &[blocks]);
     let sinks = inputs.sinks.into_option();
     let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
         dtype_to_storage_type(sinks.dtype)
@@ -93,7 +93,7 @@ pub(super) fn launch(
             output.clone().into_tensor_arg(),
             logsumexp.clone().into_tensor_arg(),
             grid,
-            places.extent(problem),
+            places[0].extent(problem),
             score_arguments(problem),
             problem.group() as u32,
             problem.head_dim as u32,

@@ -29,6 +29,7 @@ pub(super) fn forward(
         splits,
         together,
         residence,
+        copies: _,
     } = plan;
     let AttentionProblem {
         batch,
@@ -45,8 +46,10 @@ pub(super) fn forward(
     let blocks = Blocks {
         queries: if shares_tile { q_len } else { tiles.rows() },
         keys: tiles.keys(),
+        held: Side::Queries,
     };
-    let (extras, [places]) = Extras::new(&inputs, problem, [blocks]);
+    let (extras, places) = Extras::new(&inputs, problem, &[blocks]);
+    let extras = extras.with_rows_of_bias();
     let tile_rows = (!shares_tile).then_some(tiles.rows());
     let mask = mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
@@ -73,12 +76,12 @@ pub(super) fn forward(
     let (shares, grid) = grid(tile_count, splits, heads, batch, together);
     let (items, cubes, paired) = match residence {
         Residence::Leaves => (shares, shares, 0),
-        Residence::Stays(cubes) => (shares, cubes, 0),
+        Residence::Stays(cubes) | Residence::Takes(cubes) => (shares, cubes, 0),
         Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
     };
     let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
     let bias_vector = match &extras.bias {
-        Some(bias) if is_in_pairs(bias) => 2,
+        Some(bias) if is_in_vectors(bias, 2) => 2,
         _ => 1,
     };
     let boxes_bias = match tiles {
@@ -99,6 +102,7 @@ pub(super) fn forward(
         heads: shared_heads,
         split,
         boxes_output: tiles.boxes_output() && !shares_tile && !split,
+        takes_items: matches!(residence, Residence::Takes(_)),
     };
     let power = match fragment.raw {
         true => problem.scale * std::f64::consts::LOG2_E,
@@ -161,7 +165,7 @@ pub(super) fn forward(
                 logsumexp.clone().into_tensor_arg(),
                 grid,
                 turns,
-                places.extent(problem),
+                places[0].extent(problem),
                 score_arguments(problem),
                 steps,
                 mask.places(),
@@ -199,7 +203,7 @@ pub(super) fn forward(
                 logsumexp.clone().into_tensor_arg(),
                 grid,
                 turns,
-                places.extent(problem),
+                places[0].extent(problem),
                 score_arguments(problem),
                 steps,
                 mask.places(),
@@ -235,15 +239,6 @@ pub(super) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         raw: !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale),
         bias_reads: BiasReads::There,
     }
-}
-
-/// Whether every row lies together and consists of pairs.
-pub(super) fn is_in_pairs(tensor: &CubeTensor) -> bool {
-    let strides = tensor.meta.strides();
-    let shape = tensor.meta.shape();
-    strides[3] == 1
-        && shape[3].is_multiple_of(2)
-        && strides[..3].iter().all(|stride| stride.is_multiple_of(2))
 }
 
 /// Whether all of a dimension is the same: there is one, or it is broadcast.

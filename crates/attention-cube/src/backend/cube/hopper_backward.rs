@@ -1,8 +1,8 @@
 //! Launches the backward of the wgmma engine: the queries' terms, then a kernel for each side, or two for that of
 //! keys.
 
-use super::backward::{BackwardPass, rows_of_queries};
-use super::hopper::{fragment_kind, is_in_pairs, is_single, map};
+use super::backward::{BackwardPass, Gradients, blocks_of_bias};
+use super::hopper::{fragment_kind, is_single, map};
 use super::mask_bits::PackedMask;
 use super::*;
 use crate::kernel::backward::by_columns::gradient_by_columns;
@@ -21,66 +21,64 @@ pub(super) fn launch(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let output_gradient = saved.output_gradient.clone();
-    let rows = rows_of_queries(saved, problem, plan.rest.query.vector);
-    let value_tiles = plan.value.unwrap_or(plan.key);
-    let (extras, [query_places, key_places, value_places, bias_places]) = Extras::new(
-        &inputs,
-        problem,
-        [
-            blocks(&plan.query),
-            blocks(&plan.key),
-            blocks(&value_tiles),
-            Blocks::of_queries(&plan.rest.query),
-        ],
-    );
-    let pass = BackwardPass {
-        inputs,
-        output_gradient,
-        rows,
-        extras,
-        problem,
-    };
-    let pack = |tiles: &GradientTiles| {
-        let rows = Some(tiles.rows());
-        mask_bits::pack(&pass.inputs, problem, tiles.side(), rows, tiles.columns())
-    };
-    let kernel = |tiles, places, mask, together| Gradient {
-        pass: &pass,
-        tiles,
-        places,
-        mask,
-        together,
-    };
-    let query_mask = pack(&plan.query);
-    let [query, _] = kernel(plan.query, query_places, query_mask, plan.queries_together).launch();
-    let key_mask = pack(&plan.key);
-    let key_gradients = kernel(plan.key, key_places, key_mask.clone(), plan.keys_together);
-    let [key, value] = key_gradients.launch();
-    let value = match plan.value {
-        Some(tiles) => {
-            let mask = match blocks(&tiles) == blocks(&plan.key) {
-                true => key_mask,
-                false => pack(&tiles),
-            };
-            let [_, value] = kernel(tiles, value_places, mask, plan.keys_together).launch();
-            value
+    let kernels = plan.kernels(request);
+    log::debug!("attention backward: {kernels:?} for {request:?}");
+    let of_kernels = kernels.iter().map(blocks_of);
+    let of_bias = blocks_of_bias(&plan.rest, request);
+    let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
+    let (extras, places) = Extras::new(&inputs, problem, &blocks);
+    let extras = extras.with_rows_of_bias();
+    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.rest.query.vector);
+
+    let mut gradients = Gradients::default();
+    // Kernels with the same blocks share their mask.
+    let mut last_mask: Option<(Blocks, PackedMask)> = None;
+    for (tiles, places) in kernels.into_iter().zip(&places) {
+        let blocks = blocks_of(&tiles);
+        let mask = match last_mask.take() {
+            Some((of, mask)) if of == blocks => mask,
+            _ => mask_bits::pack(
+                &pass.inputs,
+                problem,
+                tiles.side(),
+                Some(tiles.rows()),
+                tiles.columns(),
+            ),
+        };
+        last_mask = Some((blocks, mask.clone()));
+        let [dots, values] = Gradient {
+            pass: &pass,
+            tiles,
+            places: *places,
+            mask,
+            together: match tiles.side() {
+                Side::Queries => plan.queries_together,
+                Side::Keys => plan.keys_together,
+            },
         }
-        None => value,
-    };
-    let made = [query, key, value].map(|gradient| gradient.expect("the plan has a kernel for it"));
-    pass.with_rest(made, plan.rest.query, bias_places, request)
+        .launch();
+        match tiles.side() {
+            Side::Queries => gradients.query = dots,
+            Side::Keys => {
+                gradients.key = dots.or(gradients.key);
+                gradients.value = values.or(gradients.value);
+            }
+        }
+    }
+    pass.with_rest(gradients, &plan.rest, places.last(), request)
 }
 
-fn blocks(tiles: &GradientTiles) -> Blocks {
+fn blocks_of(tiles: &GradientTiles) -> Blocks {
     match tiles.side() {
         Side::Queries => Blocks {
             queries: tiles.rows(),
             keys: tiles.columns(),
+            held: Side::Queries,
         },
         Side::Keys => Blocks {
             queries: tiles.columns(),
             keys: tiles.rows(),
+            held: Side::Keys,
         },
     }
 }
@@ -154,6 +152,7 @@ impl Gradient<'_> {
             heads: 1,
             split: false,
             boxes_output: false,
+            takes_items: false,
         };
         let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
         let steps = GradientStepsLaunch::new(
@@ -172,7 +171,7 @@ impl Gradient<'_> {
             false => 1,
         };
         let bias_vector = match &bias {
-            Some(bias) if is_in_pairs(bias) => 2,
+            Some(bias) if is_in_vectors(bias, 2) => 2,
             _ => 1,
         };
         // A gradient that leaves without the copy engine has no map, and its rows may not be legal for one.

@@ -1,18 +1,21 @@
 //! Lengths and segments in one buffer: `[lengths | ids of queries | ids of keys | bounds of query blocks
 //! | bounds of key blocks | …]`, so that they take one binding. Bounds are the smallest and the largest
-//! id of a block, by which kernels skip pairs of blocks without a common document; kernels with other
-//! tiles have bounds of their own.
+//! id of a block, by which kernels skip pairs of blocks without a common document, and, of the side that tiles
+//! hold, the first and the last block that a tile has one in common with; kernels with other tiles have bounds of
+//! their own. After the bounds of key blocks comes 0, from which cubes count the tiles that they take.
 
 use super::*;
-use crate::kernel::integers::{bound_segments, pack_integers};
-use crate::kernel::visibility::{ExtentLaunch, OPEN};
+use crate::kernel::integers::{bound_segments, pack_integers, span_segments};
+use crate::kernel::visibility::{BLOCK_INTEGERS, ExtentLaunch, OPEN};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::CubeDim;
 
-/// Tokens of the blocks that a kernel divides queries and keys into.
+/// Tokens of the blocks that a kernel divides queries and keys into, and whose are its tiles.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
     pub queries: usize,
     pub keys: usize,
+    pub held: Side,
 }
 
 impl Blocks {
@@ -21,6 +24,7 @@ impl Blocks {
         Self {
             queries: tiles.rows,
             keys: tiles.columns(),
+            held: Side::Queries,
         }
     }
 
@@ -29,6 +33,7 @@ impl Blocks {
         Self {
             queries: tiles.columns(),
             keys: tiles.rows,
+            held: Side::Keys,
         }
     }
 }
@@ -64,11 +69,11 @@ impl Places {
 }
 
 /// The packed integers, if any, and the places in them for every kind of blocks.
-pub(super) fn prepare<const N: usize>(
+pub(super) fn prepare(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
-    blocks: [Blocks; N],
-) -> (Option<CubeTensor>, [Places; N]) {
+    blocks: &[Blocks],
+) -> (Option<CubeTensor>, Vec<Places>) {
     let AttentionProblem {
         batch,
         q_len,
@@ -83,27 +88,28 @@ pub(super) fn prepare<const N: usize>(
     let query_ids = if lengths.is_some() { batch } else { 0 };
     let key_ids = query_ids + batch * q_len;
     let mut end = key_ids + batch * kv_len;
-    let mut reserve = |length: usize, block| {
+    let mut reserve = |blocks: usize, more: usize| {
         let start = end;
-        end += 2 * batch * length.div_ceil(block);
+        end += BLOCK_INTEGERS * batch * blocks + more;
         start
     };
     // Kernels with the same blocks share their bounds.
-    let mut distinct: Vec<Places> = Vec::with_capacity(N);
-    let places = blocks.map(|blocks| {
-        if let Some(places) = distinct.iter().find(|places| places.blocks == blocks) {
+    let mut distinct: Vec<Places> = Vec::with_capacity(blocks.len());
+    let places = blocks.iter().map(|blocks| {
+        if let Some(places) = distinct.iter().find(|places| places.blocks == *blocks) {
             return *places;
         }
         let places = Places {
-            blocks,
+            blocks: *blocks,
             query_ids,
             key_ids,
-            query_bounds: reserve(q_len, blocks.queries),
-            key_bounds: reserve(kv_len, blocks.keys),
+            query_bounds: reserve(q_len.div_ceil(blocks.queries), 0),
+            key_bounds: reserve(kv_len.div_ceil(blocks.keys), 1),
         };
         distinct.push(places);
         places
     });
+    let places = places.collect();
 
     let packed = match (lengths, queries.zip(keys)) {
         (None, None) => None,
@@ -124,7 +130,11 @@ pub(super) fn prepare<const N: usize>(
             pack(queries, &packed, query_ids, q_len, batch * q_len, None);
             pack(keys, &packed, key_ids, kv_len, batch * kv_len, None);
             for places in &distinct {
-                let Blocks { queries, keys } = places.blocks;
+                let Blocks {
+                    queries,
+                    keys,
+                    held,
+                } = places.blocks;
                 bound(
                     &packed,
                     query_ids,
@@ -134,6 +144,13 @@ pub(super) fn prepare<const N: usize>(
                     queries,
                 );
                 bound(&packed, key_ids, places.key_bounds, batch, kv_len, keys);
+                let of_queries = (places.query_bounds, q_len.div_ceil(queries));
+                let of_keys = (places.key_bounds, kv_len.div_ceil(keys));
+                let counter = places.key_bounds + BLOCK_INTEGERS * batch * of_keys.1;
+                match held {
+                    Side::Queries => span(&packed, batch, of_queries, of_keys, counter),
+                    Side::Keys => span(&packed, batch, of_keys, of_queries, counter),
+                }
             }
             Some(packed)
         }
@@ -177,6 +194,34 @@ fn pack(
     }
 }
 
+/// Writes which of the others each of the blocks may share a document with: where either's bounds start, and how many blocks a
+/// sequence has. The counter starts at 0.
+fn span(
+    packed: &CubeTensor,
+    batch: usize,
+    (bounds, blocks): (usize, usize),
+    (others, other_blocks): (usize, usize),
+    counter: usize,
+) {
+    let count = batch * blocks;
+    // SAFETY: the integers of all blocks lie inside `packed`, and were written before.
+    unsafe {
+        span_segments::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count),
+            CubeDim::new_1d(UNITS as u32),
+            packed.clone().into_tensor_arg(),
+            bounds as u32,
+            others as u32,
+            blocks as u32,
+            other_blocks as u32,
+            count as u32,
+            counter as u32,
+            UNITS as u32,
+        );
+    }
+}
+
 /// Writes the bounds of every block of `block` tokens, of `batch` sequences whose ids start at `ids`.
 fn bound(
     packed: &CubeTensor,
@@ -202,5 +247,108 @@ fn bound(
             count as u32,
             block as u32,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::AttentionOptions;
+    use crate::testing::{cube_device, device};
+    use burn::backend::{ops::IntTensorOps, read_sync};
+    use burn::tensor::{Tensor, TensorData};
+
+    /// For each block of `size` tokens of `held`, the first and the end of the others that share an id with it.
+    fn expected(held: &[i32], others: &[i32], size: usize, other_size: usize) -> Vec<[i32; 2]> {
+        let span = |block: &[i32]| {
+            let shares = |other: &&[i32]| other.iter().any(|id| block.contains(id));
+            let others: Vec<&[i32]> = others.chunks(other_size).collect();
+            let first = others.iter().position(|other| shares(&other));
+            let last = others.iter().rposition(|other| shares(&other));
+            match first.zip(last) {
+                Some((first, last)) => [first as i32, last as i32 + 1],
+                None => [others.len() as i32, 0],
+            }
+        };
+        held.chunks(size).map(span).collect()
+    }
+
+    /// A tile is told no block before or after those of its documents, where these lie together: so many packed documents cost no
+    /// search.
+    #[test]
+    fn tiles_know_the_blocks_of_their_documents() {
+        let cube = cube_device();
+        let (q_len, kv_len) = (1000, 1100);
+        // The second sequence's keys lack some of its queries' documents.
+        let queries =
+            [0, 1].map(|batch| (0..q_len).map(|i| (i / (7 + 20 * batch)) as i32).collect());
+        let keys = [0, 1].map(|batch| {
+            let document = |i| (i / (7 + 20 * batch)) as i32;
+            (0..kv_len)
+                .map(|i| document(i) + if batch == 1 && i > 500 { 9 } else { 0 })
+                .collect()
+        });
+        let (queries, keys): ([Vec<i32>; 2], [Vec<i32>; 2]) = (queries, keys);
+        let ids = |ids: &[Vec<i32>; 2], length: usize| {
+            let data = TensorData::new(ids.concat(), [2, length]);
+            MaybeInt::Present(CubeBackend::int_from_data(data, &cube))
+        };
+        let operand = |length| Tensor::<4>::zeros([2, 1, length, 8], &device());
+        let options = AttentionOptions::new();
+        let problem = AttentionProblem::new(
+            &operand(q_len),
+            &operand(kv_len),
+            &operand(kv_len),
+            &options,
+        );
+        let problem = problem.expect("sizes that fit");
+        let zeros = |length| {
+            let data = TensorData::zeros::<f32, _>([2, 1, length, 8]);
+            CubeBackend::float_from_data(data, &cube)
+        };
+        let inputs = AttentionInputs::<CubeBackend> {
+            query: zeros(q_len),
+            key: zeros(kv_len),
+            value: zeros(kv_len),
+            mask: MaybeBool::Absent,
+            bias: MaybeFloat::Absent,
+            kv_lengths: MaybeInt::Absent,
+            query_segments: ids(&queries, q_len),
+            key_segments: ids(&keys, kv_len),
+            sinks: MaybeFloat::Absent,
+        };
+        let blocks =
+            [(64, 32, Side::Queries), (16, 128, Side::Keys)].map(|(queries, keys, held)| Blocks {
+                queries,
+                keys,
+                held,
+            });
+        let (packed, places) = prepare(&inputs, &problem, &blocks);
+        let packed = packed.expect("there are segments");
+        let data = read_sync(CubeBackend::int_into_data(packed)).expect("a device that answers");
+        let integers: Vec<i32> = data.try_into_vec().expect("numbers of i32");
+        for (blocks, places) in blocks.into_iter().zip(places) {
+            for batch in 0..2 {
+                let (start, size, expected) = match blocks.held {
+                    Side::Queries => (
+                        places.query_bounds,
+                        q_len.div_ceil(blocks.queries),
+                        expected(&queries[batch], &keys[batch], blocks.queries, blocks.keys),
+                    ),
+                    Side::Keys => (
+                        places.key_bounds,
+                        kv_len.div_ceil(blocks.keys),
+                        expected(&keys[batch], &queries[batch], blocks.keys, blocks.queries),
+                    ),
+                };
+                let of_blocks = &integers[start + BLOCK_INTEGERS * batch * size..];
+                let found: Vec<[i32; 2]> = of_blocks
+                    .chunks(BLOCK_INTEGERS)
+                    .take(size)
+                    .map(|block| [block[2], block[3]])
+                    .collect();
+                assert_eq!(found, expected, "{:?}, sequence {batch}", blocks.held);
+            }
+        }
     }
 }

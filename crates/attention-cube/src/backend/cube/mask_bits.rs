@@ -122,16 +122,9 @@ pub(super) fn pack(
     let Some(mask) = inputs.mask.as_option() else {
         return PackedMask::default();
     };
-    let (mask, columns) = match side {
-        Side::Queries => (mask.clone(), problem.kv_len),
-        Side::Keys => (
-            CubeBackend::bool_swap_dims(mask.clone(), 2, 3),
-            problem.q_len,
-        ),
-    };
+    let mask = rows_of_mask(mask, problem, side);
     let shape = mask.meta.shape();
-    let [batch, heads, rows] = [shape[0], shape[1], shape[2]];
-    let mask = CubeBackend::bool_expand(mask, Shape::new([batch, heads, rows, columns]));
+    let [batch, heads, rows, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
     let words = Words::new([batch, heads, rows], columns, tile_rows, block_keys);
     let bits = empty(&inputs.query, [words.of_rows() + words.pairs()], DType::U32);
     let client = bits.client.clone();
@@ -190,9 +183,28 @@ pub(super) fn pack(
     }
 }
 
+/// `[sequences, heads, rows, columns]` of a mask, rows of one side and as many columns as the other has: those that differ, since
+/// the others are read with a step of 0.
+fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
+    let (mask, columns) = match side {
+        Side::Queries => (mask.clone(), problem.kv_len),
+        Side::Keys => (
+            CubeBackend::bool_swap_dims(mask.clone(), 2, 3),
+            problem.q_len,
+        ),
+    };
+    let mask = distinct(&mask, 3);
+    let shape = mask.meta.shape();
+    let rows = [shape[0], shape[1], shape[2], columns];
+    CubeBackend::bool_expand(mask, Shape::new(rows))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::AttentionOptions;
+    use crate::testing::{cube_device, device};
+    use burn::tensor::{BoolDType, Tensor};
 
     /// A row's bits and a pair's word are where the launches put them, also where 32 bits count neither the mask's elements
     /// nor its words; the numbers that stay 32 bits wide hold theirs.
@@ -233,6 +245,33 @@ mod tests {
                     let pair =
                         (batch - 1) * block_batch + (heads - 1) * block_head + tile * block_tile;
                     assert_eq!(pair + words.blocks, words.pairs(), "{context}");
+                }
+            }
+        }
+    }
+
+    /// A mask that the caller expanded is packed as one that attention broadcasts.
+    #[test]
+    fn what_repeats_is_packed_once() {
+        let cube = cube_device();
+        let scores = [2, 3, 5, 7];
+        let operand = |length| Tensor::<4>::zeros([2, 3, length, 8], &device());
+        let options = AttentionOptions::new();
+        let problem = AttentionProblem::new(&operand(5), &operand(7), &operand(7), &options)
+            .expect("sizes that fit");
+        for bits in 0..16 {
+            let own = [0, 1, 2, 3].map(|dim| if bits >> dim & 1 == 1 { scores[dim] } else { 1 });
+            let mask = CubeBackend::bool_empty(Shape::new(own), &cube, BoolDType::U32);
+            let expanded = CubeBackend::bool_expand(mask.clone(), Shape::new(scores));
+            for (side, rows, columns) in [(Side::Queries, own[2], 7), (Side::Keys, own[3], 5)] {
+                let expected = Shape::new([own[0], own[1], rows, columns]);
+                for mask in [&mask, &expanded] {
+                    let packed = rows_of_mask(mask, &problem, side);
+                    assert_eq!(
+                        packed.meta.shape(),
+                        &expected,
+                        "{own:?}, {side:?}, {mask:?}"
+                    );
                 }
             }
         }

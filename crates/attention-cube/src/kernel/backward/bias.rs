@@ -2,7 +2,9 @@
 //!
 //! Budget (unit engine): the stage of the forward and 16 bytes a unit of shared memory; registers a unit:
 //! `12 · rows_per_unit`. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP a tile of scores, for
-//! every tile of scores. A bias broadcast along queries or keys leaves little to run side by side.
+//! every tile of scores. A bias broadcast along queries leaves little to run side by side: cubes take parts of the sum then, in
+//! the grid's splits, which `together`'s `sum_parts` sums in their order. One that is broadcast along keys needs no scores:
+//! `constant_bias`.
 
 use super::{BackwardKind, row_terms_of, score_gradient};
 use crate::kernel::engine::unit::{Vec4, multiply_transposed, tile_column, tile_row};
@@ -10,7 +12,7 @@ use crate::kernel::layout::head_rows;
 use crate::kernel::rounding::rounded;
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{Extent, is_whole, sight, visible_keys};
+use crate::kernel::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use cubecl::prelude::*;
 
 /// The dimensions that the bias is broadcast along, known when the kernel is compiled.
@@ -19,11 +21,10 @@ pub(crate) struct Broadcast {
     pub batch: bool,
     pub heads: bool,
     pub queries: bool,
-    pub keys: bool,
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
+pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
@@ -32,7 +33,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
     integers: ComptimeOption<&Tensor<i32>>,
-    gradient: &mut Tensor<F>,
+    gradient: &mut Tensor<G>,
     grid: Grid,
     extent: Extent,
     score: ScoreArguments,
@@ -47,6 +48,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(M)] _mask_element: ElemType,
     #[define(F)] _bias_element: ElemType,
+    #[define(G)] _gradient_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let index = CUBE_POS as u32;
@@ -61,29 +63,18 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let own_row_tile = (share.tile / key_tiles) as i32;
     let own_key_tile = (share.tile % key_tiles) as i32;
 
-    let mut batch_first = share.batch;
-    let mut batch_end = share.batch + 1u32;
-    if comptime!(broadcast.batch) {
-        batch_first = 0u32;
-        batch_end = batches;
-    }
-    let mut head_first = share.head;
-    let mut head_end = share.head + 1u32;
-    if comptime!(broadcast.heads) {
-        head_first = 0u32;
-        head_end = q_heads;
-    }
-    let mut row_tile_first = own_row_tile;
-    let mut row_tile_end = own_row_tile + 1i32;
+    // What the tile's numbers are summed over.
+    let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
-        row_tile_first = 0i32;
-        row_tile_end = block_count(extent.q_len, row_size);
+        row_tiles = block_count(extent.q_len, row_size) as u32;
     }
-    let mut key_tile_first = own_key_tile;
-    let mut key_tile_end = own_key_tile + 1i32;
-    if comptime!(broadcast.keys) {
-        key_tile_first = 0i32;
-        key_tile_end = block_count(extent.kv_len, column_size);
+    let mut heads = 1u32;
+    if comptime!(broadcast.heads) {
+        heads = q_heads;
+    }
+    let mut summed = row_tiles * heads;
+    if comptime!(broadcast.batch) {
+        summed *= batches;
     }
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
@@ -98,94 +89,105 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
 
-    for batch in batch_first..batch_end {
+    let first = own_key_tile * column_size;
+    let mut item = share.split;
+    while item < summed {
+        let row_tile = own_row_tile + (item % row_tiles) as i32;
+        let head = share.head + item / row_tiles % heads;
+        let batch = share.batch + item / row_tiles / heads;
+        let kv_head = head / group;
         let sight = sight(&extent, &integers, batch, kind.structure);
-        for head in head_first..head_end {
-            let kv_head = head / group;
-            for row_tile in row_tile_first..row_tile_end {
-                let first_row = row_tile * row_size;
-                let end_row = min(first_row + row_size, extent.q_len);
-                let full = first_row + row_size <= extent.q_len;
-                let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
-                let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
-                let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
-                let output_gradient_rows =
-                    head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
-                let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
-                for key_tile in key_tile_first..key_tile_end {
-                    let first = key_tile * column_size;
-                    if first < keys.end && first + column_size > keys.first {
-                        multiply_transposed(
-                            query,
-                            &query_rows,
-                            first_row,
-                            key,
-                            &key_rows,
-                            first,
-                            &mut stage,
-                            &mut s,
-                            tiles,
-                            false,
-                        );
-                        multiply_transposed(
-                            output_gradient,
-                            &output_gradient_rows,
-                            first_row,
-                            value,
-                            &value_rows,
-                            first,
-                            &mut stage,
-                            &mut dp,
-                            tiles,
-                            false,
-                        );
-                        let whole = is_whole(&keys, first, column_size, kind.structure);
-                        #[unroll]
-                        for k in 0..comptime!(tiles.rows_per_unit()) {
-                            let row = first_row + tile_row(unit_row, k, tiles) as i32;
-                            let terms = row_terms_of(rows, batch, head, row, extent.q_len);
-                            #[unroll]
-                            for c in 0..comptime!(tiles.columns_per_unit()) {
-                                let place = Place {
-                                    batch,
-                                    head,
-                                    query: row,
-                                    key: first + tile_column(unit_column, c, tiles) as i32,
-                                };
-                                let visible = is_visible(
-                                    whole,
-                                    &mask,
-                                    &sight,
-                                    &extent,
-                                    &integers,
-                                    &place,
-                                    kind.structure,
-                                );
-                                let gradient = score_gradient(
-                                    s[comptime!(k * tiles.columns_per_unit() + c)],
-                                    dp[comptime!(k * tiles.columns_per_unit() + c)],
-                                    terms.logsumexp,
-                                    terms.delta,
-                                    visible,
-                                    &bias,
-                                    &place,
-                                    &score,
-                                    kind.score,
-                                );
-                                sum[comptime!(k * tiles.columns_per_unit() + c)] += gradient.ds;
-                            }
-                        }
-                    }
+        let first_row = row_tile * row_size;
+        let end_row = min(first_row + row_size, extent.q_len);
+        let full = first_row + row_size <= extent.q_len;
+        let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
+        let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
+        let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
+        let output_gradient_rows =
+            head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
+        let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
+        let mut visited = first < keys.end && first + column_size > keys.first;
+        if visited {
+            visited = segments_meet(
+                &extent,
+                &integers,
+                batch,
+                row_tile as u32,
+                own_key_tile as u32,
+                kind.structure,
+            );
+        }
+        if visited {
+            multiply_transposed(
+                query,
+                &query_rows,
+                first_row,
+                key,
+                &key_rows,
+                first,
+                &mut stage,
+                &mut s,
+                tiles,
+                false,
+            );
+            multiply_transposed(
+                output_gradient,
+                &output_gradient_rows,
+                first_row,
+                value,
+                &value_rows,
+                first,
+                &mut stage,
+                &mut dp,
+                tiles,
+                false,
+            );
+            let whole = is_whole(&keys, first, column_size, kind.structure);
+            #[unroll]
+            for k in 0..comptime!(tiles.rows_per_unit()) {
+                let row = first_row + tile_row(unit_row, k, tiles) as i32;
+                let terms = row_terms_of(rows, batch, head, row, extent.q_len);
+                #[unroll]
+                for c in 0..comptime!(tiles.columns_per_unit()) {
+                    let place = Place {
+                        batch,
+                        head,
+                        query: row,
+                        key: first + tile_column(unit_column, c, tiles) as i32,
+                    };
+                    let visible = is_visible(
+                        whole,
+                        &mask,
+                        &sight,
+                        &extent,
+                        &integers,
+                        &place,
+                        kind.structure,
+                    );
+                    let gradient = score_gradient(
+                        s[comptime!(k * tiles.columns_per_unit() + c)],
+                        dp[comptime!(k * tiles.columns_per_unit() + c)],
+                        terms.logsumexp,
+                        terms.delta,
+                        visible,
+                        &bias,
+                        &place,
+                        &score,
+                        kind.score,
+                    );
+                    sum[comptime!(k * tiles.columns_per_unit() + c)] += gradient.ds;
                 }
             }
         }
+        item += grid.splits;
     }
 
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    let target =
-        share.batch as usize * gradient.stride(0) + share.head as usize * gradient.stride(1);
+    // The parts lie one after the other, each with all sequences of the bias.
+    let part = share.split * (grid.planes / grid.heads) + share.batch;
+    let target = part as usize * gradient.stride(0) + share.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
         // Down the rows: within a unit, then over the units above each other.
         sync_cube();
@@ -201,51 +203,12 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         }
         sync_cube();
         let column = UNIT_POS as usize;
-        let mut column_sum = 0.0f32;
-        if column < comptime!(tiles.columns()) {
+        if column < comptime!(tiles.columns()) && first_column + (column as i32) < extent.kv_len {
+            let mut column_sum = 0.0f32;
             for y in 0..comptime!(tiles.row_units()) {
                 column_sum += partial[y * comptime!(tiles.columns()) + column];
             }
-        }
-        if comptime!(broadcast.keys) {
-            sync_cube();
-            if column < comptime!(tiles.columns()) {
-                partial[column] = column_sum;
-            }
-            sync_cube();
-            if UNIT_POS == 0u32 {
-                let mut all = 0.0f32;
-                for x in 0..comptime!(tiles.columns()) {
-                    all += partial[x];
-                }
-                gradient[target] = rounded::<F>(all);
-            }
-        } else if column < comptime!(tiles.columns())
-            && first_column + (column as i32) < extent.kv_len
-        {
-            gradient[target + first_column as usize + column] = rounded::<F>(column_sum);
-        }
-    } else if comptime!(broadcast.keys) {
-        sync_cube();
-        #[unroll]
-        for k in 0..comptime!(tiles.rows_per_unit()) {
-            let row = tile_row(unit_row, k, tiles);
-            let mut row_sum = 0.0f32;
-            #[unroll]
-            for quad in 0..tiles.column_vectors {
-                let at = comptime!(k * tiles.columns_per_unit() + 4 * quad);
-                row_sum += (sum[at] + sum[at + 1]) + (sum[at + 2] + sum[at + 3]);
-            }
-            partial[row * tiles.column_units + unit_column] = row_sum;
-        }
-        sync_cube();
-        let row = UNIT_POS as usize;
-        if row < tiles.rows && first_row + (row as i32) < extent.q_len {
-            let mut row_sum = 0.0f32;
-            for x in 0..tiles.column_units {
-                row_sum += partial[row * tiles.column_units + x];
-            }
-            gradient[target + (first_row as usize + row) * row_stride] = rounded::<F>(row_sum);
+            gradient[target + first_column as usize + column] = rounded::<G>(column_sum);
         }
     } else {
         #[unroll]
@@ -256,7 +219,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 let column = first_column + tile_column(unit_column, c, tiles) as i32;
                 if row < extent.q_len && column < extent.kv_len {
                     gradient[target + row as usize * row_stride + column as usize] =
-                        rounded::<F>(sum[comptime!(k * tiles.columns_per_unit() + c)]);
+                        rounded::<G>(sum[comptime!(k * tiles.columns_per_unit() + c)]);
                 }
             }
         }

@@ -121,6 +121,7 @@ pub(crate) fn gradient_by_rows<
             share,
             &extent,
             &sight,
+            &integers,
             group,
             comptime!(tiles.rows()),
             tiles.columns,
@@ -283,8 +284,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             kind,
         );
         let made = weigh::<F, NB, NS, NP>(
-            s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
-            count, elected, tiles, kind,
+            s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
+            elected, tiles, kind,
         );
         let mut p = made.p;
         let mut ds = made.ds;
@@ -349,8 +350,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             block = next_block;
             count += 1u32;
             let made = weigh::<F, NB, NS, NP>(
-                s, dp, &seen, &row_terms, block, bias, integers, sight, extent, arguments, places,
-                count, elected, tiles, kind,
+                s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
+                elected, tiles, kind,
             );
             p = made.p;
             ds = made.ds;
@@ -448,7 +449,6 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     row_terms: &Terms,
     block: i32,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
     extent: &Extent,
     arguments: &ScoreArguments,
@@ -482,7 +482,6 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         &seen.rows,
         seen.view.mask_words,
         bias,
-        integers,
         sight,
         extent,
         arguments,

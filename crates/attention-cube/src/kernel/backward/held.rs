@@ -9,7 +9,9 @@ use crate::kernel::forward::tile::{HopperKind, Standing, load_subtiles, meets};
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::barrier_expect;
 use crate::kernel::schedule::{Grid, Share, block_count, share};
-use crate::kernel::visibility::{Extent, Run, Sight, visible_keys, visible_queries};
+use crate::kernel::visibility::{
+    Extent, Run, Sight, visible_keys, visible_queries, within_segments,
+};
 use crate::plan::wgmma::{Half, ROW_BYTES, SUBTILE, Side, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
@@ -55,6 +57,7 @@ pub(crate) fn held(
     share: Share,
     extent: &Extent,
     sight: &Sight,
+    integers: &ComptimeOption<&Tensor<i32>>,
     group: u32,
     #[comptime] rows: usize,
     #[comptime] columns: usize,
@@ -84,6 +87,16 @@ pub(crate) fn held(
     } else {
         share.head * group
     };
+    let blocks = within_segments(
+        run.first / size,
+        block_count(run.end, size),
+        extent,
+        integers,
+        share.batch,
+        share.tile,
+        side,
+        kind.fragment.structure,
+    );
     Held {
         batch: share.batch,
         head: share.head,
@@ -91,8 +104,8 @@ pub(crate) fn held(
         rows: existing,
         row_block: share.tile,
         run,
-        first_block: run.first / size,
-        end_block: block_count(run.end, size),
+        first_block: blocks.first,
+        end_block: blocks.end,
         first_head,
         heads,
     }

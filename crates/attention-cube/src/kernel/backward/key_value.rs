@@ -12,7 +12,10 @@ use crate::kernel::engine::unit::{
 use crate::kernel::layout::{Rows, head_rows};
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{Extent, Sight, is_whole, segments_meet, sight, visible_queries};
+use crate::kernel::visibility::{
+    Extent, Sight, is_whole, segments_meet, sight, visible_queries, within_segments,
+};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -70,7 +73,16 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut dv = zero_output(tiles);
 
     let block_size = comptime!(tiles.columns() as i32);
-    let end_block = block_count(queries.end, block_size);
+    let blocks = within_segments(
+        queries.first / block_size,
+        block_count(queries.end, block_size),
+        &extent,
+        &integers,
+        batch,
+        share.tile,
+        Side::Keys,
+        kind.structure,
+    );
     for group_head in 0..group {
         let head = kv_head * group + group_head;
         let query_rows = head_rows(query, batch, head, queries.first, queries.end, head_dim);
@@ -82,8 +94,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             queries.end,
             value_dim,
         );
-        let mut block = queries.first / block_size;
-        while block < end_block {
+        let mut block = blocks.first;
+        while block < blocks.end {
             let visited = segments_meet(
                 &extent,
                 &integers,

@@ -10,6 +10,7 @@
 //! | `key_value` | keys | S, dP, dV, dK | `dv = Σ pᵀ do`, `dk = Σ dsᵀ q`, summed over the heads of a group |
 //! | `together` | keys | S, dP, dV, dK, dQ | all three, where few cubes are enough |
 //! | `bias` | scores | S, dP | `dbias = Σ ds` over what the bias is broadcast along |
+//! | `constant_bias` | | | the same where that is all keys |
 //!
 //!
 //! Those of the wgmma engine, `by_rows` and `by_columns`, hold either side: queries, keys, or keys twice, once for
@@ -23,6 +24,7 @@ pub(crate) mod bias;
 pub(crate) mod by_columns;
 #[cfg(feature = "cuda")]
 pub(crate) mod by_rows;
+pub(crate) mod constant_bias;
 #[cfg(feature = "cuda")]
 pub(crate) mod held;
 pub(crate) mod key_value;

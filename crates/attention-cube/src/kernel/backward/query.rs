@@ -12,7 +12,10 @@ use crate::kernel::engine::unit::{
 use crate::kernel::layout::head_rows;
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, is_visible};
-use crate::kernel::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
+use crate::kernel::visibility::{
+    Extent, is_whole, segments_meet, sight, visible_keys, within_segments,
+};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -89,9 +92,18 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     }
 
     let block_size = comptime!(tiles.columns() as i32);
-    let mut block = keys.first / block_size;
-    let end_block = block_count(keys.end, block_size);
-    while block < end_block {
+    let blocks = within_segments(
+        keys.first / block_size,
+        block_count(keys.end, block_size),
+        &extent,
+        &integers,
+        batch,
+        share.tile,
+        Side::Queries,
+        kind.structure,
+    );
+    let mut block = blocks.first;
+    while block < blocks.end {
         let visited = segments_meet(
             &extent,
             &integers,

@@ -25,9 +25,10 @@ use crate::kernel::rounding::rounded_vector;
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::{
-    Extent, is_whole, segments_meet, sight, visible_keys, visible_queries,
+    Extent, is_whole, segments_meet, sight, visible_keys, visible_queries, within_segments,
 };
 use crate::plan::unit::{SOFTWARE_ITERATIONS, UnitTiles};
+use crate::plan::wgmma::Side;
 use cubecl::prelude::*;
 
 /// Where the operands lie in their buffer, after the query, and the gradients in theirs, after the parts of
@@ -57,6 +58,9 @@ pub(crate) struct Window {
     pub first_block: i32,
     pub end_block: i32,
     pub group_head: u32,
+    /// Of the values' gradient, the keys' and the query's, in this order, the first that is wanted, and one past the last.
+    pub first_product: u32,
+    pub end_product: u32,
 }
 
 /// Pairs of tiles that a cube may take in one launch.
@@ -140,7 +144,16 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             end_row,
             value_dim,
         );
-        let end_block = min(block_count(queries.end, block_size), window.end_block);
+        let blocks = within_segments(
+            max(queries.first / block_size, window.first_block),
+            min(block_count(queries.end, block_size), window.end_block),
+            &extent,
+            &integers,
+            batch,
+            key_tile,
+            Side::Keys,
+            kind.structure,
+        );
         let plane = (batch * grid.heads * group + head) as usize * extent.q_len as usize;
 
         let query_rows = buffer_rows(
@@ -164,8 +177,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             extent.q_len,
             head_dim,
         );
-        let mut block = max(queries.first / block_size, window.first_block);
-        while block < end_block {
+        let mut block = blocks.first;
+        while block < blocks.end {
             let visited = segments_meet(
                 &extent,
                 &integers,
@@ -211,7 +224,13 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     min(exist, keys.end),
                     head_dim,
                 );
-                for product in 0..3u32 {
+                if window.first_product > 0u32 {
+                    #[unroll]
+                    for index in 0..comptime!(tiles.scores_per_unit()) {
+                        s[index] = dp[index];
+                    }
+                }
+                for product in window.first_product..window.end_product {
                     // Before this tile takes the last one's place.
                     sync_cube();
                     if product < 2u32 {

@@ -101,7 +101,6 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     rows: &RowPair,
     mask_words: MaskWords,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
     extent: &Extent,
     arguments: &ScoreArguments,
@@ -142,7 +141,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
         let mut logsumexp_1 = f32::new(0.0);
         #[unroll]
         for pair in 0..columns / 4 {
-            if comptime!(kind.structure.mask && pair % PAIRS_PER_WORD == 0) {
+            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
                 let word = comptime!(pair / PAIRS_PER_WORD);
                 let bits = bits_of_word(mask_words, &known, first_column, word);
                 bits_0 = bits.first;
@@ -159,11 +158,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 } else {
                     bits_0
                 },
-                rows,
                 at,
-                integers,
-                sight,
-                extent,
                 arguments.negative_infinity,
                 pair,
                 kind,

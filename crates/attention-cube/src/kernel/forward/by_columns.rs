@@ -29,6 +29,7 @@ use super::tile::{
     Assigned, HopperKind, Steps, assigned, clear_other_queries, next_block, row_pair, standing,
     view,
 };
+use super::turns::{init_notices, notice_bytes, notices_at, told_item};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
     Ring, descriptor, free_chunk, load_first_queries, multiply_chunked_output,
@@ -39,7 +40,7 @@ use crate::kernel::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
     shared_address, store_shared, take_registers, uniform,
 };
-use crate::kernel::schedule::{Grid, Turns, next_item};
+use crate::kernel::schedule::{Grid, Turns};
 use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{ColumnTiles, PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
@@ -99,9 +100,13 @@ pub(crate) fn forward_by_columns<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NQ, NO)] _fragments: [usize; 3],
 ) {
-    let memory =
-        Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
-    let places = places(shared_address(&memory), tiles);
+    let memory = Shared::<[u32]>::new_aligned_slice(
+        comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
+        1024usize,
+    );
+    let start = shared_address(&memory);
+    let places = places(start, tiles);
+    let notices = notices_at(start, comptime!(tiles.shared_memory()), kind);
     if UNIT_POS == 0u32 {
         #[unroll]
         for stage in 0..tiles.stages {
@@ -112,6 +117,7 @@ pub(crate) fn forward_by_columns<
         }
         barrier_init(places.queries_full, 1usize);
         barrier_init(places.queries_empty, 8usize);
+        init_notices(notices, 8usize, kind);
         barrier_init_fence();
         if comptime!(kind.leaves_holes()) {
             #[unroll]
@@ -146,6 +152,7 @@ pub(crate) fn forward_by_columns<
                 &steps,
                 group,
                 &places,
+                notices,
                 tiles,
                 kind,
             );
@@ -229,7 +236,7 @@ pub(crate) fn forward_by_columns<
                 barrier_arrive(places.queries_empty, ring.elected);
                 tiles_done += 1u32;
             }
-            item = next_item(&turns, item, turn);
+            item = told_item(&turns, item, turn, notices, ring.elected, kind);
             turn += 1u32;
         }
     }
@@ -331,7 +338,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             seen.mask_words,
             biases,
             bias,
-            integers,
             sight,
             extent,
             arguments,
@@ -429,7 +435,6 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 seen.mask_words,
                 biases,
                 bias,
-                integers,
                 sight,
                 extent,
                 arguments,

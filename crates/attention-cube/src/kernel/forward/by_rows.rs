@@ -29,6 +29,7 @@ use super::tile::{
     Assigned, HopperKind, Steps, assigned, await_turn, clear_other_queries, next_block, pass_turn,
     row_pair, standing, view,
 };
+use super::turns::{init_notices, notice_bytes, notices_at, told_item};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
     descriptor, multiply_output, multiply_scores, take_output, take_scores, transposed_descriptor,
@@ -38,7 +39,7 @@ use crate::kernel::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, barrier_wait_both,
     give_registers, shared_address, store_shared, take_registers, uniform,
 };
-use crate::kernel::schedule::{Grid, Turns, next_item};
+use crate::kernel::schedule::{Grid, Turns};
 use crate::kernel::score::ScoreArguments;
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{PRODUCT_ROWS, ROW_BYTES, RowTiles, WARPGROUP};
@@ -86,9 +87,13 @@ pub(crate) fn forward_by_rows<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, NO)] _fragments: [usize; 3],
 ) {
-    let memory =
-        Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
-    let places = places(shared_address(&memory), tiles);
+    let memory = Shared::<[u32]>::new_aligned_slice(
+        comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
+        1024usize,
+    );
+    let start = shared_address(&memory);
+    let places = places(start, tiles);
+    let notices = notices_at(start, comptime!(tiles.shared_memory()), kind);
     let consumers = comptime!(tiles.warpgroups * WARPGROUP);
     if UNIT_POS == 0u32 {
         #[unroll]
@@ -114,6 +119,7 @@ pub(crate) fn forward_by_rows<
             barrier_init(places.bias_full + at, 1usize);
             barrier_init(places.bias_empty + at, comptime!(4 * tiles.warpgroups));
         }
+        init_notices(notices, comptime!(4 * tiles.warpgroups), kind);
         barrier_init_fence();
         if comptime!(kind.leaves_holes()) {
             #[unroll]
@@ -149,6 +155,7 @@ pub(crate) fn forward_by_rows<
                 &steps,
                 group,
                 &places,
+                notices,
                 tiles,
                 kind,
             );
@@ -242,7 +249,7 @@ pub(crate) fn forward_by_rows<
                 }
                 tiles_done += 1u32;
             }
-            item = next_item(&turns, item, turn);
+            item = told_item(&turns, item, turn, notices, elected, kind);
             turn += 1u32;
         }
         if comptime!(kind.boxes_output) {
@@ -343,7 +350,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             seen.mask_words,
             biases,
             bias,
-            integers,
             sight,
             extent,
             arguments,
@@ -476,7 +482,6 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 seen.mask_words,
                 biases,
                 bias,
-                integers,
                 sight,
                 extent,
                 arguments,

@@ -5,7 +5,7 @@ use super::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
 use crate::kernel::score::{ScoreArguments, ScoreKind, widely_capped};
-use crate::kernel::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of, sees};
+use crate::kernel::visibility::{Extent, Keys, Sight, Structure, id_of, keys_of, queries_of};
 use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
 
@@ -69,7 +69,6 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     mask_words: MaskWords,
     bias_words: BiasWords,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
     extent: &Extent,
     arguments: &ScoreArguments,
@@ -95,7 +94,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
         let mut bits_1 = u32::new(0);
         #[unroll]
         for pair in 0..columns / 4 {
-            if comptime!(kind.structure.mask && pair % PAIRS_PER_WORD == 0) {
+            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
                 let bits = bits_of_word(
                     mask_words,
                     &known,
@@ -113,11 +112,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                 } else {
                     bits_0
                 },
-                rows,
                 own_column(first_column, pair),
-                integers,
-                sight,
-                extent,
                 arguments.negative_infinity,
                 pair,
                 kind,
@@ -275,18 +270,14 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The `pair`-th two registers' values, `hidden` where the row does not see the column. `bits` have the mask's,
-/// restricted to the run.
+/// The `pair`-th two registers' values, `hidden` where the row does not see the column. `bits` have what mask and segments
+/// show, restricted to the run.
 #[cube]
 pub(crate) fn shown(
     values: Pair,
     known: &Known,
     bits: u32,
-    rows: &RowPair,
     at: i32,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    sight: &Sight,
-    extent: &Extent,
     hidden: f32,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
@@ -296,20 +287,11 @@ pub(crate) fn shown(
     } else {
         known.run_0
     };
-    let row = if comptime!(is_second(2 * pair)) {
-        rows.position_1
-    } else {
-        rows.position_0
-    };
     let mut first = at >= run.first && at < run.end;
     let mut second = at + 1i32 >= run.first && at + 1i32 < run.end;
-    if comptime!(kind.structure.mask) {
+    if comptime!(kind.structure.is_irregular()) {
         first = bits & comptime!(1u32 << (column(2 * pair) % 32)) != 0u32;
         second = bits & comptime!(2u32 << (column(2 * pair) % 32)) != 0u32;
-    }
-    if comptime!(kind.structure.segments) {
-        first = first && row_sees(sight, extent, integers, rows.batch, row, at, kind);
-        second = second && row_sees(sight, extent, integers, rows.batch, row, at + 1i32, kind);
     }
     Pair {
         first: select(first, values.first, hidden),
@@ -317,25 +299,7 @@ pub(crate) fn shown(
     }
 }
 
-/// Whether the row sees the column, or is seen by it, by window, length and segments.
-#[cube]
-fn row_sees(
-    sight: &Sight,
-    extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    batch: u32,
-    row: i32,
-    column: i32,
-    #[comptime] kind: FragmentKind,
-) -> bool {
-    if comptime!(kind.side == Side::Queries) {
-        sees(sight, extent, integers, batch, row, column, kind.structure)
-    } else {
-        sees(sight, extent, integers, batch, column, row, kind.structure)
-    }
-}
-
-/// Words of the mask: a thread's two rows, of up to 128 keys.
+/// What mask and segments show to a thread's two rows of up to 128 keys, a bit a key.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
 /// A thread's words of the mask for `columns` keys from the `first_word`-th on.
@@ -368,6 +332,68 @@ pub(crate) fn mask_words(
                 words.insert(comptime!(2 * word), own_0);
                 words.insert(comptime!(2 * word + 1), own_1);
             }
+        }
+    }
+    words
+}
+
+/// The words without what segments hide of `columns` keys from `first_column` on, of those that the thread has. Where the tile and
+/// the block `share` one document, this is nothing.
+#[cube]
+pub(crate) fn words_of_segments(
+    words: MaskWords,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    rows: &RowPair,
+    extent: &Extent,
+    first_column: i32,
+    share: bool,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> MaskWords {
+    let mut words = words;
+    if comptime!(!kind.structure.mask) {
+        #[unroll]
+        for word in 0..comptime!(2 * columns.div_ceil(32)) {
+            words.insert(word, 0xffff_ffffu32);
+        }
+    }
+    if !share {
+        let side = comptime!(kind.side);
+        let other = comptime!(side.other());
+        let last_row = rows_end(extent, side) - 1i32;
+        let last_column = columns_end(extent, side) - 1i32;
+        let id_0 = id_of(
+            extent,
+            integers,
+            rows.batch,
+            min(rows.position_0, last_row),
+            side,
+        );
+        let id_1 = id_of(
+            extent,
+            integers,
+            rows.batch,
+            min(rows.position_1, last_row),
+            side,
+        );
+        let shift = UNIT_POS % 4u32 * 2u32;
+        #[unroll]
+        for word in 0..columns.div_ceil(32) {
+            let mut own_0 = u32::new(0);
+            let mut own_1 = u32::new(0);
+            // A thread has two neighbours of every 8 columns.
+            #[unroll]
+            for index in 0..comptime!((columns - 32 * word).min(32) / 4) {
+                let bit = comptime!(index / 2 * 8 + index % 2);
+                let own = first_column + shift as i32 + comptime!((32 * word + bit) as i32);
+                let id = id_of(extent, integers, rows.batch, min(own, last_column), other);
+                own_0 |= select(id == id_0, comptime!(1u32 << bit), 0u32);
+                own_1 |= select(id == id_1, comptime!(1u32 << bit), 0u32);
+            }
+            let word_0 = words.extract(comptime!(2 * word));
+            let word_1 = words.extract(comptime!(2 * word + 1));
+            words.insert(comptime!(2 * word), word_0 & own_0 << shift);
+            words.insert(comptime!(2 * word + 1), word_1 & own_1 << shift);
         }
     }
     words

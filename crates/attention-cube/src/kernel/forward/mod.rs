@@ -16,4 +16,6 @@ pub(crate) mod measure;
 pub(crate) mod output;
 #[cfg(feature = "cuda")]
 pub(crate) mod tile;
+#[cfg(feature = "cuda")]
+mod turns;
 pub(crate) mod unit;

@@ -1,6 +1,6 @@
 //! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
 
-use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words};
+use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words, words_of_segments};
 use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
 use crate::kernel::ptx::{
     async_proxy_fence, clear_shared, named_barrier, named_barrier_arrive, tma_load,
@@ -9,6 +9,7 @@ use crate::kernel::ptx::{
 use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
 use crate::kernel::visibility::{
     Extent, Run, Sight, is_inside, segments_meet, share_segment, sight, visible_keys,
+    within_segments,
 };
 use crate::plan::wgmma::{ROW_BYTES, SUBTILE, Side, WARPGROUP};
 use cubecl::prelude::*;
@@ -23,6 +24,8 @@ pub(crate) struct HopperKind {
     pub split: bool,
     /// The copy engine writes the output.
     pub boxes_output: bool,
+    /// Cubes take whichever item is next, and not those of their numbers.
+    pub takes_items: bool,
 }
 
 impl HopperKind {
@@ -108,6 +111,7 @@ pub(crate) fn assigned(
         grid,
         extent,
         &sight,
+        integers,
         group,
         rows,
         block,
@@ -136,6 +140,7 @@ fn tile(
     grid: &Grid,
     extent: &Extent,
     sight: &Sight,
+    integers: &ComptimeOption<&Tensor<i32>>,
     group: u32,
     #[comptime] rows: usize,
     #[comptime] block: usize,
@@ -166,8 +171,18 @@ fn tile(
     }
     let keys = visible_keys(sight, first_query, end_query - 1i32, full);
     let size = comptime!(block as i32);
-    let mut first_block = keys.first / size;
-    let mut end_block = block_count(keys.end, size);
+    let blocks = within_segments(
+        keys.first / size,
+        block_count(keys.end, size),
+        extent,
+        integers,
+        share.batch,
+        query_block,
+        Side::Queries,
+        kind.fragment.structure,
+    );
+    let mut first_block = blocks.first;
+    let mut end_block = blocks.end;
     if comptime!(kind.split) {
         let blocks = max(end_block - first_block, 0i32);
         let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
@@ -506,9 +521,13 @@ pub(crate) fn view(
     let mut whole = inside;
     // A mask and a run hide different keys from different queries, and together one from all.
     let mut may_have_holes = false;
-    if comptime!(structure.segments) {
+    let shared = if comptime!(structure.segments) {
         let blocks = block_pair(standing, block, kind.fragment.side);
-        let shared = share_segment(extent, integers, standing.batch, blocks.query, blocks.key);
+        share_segment(extent, integers, standing.batch, blocks.query, blocks.key)
+    } else {
+        true.runtime()
+    };
+    if comptime!(structure.segments) {
         whole = whole && shared;
         may_have_holes = !shared;
     }
@@ -523,18 +542,33 @@ pub(crate) fn view(
     if comptime!(kind.fragment.score.bias || (structure.mask && !kind.sums_up_mask())) {
         may_have_holes = true;
     }
+    let words = mask_words(
+        mask,
+        mask_places,
+        rows,
+        extent,
+        block as u32 * block_words + first_word,
+        whole,
+        columns,
+        kind.fragment,
+    );
+    let words = if comptime!(structure.segments) {
+        words_of_segments(
+            words,
+            integers,
+            rows,
+            extent,
+            block * size + (first_word * 32u32) as i32,
+            shared,
+            columns,
+            kind.fragment,
+        )
+    } else {
+        words
+    };
     View {
         whole,
         may_have_holes,
-        mask_words: mask_words(
-            mask,
-            mask_places,
-            rows,
-            extent,
-            block as u32 * block_words + first_word,
-            whole,
-            columns,
-            kind.fragment,
-        ),
+        mask_words: words,
     }
 }

@@ -17,8 +17,10 @@ use crate::kernel::layout::{group_rows, head_rows};
 use crate::kernel::schedule::{Grid, block_count, share};
 use crate::kernel::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
 use crate::kernel::softmax::{advance, row_statistics, total};
-use crate::kernel::visibility::{Extent, Structure, is_whole, segments_meet, sight, visible_keys};
-use crate::plan::unit::UnitTiles;
+use crate::kernel::visibility::{
+    Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
+};
+use crate::plan::{unit::UnitTiles, wgmma::Side};
 use cubecl::prelude::*;
 
 /// What the kernel is compiled for.
@@ -92,8 +94,23 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let keys = visible_keys(&sight, first_query, last_query, full);
 
     let block_size = comptime!(tiles.columns() as i32);
-    let mut block = keys.first / block_size;
-    let mut end_block = block_count(keys.end, block_size);
+    // Packed rows are queries from all over the sequence, whose bounds are kept as one block.
+    let mut query_block = share.tile;
+    if comptime!(kind.packed) {
+        query_block = 0u32;
+    }
+    let blocks = within_segments(
+        keys.first / block_size,
+        block_count(keys.end, block_size),
+        &extent,
+        &integers,
+        batch,
+        query_block,
+        Side::Queries,
+        kind.structure,
+    );
+    let mut block = blocks.first;
+    let mut end_block = blocks.end;
     if comptime!(kind.split) {
         let blocks = max(end_block - block, 0i32);
         let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
@@ -129,11 +146,6 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     let output_row = UNIT_POS as usize / comptime!(tiles.output_units);
 
-    // Packed rows are queries from all over the sequence, whose bounds are kept as one block.
-    let mut query_block = share.tile;
-    if comptime!(kind.packed) {
-        query_block = 0u32;
-    }
     while block < end_block {
         let visited = segments_meet(
             &extent,

@@ -14,7 +14,7 @@ use super::cached;
 use super::tiles::{ColumnTiles, Half};
 use crate::AttentionProblem;
 use crate::plan::unit::{self, UnitPlan};
-use crate::plan::{DeviceProfile, Layouts, Pass, Refusal};
+use crate::plan::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
 
 /// The kernels of the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,6 +31,22 @@ pub struct BackwardPlan {
     pub keys_together: usize,
     /// The portable engine's kernels, for the queries' terms and the bias's gradient.
     pub rest: unit::BackwardPlan,
+    /// Operands that are copied first, to rows that the copy engine can read.
+    pub copies: Operands,
+}
+
+impl BackwardPlan {
+    /// The kernels that are launched for the gradients asked for.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientTiles> {
+        let key = request.key || (request.value && self.value.is_none());
+        let value = self.value.filter(|_| request.value);
+        let kernels = [
+            request.query.then_some(self.query),
+            key.then_some(self.key),
+            value,
+        ];
+        kernels.into_iter().flatten().collect()
+    }
 }
 
 /// How the warpgroups of a cube divide a tile.
@@ -165,6 +181,11 @@ pub(super) fn backward(
             });
         }
     }
+    // Rows that the copy engine can read, copied or not, can be read in vectors of four where these divide them.
+    let layouts = Layouts {
+        vectors: true,
+        ..layouts
+    };
     let rest = match unit::plan(problem, device, layouts, Pass::Backward)? {
         UnitPlan::Backward(plan) => plan,
         UnitPlan::Forward(_) => unreachable!("a backward was asked for"),
@@ -191,6 +212,7 @@ pub(super) fn backward(
             problem.batch * problem.kv_heads,
         ),
         rest,
+        copies: layouts.boxes.others(Pass::Backward),
     })
 }
 
@@ -261,6 +283,17 @@ pub enum Side {
     Queries,
     /// The tile holds keys, and is seen by queries.
     Keys,
+}
+
+impl Side {
+    /// The blocks' side.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn other(self) -> Self {
+        match self {
+            Self::Queries => Self::Keys,
+            Self::Keys => Self::Queries,
+        }
+    }
 }
 
 /// Which gradients a kernel sums in registers.

@@ -3,10 +3,11 @@
 use super::super::tile::{
     HopperKind, Steps, Tile, assigned, copied_rows, load_columns, load_subtiles, next_block,
 };
+use super::super::turns::take_item;
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::mask_bits::MaskPlaces;
 use crate::kernel::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
-use crate::kernel::schedule::{Grid, Turns, next_item};
+use crate::kernel::schedule::{Grid, Turns};
 use crate::kernel::visibility::Extent;
 use crate::plan::wgmma::{ROW_BYTES, RowTiles, is_whole};
 use cubecl::prelude::*;
@@ -76,6 +77,7 @@ pub(super) fn fetch<E: Float>(
     steps: &Steps,
     group: u32,
     places: &Places,
+    notices: u32,
     #[comptime] tiles: RowTiles,
     #[comptime] kind: HopperKind,
 ) {
@@ -171,7 +173,7 @@ pub(super) fn fetch<E: Float>(
             barrier_arrive(places.queries_full, 1u32);
         }
         tiles_done += u32::cast_from(assigned.exists);
-        item = next_item(turns, item, turn);
+        item = take_item(grid, turns, item, turn, extent, integers, notices, kind);
         turn += 1u32;
     }
 }

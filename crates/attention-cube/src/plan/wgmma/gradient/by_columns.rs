@@ -182,6 +182,7 @@ impl GradientColumnTiles {
     /// must not share a subtile with the other's.
     pub const fn boxes_gradient(&self) -> bool {
         self.own_columns().is_multiple_of(SUBTILE)
+            && self.width().is_multiple_of(8)
             && ColumnTiles::WARPGROUPS * self.own_subtiles() <= self.dot_chunks()
     }
 }

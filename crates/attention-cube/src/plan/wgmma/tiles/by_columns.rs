@@ -69,6 +69,7 @@ impl ColumnTiles {
     /// part must not share a subtile with the other's.
     pub const fn boxes_output(&self) -> bool {
         self.value_columns().is_multiple_of(SUBTILE)
+            && self.value_dim.is_multiple_of(8)
             && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()
     }
 
