@@ -38,6 +38,7 @@ fn hopper() -> DeviceProfile {
         processors: None,
         multiprocessors: Some(132),
         hopper: true,
+        largest_buffer: 1 << 30,
     }
 }
 

@@ -137,13 +137,14 @@ fn with_sinks_of_minus_infinity() {
     }
 }
 
-/// Every second query sees nothing, beside others that see a key and a value of NaN: its output and its gradient are 0.
-pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType) {
-    let [_, _, _, q_len, _, head_dim, value_dim] = sizes;
+/// Every second query sees nothing, beside others that see a key and a value of NaN: its output and its gradient are 0, and its
+/// logsumexp is −∞, or the sink.
+pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
+    let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
         dtype,
         mask: Some([false, false, true, false]),
-        lse_gradient: false,
+        sinks,
         ..Case::new(sizes)
     };
     let is_blind = |query: usize| query % 2 == 1;
@@ -151,20 +152,24 @@ pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType) {
     inputs.mask = Some(Dense::from_fn([1, 1, q_len, 1], |[_, _, query, _]| {
         f64::from(!is_blind(query))
     }));
-    inputs.key.fill_rows(f64::NAN, |[_, _, key]| key % 64 == 3);
-    inputs
-        .value
-        .fill_rows(f64::NAN, |[_, _, key]| key % 64 == 3);
+    for operand in [&mut inputs.key, &mut inputs.value] {
+        operand.fill_rows(f64::NAN, |[_, _, key]| key % 64 == 3);
+    }
     for device in devices().iter().filter(|device| device.supports(dtype)) {
         let results = case.run(&inputs, &device.device, dtype, Operator::Fused);
-        for (name, columns, expected) in [
-            ("output", value_dim, 0.0),
-            ("logsumexp", 1, f64::NEG_INFINITY),
-            ("query gradient", head_dim, 0.0),
+        for (name, columns) in [
+            ("output", value_dim),
+            ("logsumexp", 1),
+            ("query gradient", head_dim),
         ] {
             let result = results.iter().find(|result| result.name == name);
             let result = result.unwrap_or_else(|| panic!("no {name}"));
             for (row, values) in result.values.chunks(columns).enumerate() {
+                let expected = match (name, &inputs.sinks) {
+                    ("logsumexp", Some(sinks)) => sinks.values[row / q_len % q_heads],
+                    ("logsumexp", None) => f64::NEG_INFINITY,
+                    _ => 0.0,
+                };
                 assert!(
                     !is_blind(row % q_len) || values.iter().all(|x| *x == expected),
                     "{}: row {row} of {name} of {case:?} is {values:?}",
@@ -179,8 +184,13 @@ pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType) {
 #[test]
 fn beside_others_that_see_nan() {
     for (q_len, kv_len, width) in [(70, 66, 32), (2, 66, 32), (2, 2000, 64), (70, 66, 100)] {
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            check_beside_nan([1, 2, 1, q_len, kv_len, width, width], dtype);
+        for (dtype, sinks) in [
+            (DType::F32, false),
+            (DType::F32, true),
+            (DType::F16, true),
+            (DType::BF16, true),
+        ] {
+            check_beside_nan([1, 2, 1, q_len, kv_len, width, width], dtype, sinks);
         }
     }
 }

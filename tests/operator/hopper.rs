@@ -465,47 +465,67 @@ fn cubes_stay() {
 }
 
 /// Tiles that see no key between others, of cubes that stay: a mask hides the first keys, as left padding does, or all from the last
-/// queries.
+/// queries. Sequences alone, which are fewer tiles than cubes, have the same bits.
 #[test]
 fn tiles_without_keys() {
-    for (head_dim, value_dim) in [
-        (64, 64),
-        (128, 128),
-        (192, 128),
-        (192, 192),
-        (256, 256),
-        (384, 384),
-        (512, 512),
+    let (batch, q_heads) = (4, 24);
+    for (width, value_dim, length) in [
+        (64, 64, 900),
+        (128, 128, 600),
+        (192, 128, 600),
+        (192, 192, 600),
+        (256, 256, 600),
+        (384, 384, 300),
+        (512, 512, 300),
     ] {
-        let case = Case::new([2, 24, 8, 420, 420, head_dim, value_dim]);
-        let padded = Case {
-            dtype: DType::BF16,
-            causal: Some(CausalAlignment::BottomRight),
-            mask: Some([true, false, false, true]),
-            ..case.clone()
-        };
-        check_with(
-            &padded,
-            |inputs| {
-                let mask = inputs.mask.as_mut().expect("the case has a mask");
-                *mask = Dense::from_fn(mask.shape, |[_, _, _, key]| f64::from(key >= 290));
-            },
-            |_| {},
-        );
-        let rows = Case {
-            dtype: DType::BF16,
-            mask: Some([true, false, true, true]),
-            sinks: true,
-            ..case
-        };
-        check_with(
-            &rows,
-            |inputs| {
-                let mask = inputs.mask.as_mut().expect("the case has a mask");
-                *mask = Dense::from_fn(mask.shape, |[_, _, query, _]| f64::from(query < 130));
-            },
-            |_| {},
-        );
+        for device in hopper_devices() {
+            let device = &device.device;
+            let random = |heads: usize, columns: usize| {
+                let normal = Distribution::Normal(0.0, 1.0);
+                Tensor::<4>::random([batch, heads, length, columns], normal, device)
+                    .cast(DType::BF16)
+            };
+            let operands = [
+                random(q_heads, width),
+                random(8, width),
+                random(8, value_dim),
+            ];
+            let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
+            // More than two tiles of keys or queries.
+            let keys: Tensor<4, Bool> = numbers
+                .clone()
+                .greater_equal_elem(length as i64 * 7 / 10)
+                .reshape([1, 1, 1, length]);
+            let queries: Tensor<4, Bool> = numbers.lower_elem(130).reshape([1, 1, length, 1]);
+            for options in [
+                AttentionOptions::new().causal().mask(keys),
+                AttentionOptions::new().mask(queries),
+            ] {
+                let run = |first: usize, count: usize| {
+                    let [query, key, value] = operands
+                        .clone()
+                        .map(|operand| operand.narrow(0, first, count));
+                    let (output, logsumexp) =
+                        attention_with_lse(query, key, value, options.clone())
+                            .unwrap_or_else(|error| panic!("D{width}: {error}"));
+                    (output, logsumexp.unsqueeze_dim::<4>(3))
+                };
+                let together = run(0, batch);
+                for sequence in 0..batch {
+                    let alone = run(sequence, 1);
+                    for (together, alone) in [(&together.0, alone.0), (&together.1, alone.1)] {
+                        let differ = together
+                            .clone()
+                            .narrow(0, sequence, 1)
+                            .not_equal(alone)
+                            .int()
+                            .sum();
+                        let differ: i64 = differ.into_scalar();
+                        assert_eq!(differ, 0, "D{width}/{value_dim}, sequence {sequence}");
+                    }
+                }
+            }
+        }
     }
 }
 
@@ -541,24 +561,24 @@ fn extremes() {
     if hopper_devices().is_empty() {
         return;
     }
-    for (head_dim, value_dim) in WIDTHS {
-        for [q_len, kv_len] in [[140, 270], [1, 3000], [2, 3000]] {
+    let lowest = [
+        (DType::BF16, true, f64::from(f32::MIN)),
+        (DType::BF16, false, f64::from(f32::from_bits(0xFF7F_0000))),
+        (DType::F16, false, -65504.0),
+        (DType::F16, true, -1e30),
+    ];
+    for (index, (head_dim, value_dim)) in WIDTHS.into_iter().enumerate() {
+        for [q_len, kv_len] in [[140, 270], [2, 3000]] {
             let sizes = [1, 4, 2, q_len, kv_len, head_dim, value_dim];
-            check_beside_nan(sizes, DType::BF16);
-            for (dtype, f32_extras, lowest) in [
-                (DType::BF16, true, f64::from(f32::MIN)),
-                (DType::BF16, false, f64::from(f32::from_bits(0xFF7F_0000))),
-                (DType::F16, false, -65504.0),
-                (DType::F16, true, -1e30),
-            ] {
-                let case = Case {
-                    dtype,
-                    f32_extras,
-                    bias: Some(FULL),
-                    ..Case::new(sizes)
-                };
-                check_lowest(&case, lowest);
-            }
+            check_beside_nan(sizes, DType::BF16, index % 2 == 0);
+            let (dtype, f32_extras, lowest) = lowest[index % lowest.len()];
+            let case = Case {
+                dtype,
+                f32_extras,
+                bias: Some(FULL),
+                ..Case::new(sizes)
+            };
+            check_lowest(&case, lowest);
         }
     }
 }
