@@ -32,8 +32,8 @@ pub(crate) fn pack_integers<I: Int>(
     }
 }
 
-/// The smallest and the largest id of every block of `block` tokens, from the packed ids at `ids` to
-/// the blocks' integers at `bounds`.
+/// The smallest and the largest id of every block of `block` tokens, and a bit for each, from the packed ids at `ids`
+/// to the blocks' integers at `bounds`.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_segments(
     packed: &mut Tensor<i32>,
@@ -51,14 +51,17 @@ pub(crate) fn bound_segments(
         let row = ids + (index / blocks) * length;
         let mut smallest = packed[(row + start) as usize];
         let mut largest = smallest;
-        for token in start + 1u32..end {
+        let mut bits = 0u32;
+        for token in start..end {
             let id = packed[(row + token) as usize];
             smallest = min(smallest, id);
             largest = max(largest, id);
+            bits |= 1u32 << (u32::reinterpret(id) % 32u32);
         }
         let at = (bounds + comptime!(BLOCK_INTEGERS as u32) * index) as usize;
         packed[at] = smallest;
         packed[at + 1] = largest;
+        packed[at + 2] = i32::reinterpret(bits);
     }
 }
 
@@ -83,13 +86,15 @@ pub(crate) fn span_segments(
     let at = (bounds + size * index) as usize;
     let smallest = packed[at];
     let largest = packed[at + 1];
+    let bits = packed[at + 2];
     let start = others + size * (index / blocks) * other_blocks;
     let mut first = other_blocks as i32;
     let mut end = 0i32;
     let mut block = UNIT_POS;
     while block < other_blocks {
         let there = (start + size * block) as usize;
-        if smallest <= packed[there + 1] && packed[there] <= largest {
+        let overlaps = smallest <= packed[there + 1] && packed[there] <= largest;
+        if overlaps && bits & packed[there + 2] != 0i32 {
             first = min(first, block as i32);
             end = block as i32 + 1i32;
         }
@@ -105,8 +110,8 @@ pub(crate) fn span_segments(
             first = min(first, firsts[unit]);
             end = max(end, ends[unit]);
         }
-        packed[at + 2] = first;
-        packed[at + 3] = end;
+        packed[at + 3] = first;
+        packed[at + 4] = end;
         if index == 0u32 {
             packed[counter as usize] = 0i32;
         }

@@ -205,9 +205,10 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
-/// Integers of a block of either side: the smallest and the largest id in it, and, of the side that tiles hold, the first block of
-/// the other side that may share a document with it and one past the last.
-pub(crate) const BLOCK_INTEGERS: usize = 4;
+/// Integers of a block of either side: the smallest and the largest id in it, a bit for each id modulo 32, by which a block that
+/// ends in padding does not meet all documents between, and, of the side that tiles hold, the first block of the other side that
+/// may share a document with it and one past the last.
+pub(crate) const BLOCK_INTEGERS: usize = 5;
 
 /// Where a block's integers start.
 #[cube]
@@ -246,8 +247,8 @@ pub(crate) fn within_segments(
     if comptime!(structure.segments) {
         let at = bounds_of(extent, batch, block, side);
         Blocks {
-            first: max(first, integer(integers, at + 2u32)),
-            end: min(end, integer(integers, at + 3u32)),
+            first: max(first, integer(integers, at + 3u32)),
+            end: min(end, integer(integers, at + 4u32)),
         }
     } else {
         Blocks { first, end }
@@ -255,7 +256,7 @@ pub(crate) fn within_segments(
 }
 
 /// Whether a block of a sequence's queries and one of its keys can see each other by their segments:
-/// the ranges of their ids overlap.
+/// the ranges of their ids overlap, and so do their bits.
 #[cube]
 pub(crate) fn segments_meet(
     extent: &Extent,
@@ -270,7 +271,8 @@ pub(crate) fn segments_meet(
         let query_at = bounds_of(extent, batch, query_block, Side::Queries);
         let key_at = bounds_of(extent, batch, key_block, Side::Keys);
         meet = integer(integers, query_at) <= integer(integers, key_at + 1u32)
-            && integer(integers, key_at) <= integer(integers, query_at + 1u32);
+            && integer(integers, key_at) <= integer(integers, query_at + 1u32)
+            && integer(integers, query_at + 2u32) & integer(integers, key_at + 2u32) != 0i32;
     }
     meet
 }

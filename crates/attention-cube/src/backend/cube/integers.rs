@@ -1,6 +1,6 @@
 //! Lengths and segments in one buffer: `[lengths | ids of queries | ids of keys | bounds of query blocks
 //! | bounds of key blocks | …]`, so that they take one binding. Bounds are the smallest and the largest
-//! id of a block, by which kernels skip pairs of blocks without a common document, and, of the side that tiles
+//! id of a block, and its ids' bits, by which kernels skip pairs of blocks without a common document, and, of the side that tiles
 //! hold, the first and the last block that a tile has one in common with; kernels with other tiles have bounds of
 //! their own. After the bounds of key blocks comes 0, from which cubes count the tiles that they take.
 
@@ -273,22 +273,10 @@ mod tests {
         held.chunks(size).map(span).collect()
     }
 
-    /// A tile is told no block before or after those of its documents, where these lie together: so many packed documents cost no
-    /// search.
-    #[test]
-    fn tiles_know_the_blocks_of_their_documents() {
+    /// Checks the spans of both sides' tiles, of two sequences.
+    fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
         let cube = cube_device();
-        let (q_len, kv_len) = (1000, 1100);
-        // The second sequence's keys lack some of its queries' documents.
-        let queries =
-            [0, 1].map(|batch| (0..q_len).map(|i| (i / (7 + 20 * batch)) as i32).collect());
-        let keys = [0, 1].map(|batch| {
-            let document = |i| (i / (7 + 20 * batch)) as i32;
-            (0..kv_len)
-                .map(|i| document(i) + if batch == 1 && i > 500 { 9 } else { 0 })
-                .collect()
-        });
-        let (queries, keys): ([Vec<i32>; 2], [Vec<i32>; 2]) = (queries, keys);
+        let (q_len, kv_len) = (queries[0].len(), keys[0].len());
         let ids = |ids: &[Vec<i32>; 2], length: usize| {
             let data = TensorData::new(ids.concat(), [2, length]);
             MaybeInt::Present(CubeBackend::int_from_data(data, &cube))
@@ -345,10 +333,33 @@ mod tests {
                 let found: Vec<[i32; 2]> = of_blocks
                     .chunks(BLOCK_INTEGERS)
                     .take(size)
-                    .map(|block| [block[2], block[3]])
+                    .map(|block| [block[3], block[4]])
                     .collect();
                 assert_eq!(found, expected, "{:?}, sequence {batch}", blocks.held);
             }
         }
+    }
+
+    /// A tile is told no block before or after those of its documents, where these lie together: so many packed documents cost no
+    /// search.
+    #[test]
+    fn tiles_know_the_blocks_of_their_documents() {
+        let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);
+        // The second sequence's keys lack some of its queries' documents.
+        let leaps = |id: i32| if id > 20 { id + 9 } else { id };
+        check(
+            [ids(1000, 7).collect(), ids(1000, 27).collect()],
+            [ids(1100, 7).collect(), ids(1100, 27).map(leaps).collect()],
+        );
+    }
+
+    /// The last block of a document is not told all blocks where the padding behind it has an id of another kind.
+    #[test]
+    fn padding_does_not_widen_a_span() {
+        let ids = |padding: i32| -> Vec<i32> {
+            let id = |i: usize| if i < 950 { i as i32 / 100 + 1 } else { padding };
+            (0..1000).map(id).collect()
+        };
+        check([ids(0), ids(-1)], [ids(0), ids(-1)]);
     }
 }
