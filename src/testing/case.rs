@@ -1,12 +1,13 @@
 //! One attention to test: sizes and options, its random inputs, and the comparison with the oracle.
 
-use super::compare::{Named, Precision, assert_close};
+use super::compare::Precision;
+use super::definition::Definition;
 use super::dense::{Dense, Layout};
 use super::devices::{TestDevice, devices};
 use super::inputs::Inputs;
 use super::run::Operator;
 use attention_cube::CausalAlignment;
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -201,55 +202,17 @@ impl Case {
     /// # Panics
     /// As [`check`](Self::check).
     pub fn check_on(&self, devices: &[TestDevice], given: &Inputs, equivalent: &Inputs) {
-        let flex = Device::flex();
-        let exact = self.run(equivalent, &flex, DType::F64, Operator::Reference);
-        let baseline = self.run(equivalent, &flex, self.dtype, Operator::Reference);
+        let definition = Definition::new(self, equivalent);
         for device in devices.iter().filter(|device| device.supports(self.dtype)) {
-            let context = format!("{}, seed {}: {self:?}", device.name, seed());
             let got = self.run(given, &device.device, self.dtype, Operator::Fused);
-            for ((got, exact), baseline) in got.iter().zip(&exact).zip(&baseline) {
-                assert_close(&context, got, exact, baseline, self.precision());
-            }
-            self.assert_exact_zeros(&context, &got, &exact);
-        }
-    }
-
-    /// A query that saw nothing and a key that nobody saw have zeros in their rows of both results
-    /// (but for an output's gradient of zeros); these are exact.
-    fn assert_exact_zeros(&self, context: &str, got: &[Named], exact: &[Named]) {
-        if self.layouts != [Layout::Contiguous; 4] {
-            return;
-        }
-        let [output, query, key, value] =
-            ["output", "query gradient", "key gradient", "value gradient"].map(|name| {
-                let index = exact.iter().position(|named| named.name == name);
-                index.unwrap_or_else(|| panic!("{context}: no {name}"))
-            });
-        for (wide, narrow) in [(output, query), (value, key)] {
-            let is_zero = |results: &[Named], index: usize, row: usize| {
-                let columns = if index == wide {
-                    self.value_dim
-                } else {
-                    self.head_dim
-                };
-                results[index].values[row * columns..][..columns]
-                    .iter()
-                    .all(|x| *x == 0.0)
-            };
-            for row in 0..exact[wide].values.len() / self.value_dim {
-                if [wide, narrow]
-                    .into_iter()
-                    .all(|index| is_zero(exact, index, row))
-                {
-                    for index in [wide, narrow] {
-                        let name = got[index].name;
-                        assert!(
-                            is_zero(got, index, row),
-                            "{context}: row {row} of {name} is not 0"
-                        );
-                    }
-                }
-            }
+            let faults = definition.faults(&got);
+            assert!(
+                faults.is_empty(),
+                "{}, seed {}: {self:?}: {}",
+                device.name,
+                seed(),
+                faults.join("; ")
+            );
         }
     }
 }

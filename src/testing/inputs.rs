@@ -58,9 +58,10 @@ impl Inputs {
                 .bias
                 .as_ref()
                 .map(|bias| bias.tensor(device, dtype).require_grad()),
-            kv_lengths: self.kv_lengths.as_ref().map(|lengths| {
-                Tensor::from_data(TensorData::new(lengths.clone(), [lengths.len()]), device)
-            }),
+            kv_lengths: self
+                .kv_lengths
+                .as_ref()
+                .map(|lengths| length_tensor(lengths, device)),
             segments: self.segments.as_ref().map(|(queries, keys)| {
                 (
                     ids(queries, self.query.shape[2]),
@@ -76,4 +77,19 @@ impl Inputs {
             }),
         }
     }
+}
+
+/// In the device's own integers where these hold the lengths, else in 64 bits where it has those.
+fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
+    let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
+    let fits = lengths.iter().all(|length| narrow(*length) == *length);
+    let data = |lengths: Vec<i64>| {
+        let count = lengths.len();
+        TensorData::new(lengths, [count])
+    };
+    if !fits && device.supports_dtype(DType::I64) {
+        return Tensor::from_data(data(lengths.to_vec()), (device, DType::I64));
+    }
+    let lengths = lengths.iter().copied().map(narrow).collect();
+    Tensor::from_data(data(lengths), device)
 }

@@ -2,8 +2,10 @@
 
 pub mod case;
 pub mod compare;
+pub mod definition;
 pub mod dense;
 pub mod devices;
 pub mod inputs;
 pub mod program;
 pub mod run;
+pub mod visible;

@@ -8,9 +8,11 @@
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");
 
-use attention_workspace::testing::{case, compare, dense, devices, inputs, run};
+use attention_workspace::testing::{case, compare, definition, dense, devices, inputs, run};
 
+mod random;
 mod refused;
+mod workers;
 
 mod biases;
 mod cliffs;

@@ -2,38 +2,15 @@
 //! against finite differences of those loops.
 
 use crate::case::{Case, FULL};
+use crate::dense::Layout;
 use crate::inputs::Inputs;
+use crate::random::{Problem, Sizes, numbered};
 use crate::run::Operator;
 use attention_cube::CausalAlignment::{self, BottomRight, TopLeft};
 use burn::tensor::{DType, Device};
-
-/// Whether query `i` sees key `j`.
-fn sees(case: &Case, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> bool {
-    let length = match &inputs.kv_lengths {
-        Some(lengths) => lengths[b].clamp(0, case.kv_len as i64),
-        None => case.kv_len as i64,
-    };
-    let alignment = case.causal.unwrap_or_default();
-    let offset = if alignment == BottomRight {
-        length - case.q_len as i64
-    } else {
-        0
-    };
-    let (position, key) = (i as i64 + offset, j as i64);
-    let (left, right) = case.window;
-    key < length
-        && (case.causal.is_none() || key <= position)
-        && left.is_none_or(|left| key >= position - left as i64)
-        && right.is_none_or(|right| key <= position + right as i64)
-        && inputs
-            .mask
-            .as_ref()
-            .is_none_or(|mask| mask.at([b, h, i, j]) != 0.0)
-        && inputs
-            .segments
-            .as_ref()
-            .is_none_or(|(queries, keys)| queries[b * case.q_len + i] == keys[b * case.kv_len + j])
-}
+use proptest::strategy::ValueTree;
+use proptest::test_runner::Config;
+use std::iter;
 
 /// Output and logsumexp.
 fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
@@ -59,20 +36,28 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
                     .map_or(0.0, |bias| bias.at([b, h, i, j]))
         };
         let seen: Vec<(usize, f64)> = (0..case.kv_len)
-            .filter(|j| sees(case, inputs, [b, h, i, *j]))
+            .filter(|j| case.sees(inputs, [b, h, i, *j]))
             .map(|j| (j, score(j)))
             .collect();
-        let mut sum: f64 = seen.iter().map(|(_, score)| score.exp()).sum();
-        if let Some(sinks) = &inputs.sinks {
-            sum += sinks.at([0, h, 0, 0]).exp();
+        let sink = inputs.sinks.as_ref().map(|sinks| sinks.at([0, h, 0, 0]));
+        let all = seen.iter().map(|(_, score)| *score).chain(sink);
+        // Whatever it is, it cancels; the largest overflows nowhere.
+        let reference = all.clone().fold(f64::NEG_INFINITY, f64::max);
+        if reference == f64::NEG_INFINITY {
+            logsumexp.push(reference);
+            output.extend(iter::repeat_n(0.0, case.value_dim));
+            continue;
         }
-        logsumexp.push(sum.ln());
+        let sum: f64 = all.map(|score| (score - reference).exp()).sum();
+        logsumexp.push(reference + sum.ln());
         for c in 0..case.value_dim {
             let weighted: f64 = seen
                 .iter()
-                .map(|(j, score)| score.exp() * inputs.value.at([b, h / group, *j, c]))
+                .map(|(j, score)| {
+                    (score - reference).exp() * inputs.value.at([b, h / group, *j, c])
+                })
                 .sum();
-            output.push(if seen.is_empty() { 0.0 } else { weighted / sum });
+            output.push(weighted / sum);
         }
     }
     (output, logsumexp)
@@ -122,9 +107,13 @@ fn differences(
 fn assert_near(context: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{context}");
     for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
-        let near = got == expected || (got - expected).abs() <= tolerance * (1.0 + expected.abs());
+        let near = is_near(*got, *expected, tolerance);
         assert!(near, "{context}[{index}]: {got} instead of {expected}");
     }
+}
+
+fn is_near(got: f64, expected: f64, tolerance: f64) -> bool {
+    got == expected || (got - expected).abs() <= tolerance * (1.0 + expected.abs())
 }
 
 /// Small problems that use every option.
@@ -225,6 +214,43 @@ fn the_reference_is_the_contract() {
             1e-12,
         );
     }
+}
+
+/// Random problems with all that their data may have: −∞ and the lowest finite numbers in biases and sinks, queries that see
+/// nothing, lengths beyond any integer. Gradients by autodiff through the definition are those of the explicit backward.
+#[test]
+fn random_problems_are_the_contract() {
+    let mut faults = Vec::new();
+    for number in 0..300 {
+        let (_, tree) = numbered(Sizes::Small, number, Config::default());
+        let Problem { case, data } = tree.current();
+        let case = Case {
+            dtype: DType::F64,
+            layouts: [Layout::Contiguous; 4],
+            ..case
+        };
+        let inputs = data.draw(&case).clean;
+        let (output, logsumexp) = by_loops(&case, &inputs);
+        let [definition, explicit] = [Operator::Reference, Operator::Fused]
+            .map(|operator| case.run(&inputs, &Device::flex(), DType::F64, operator));
+        let mut compare = |name, found: &[f64], expected: &[f64], tolerance| {
+            let is_far = |(a, b): &(&f64, &f64)| !is_near(**a, **b, tolerance);
+            let far = found.iter().zip(expected).filter(is_far).count();
+            if far > 0 {
+                let all = found.len();
+                faults.push(format!(
+                    "{number}: {far} of {all} of {name}: {case:?} {data:?}"
+                ));
+            }
+        };
+        compare("output", &definition[0].values, &output, 1e-11);
+        compare("logsumexp", &definition[1].values, &logsumexp, 1e-11);
+        for (explicit, definition) in explicit.iter().zip(&definition) {
+            // Autodiff divides by a softcap in f32.
+            compare(explicit.name, &explicit.values, &definition.values, 1e-6);
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
 #[test]

@@ -1,146 +1,126 @@
-//! Random combinations of shapes, options, layouts and dtypes, forward and gradients, against the oracle.
-//! `PROPTEST_CASES` sets how many (24), `ATTENTION_TEST_SEED` which.
+//! Random combinations of shapes, options, layouts, data and dtypes, forward and gradients, against the definition; and the
+//! same call again gives the same bits.
+//!
+//! `PROPTEST_CASES` sets how many (24), `ATTENTION_TEST_SEED` which. `ATTENTION_TEST_SIZES=every` draws every row of the tile
+//! tables, few queries and many, and more tiles than a card has multiprocessors; `ATTENTION_TEST_JOBS` is how many processes
+//! share the work, `ATTENTION_TEST_SECONDS` when they have to end. On a card with sixteen processor cores beside it:
+//!
+//! ```text
+//! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \
+//!     PROPTEST_CASES=10000 cargo test --release --test operator -- --exact properties::any_combination --nocapture
+//! ```
+//!
+//! What is wrong is a line with the number of the problem: `ATTENTION_TEST_PROBLEM` checks that one, and makes it smaller.
 
-use crate::case::{Case, Extent, seed};
-use crate::dense::Layout;
-use attention_cube::CausalAlignment;
-use burn::tensor::DType;
-use proptest::collection::vec;
-use proptest::option;
-use proptest::prelude::*;
-use proptest::sample::select;
-use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use crate::case::seed;
+use crate::random::{Sizes, Target, bundle, numbered};
+use crate::workers::{self, Tally, Verdict};
+use attention_workspace::guarded;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{Config, TestCaseError};
+use std::time::{Duration, Instant};
 
-/// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`; few head sizes, since each is
-/// another kernel.
-fn sizes() -> impl Strategy<Value = [usize; 7]> {
-    let heads = select(vec![(1usize, 1usize), (2, 1), (4, 2), (3, 3), (5, 1)]);
-    let dims = select(vec![(16usize, 16usize), (16, 32), (5, 5)]);
-    (1usize..3, heads, 1usize..80, 1usize..140, dims).prop_map(
-        |(batch, (q_heads, kv_heads), q_len, kv_len, (head_dim, value_dim))| {
-            [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]
-        },
-    )
+/// A number from the environment.
+fn number<N: std::str::FromStr>(name: &str) -> Option<N> {
+    let text = std::env::var(name).ok()?;
+    let number = text.parse().ok();
+    Some(number.unwrap_or_else(|| panic!("{name}={text}: no number")))
 }
 
-fn extent() -> impl Strategy<Value = Extent> {
-    proptest::array::uniform4(any::<bool>())
+fn sizes() -> Sizes {
+    match std::env::var("ATTENTION_TEST_SIZES").as_deref() {
+        Err(_) | Ok("small") => Sizes::Small,
+        Ok("every") => Sizes::Every,
+        Ok(other) => panic!("ATTENTION_TEST_SIZES={other}: small or every"),
+    }
 }
 
-/// Mostly `None`: combinations of two or three options, not of all.
-fn rarely<S: Strategy>(strategy: S) -> impl Strategy<Value = Option<S::Value>> {
-    option::weighted(0.3, strategy)
+/// What to set to have one problem again.
+fn again(number: u64) -> String {
+    let variables = [
+        "ATTENTION_TEST_DEVICES",
+        "ATTENTION_TEST_SIZES",
+        "ATTENTION_TEST_SEED",
+    ];
+    let set = variables
+        .into_iter()
+        .filter_map(|name| Some(format!("{name}={} ", std::env::var(name).ok()?)));
+    format!("{}ATTENTION_TEST_PROBLEM={number}", set.collect::<String>())
 }
 
-fn structure(case: Case) -> impl Strategy<Value = Case> {
-    let Case {
-        batch,
-        q_len,
-        kv_len,
-        ..
-    } = case;
-    let ids = (vec(-2i64..3, batch * q_len), vec(-2i64..3, batch * kv_len));
-    (
-        option::of(select(vec![
-            CausalAlignment::BottomRight,
-            CausalAlignment::TopLeft,
-        ])),
-        rarely(0..kv_len + 3),
-        rarely(0..kv_len + 3),
-        rarely(extent()),
-        rarely(vec(0..kv_len as i64 + 5, batch)),
-        rarely(ids),
-    )
-        .prop_map(
-            move |(causal, left, right, mask, kv_lengths, segments)| Case {
-                causal,
-                window: (left, right),
-                mask,
-                kv_lengths,
-                segments,
-                ..case.clone()
-            },
-        )
+fn config() -> Config {
+    Config {
+        failure_persistence: None,
+        max_shrink_iters: 60,
+        ..Config::default()
+    }
 }
 
-/// Among the scores mostly, or of any size.
-fn softcap() -> impl Strategy<Value = f64> {
-    let any_size = (-2.0..8.0f64).prop_map(|power| 10f64.powf(power));
-    prop_oneof![0.5..20.0f64, any_size, Just(f64::from(f32::MAX)),]
+/// Checks one after the other, and makes the first that is wrong smaller.
+fn one_by_one(sizes: Sizes, numbers: impl Iterator<Item = u64>) {
+    let targets = Target::all();
+    for number in numbers {
+        let (mut runner, tree) = numbered(sizes, number, config());
+        let check =
+            |problem: crate::random::Problem| problem.check(&targets).map_err(TestCaseError::fail);
+        if let Err(failure) = runner.run_one(tree, check) {
+            panic!("{}, seed {}: {failure}", again(number), seed());
+        }
+    }
 }
 
-fn scores(case: Case) -> impl Strategy<Value = Case> {
-    (
-        rarely(-1.0..1.0f64),
-        rarely(softcap()),
-        rarely(extent()),
-        prop::bool::weighted(0.3),
-        any::<bool>(),
-        select(vec![DType::F32, DType::F32, DType::F16, DType::BF16]),
-        any::<bool>(),
-    )
-        .prop_map(
-            move |(scale, softcap, bias, sinks, lse_gradient, dtype, f32_extras)| Case {
-                scale,
-                softcap,
-                bias,
-                sinks,
-                lse_gradient,
-                dtype,
-                f32_extras,
-                ..case.clone()
-            },
-        )
+fn work(sizes: Sizes) {
+    let targets = Target::all();
+    let draw = |number| numbered(sizes, number, config()).1.current();
+    workers::work(draw, |problem| match guarded(|| problem.check(&targets)) {
+        Ok(Ok(())) => {
+            let kernels = targets.iter().flat_map(|target| problem.kernels(target));
+            Verdict::Right(kernels.collect())
+        }
+        Ok(Err(fault)) => Verdict::Wrong(fault),
+        Err(panic) => Verdict::Panicked(panic),
+    });
 }
 
-fn layouts(case: Case) -> impl Strategy<Value = Case> {
-    let any_layout = || select(Layout::ALL.to_vec());
-    let dense = select(vec![
-        Layout::Contiguous,
-        Layout::HeadsLast,
-        Layout::Transposed,
-    ]);
-    (
-        any_layout(),
-        any_layout(),
-        any_layout(),
-        dense,
-        any::<bool>(),
-    )
-        .prop_map(move |(query, key, value, gradient, expanded)| Case {
-            layouts: [query, key, value, gradient],
-            expanded,
-            ..case.clone()
-        })
+fn share(sizes: Sizes, count: u64, jobs: usize) {
+    let time = number("ATTENTION_TEST_SECONDS").map(Duration::from_secs);
+    let start = Instant::now();
+    let test = "properties::any_combination";
+    let Tally {
+        checked,
+        wrong,
+        kinds,
+    } = workers::share(test, count, bundle(sizes), jobs, time);
+    for (kind, count) in kinds {
+        println!("{count:6} {kind}");
+    }
+    for (number, fault) in &wrong {
+        println!("{}: {fault}", again(*number));
+    }
+    let seconds = start.elapsed().as_secs();
+    println!(
+        "{checked} of {count} problems in {seconds} s, {} wrong",
+        wrong.len()
+    );
+    assert!(
+        wrong.is_empty() && checked == count,
+        "{} of {checked} problems are wrong, and {} were not checked",
+        wrong.len(),
+        count - checked
+    );
 }
 
 #[test]
 fn any_combination() {
-    let cases = match std::env::var("PROPTEST_CASES") {
-        Ok(cases) => cases
-            .parse()
-            .unwrap_or_else(|_| panic!("PROPTEST_CASES={cases}: no number")),
-        Err(_) => 24,
-    };
-    let config = Config {
-        cases,
-        failure_persistence: None,
-        max_shrink_iters: 60,
-        ..Config::default()
-    };
-    let mut bytes = [0; 32];
-    bytes[..8].copy_from_slice(&seed().to_le_bytes());
-    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
-    let strategy = sizes()
-        .prop_map(Case::new)
-        .prop_flat_map(structure)
-        .prop_flat_map(scores)
-        .prop_flat_map(layouts);
-    let result = TestRunner::new_with_rng(config, rng).run(&strategy, |case| {
-        case.check();
-        Ok(())
-    });
-    if let Err(failure) = result {
-        panic!("{failure}");
+    let sizes = sizes();
+    let cases = number("PROPTEST_CASES").unwrap_or(24);
+    if workers::is_worker() {
+        work(sizes);
+    } else if let Some(number) = number("ATTENTION_TEST_PROBLEM") {
+        one_by_one(sizes, std::iter::once(number));
+    } else if let Some(jobs) = number("ATTENTION_TEST_JOBS") {
+        share(sizes, cases, jobs);
+    } else {
+        one_by_one(sizes, 0..cases);
     }
 }

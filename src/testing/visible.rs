@@ -1,0 +1,66 @@
+//! Who sees whom, pair by pair, as the contract says it.
+
+use super::case::Case;
+use super::dense::Dense;
+use super::inputs::Inputs;
+use attention_cube::CausalAlignment::BottomRight;
+
+/// What takes part in nothing, and so may hold anything.
+pub struct Unused {
+    /// Whether a query sees no key, by `[batch, q_heads, q_len]`.
+    pub queries: Vec<bool>,
+    /// Whether no query sees a key, by `[batch, kv_heads, kv_len]`.
+    pub keys: Vec<bool>,
+}
+
+impl Case {
+    /// Whether query `i` of head `h` in sequence `b` sees key `j`.
+    pub fn sees(&self, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> bool {
+        let keys = self.kv_len as i64;
+        // What is expanded has one sequence.
+        let length = inputs
+            .kv_lengths
+            .as_ref()
+            .map_or(keys, |lengths| lengths[b % lengths.len()].clamp(0, keys));
+        let offset = match self.causal.unwrap_or_default() == BottomRight {
+            true => length - self.q_len as i64,
+            false => 0,
+        };
+        let (position, key) = (i as i64 + offset, j as i64);
+        let reach = |side: usize| i64::try_from(side).unwrap_or(i64::MAX);
+        let (left, right) = self.window;
+        let at = |dense: &Dense| dense.at([b, h, i, j]);
+        key < length
+            && (self.causal.is_none() || key <= position)
+            && left.is_none_or(|left| key >= position.saturating_sub(reach(left)))
+            && right.is_none_or(|right| key <= position.saturating_add(reach(right)))
+            && inputs.mask.as_ref().is_none_or(|mask| at(mask) != 0.0)
+            && (inputs.bias.as_ref()).is_none_or(|bias| at(bias) != f64::NEG_INFINITY)
+            && inputs.segments.as_ref().is_none_or(|(queries, keys)| {
+                let query = (b * self.q_len + i) % queries.len();
+                queries[query] == keys[(b * self.kv_len + j) % keys.len()]
+            })
+    }
+
+    /// The queries that see nothing and the keys that nobody sees.
+    pub fn unused(&self, inputs: &Inputs) -> Unused {
+        let group = self.q_heads / self.kv_heads;
+        let mut unused = Unused {
+            queries: vec![true; self.batch * self.q_heads * self.q_len],
+            keys: vec![true; self.batch * self.kv_heads * self.kv_len],
+        };
+        for (row, blind) in unused.queries.iter_mut().enumerate() {
+            let plane = row / self.q_len;
+            let (b, h) = (plane / self.q_heads, plane % self.q_heads);
+            let first_key = (b * self.kv_heads + h / group) * self.kv_len;
+            let unseen = &mut unused.keys[first_key..][..self.kv_len];
+            for (j, unseen) in unseen.iter_mut().enumerate() {
+                if self.sees(inputs, [b, h, row % self.q_len, j]) {
+                    *blind = false;
+                    *unseen = false;
+                }
+            }
+        }
+        unused
+    }
+}

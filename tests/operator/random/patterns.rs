@@ -1,0 +1,352 @@
+//! What is special about the data of a random problem: patterns of masks, biases and sinks, and what nobody may read.
+
+use crate::case::Case;
+use crate::compare::Named;
+use crate::dense::{Dense, Layout};
+use crate::inputs::Inputs;
+use burn::tensor::DType;
+use proptest::prelude::*;
+use proptest::sample::select;
+
+/// The patterns of a problem's data. `salt` tells those of one kind apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Data {
+    mask: MaskPattern,
+    bias: BiasPattern,
+    sinks: SinkPattern,
+    poison: Poison,
+    salt: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum MaskPattern {
+    /// Seven of ten pairs, as drawn.
+    Random,
+    /// One of sixteen pairs.
+    Sparse,
+    /// Sequences of different lengths that end together.
+    LeftPadded,
+    /// A run of queries in each sequence sees nothing.
+    BlindQueries,
+    /// Some blocks are hidden, some seen, some mixed.
+    Blocks,
+    /// Some keys are hidden from everyone, alone and in a run.
+    UnseenKeys,
+    /// All is seen.
+    Open,
+    /// All is hidden.
+    Closed,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum BiasPattern {
+    /// As drawn.
+    Normal,
+    /// −∞ for one of eight pairs.
+    Hides,
+    /// −∞ for a run of queries in each sequence.
+    BlindQueries,
+    /// −∞ for some keys.
+    UnseenKeys,
+    /// The lowest finite number for one of four pairs: that is a score.
+    Lowest,
+    /// The same for all keys of a run of queries, so that nothing else is there to see.
+    LowestQueries,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum SinkPattern {
+    /// As drawn.
+    Normal,
+    /// −∞ for every other head.
+    SomeInfinite,
+    /// −∞ for all.
+    AllInfinite,
+    /// Above most scores.
+    Large,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Poison {
+    None,
+    /// What takes part in nothing is NaN or infinite.
+    Unused,
+    /// A key or a value that some query sees is NaN: it must not reach the queries that see nothing.
+    Seen,
+}
+
+/// Patterns, mostly of plain data.
+pub fn data() -> impl Strategy<Value = Data> {
+    use {BiasPattern as B, MaskPattern as M, SinkPattern as S};
+    (
+        select(vec![
+            M::Random,
+            M::Random,
+            M::Sparse,
+            M::LeftPadded,
+            M::LeftPadded,
+            M::BlindQueries,
+            M::Blocks,
+            M::Blocks,
+            M::UnseenKeys,
+            M::Open,
+            M::Closed,
+        ]),
+        select(vec![
+            B::Normal,
+            B::Normal,
+            B::Normal,
+            B::Hides,
+            B::BlindQueries,
+            B::UnseenKeys,
+            B::Lowest,
+            B::LowestQueries,
+        ]),
+        select(vec![
+            S::Normal,
+            S::Normal,
+            S::SomeInfinite,
+            S::AllInfinite,
+            S::Large,
+        ]),
+        select(vec![
+            Poison::None,
+            Poison::Unused,
+            Poison::Unused,
+            Poison::Seen,
+        ]),
+        0..1000u64,
+    )
+        .prop_map(|(mask, bias, sinks, poison, salt)| Data {
+            mask,
+            bias,
+            sinks,
+            poison,
+            salt,
+        })
+}
+
+/// A number without a pattern, of some others.
+pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
+    numbers.into_iter().fold(salt, |mixed, number| {
+        // Steele et al., SplitMix64.
+        let mut z = (mixed ^ number as u64).wrapping_add(0x9E37_79B9_7F4A_7C15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    })
+}
+
+/// Whether the row at `row` is in the run of rows that sequence `b` has.
+fn in_run(salt: u64, b: usize, row: usize, rows: usize) -> bool {
+    let drawn = |what| mix(salt, [b, what]) as usize % rows;
+    let start = drawn(0);
+    (start..=start + drawn(1)).contains(&row)
+}
+
+fn is_unseen_key(key: usize) -> bool {
+    key % 16 == 5 || (60..150).contains(&key)
+}
+
+/// The lowest number of a bias's dtype, or of the one beside it.
+fn lowest(dtype: DType, salt: u64) -> f64 {
+    let bf16 = f64::from(f32::from_bits(0xFF7F_0000));
+    match dtype {
+        DType::F16 => -65504.0,
+        DType::BF16 => bf16,
+        _ if salt.is_multiple_of(2) => bf16,
+        _ => f64::from(f32::MIN),
+    }
+}
+
+impl MaskPattern {
+    fn apply(self, case: &Case, salt: u64, mask: &mut Dense) {
+        let visible = |[b, h, i, j]: [usize; 4]| match self {
+            Self::Random | Self::Open => true,
+            Self::Closed => false,
+            Self::Sparse => mix(salt, [b, h, i, j]).is_multiple_of(16),
+            Self::LeftPadded => j >= mix(salt, [b]) as usize % (case.kv_len + 1),
+            Self::BlindQueries => !in_run(salt, b, i, case.q_len),
+            Self::UnseenKeys => !is_unseen_key(j),
+            Self::Blocks => match mix(salt, [b, h, i / 64, j / 128]) % 3 {
+                0 => false,
+                1 => true,
+                _ => !(i + j).is_multiple_of(7),
+            },
+        };
+        if !matches!(self, Self::Random) {
+            *mask = Dense::from_fn(mask.shape, |at| f64::from(visible(at)));
+        }
+    }
+}
+
+impl BiasPattern {
+    fn apply(self, case: &Case, salt: u64, bias: &mut Dense) {
+        let is_special = |[b, h, i, j]: [usize; 4]| match self {
+            Self::Normal => false,
+            Self::Hides => mix(salt, [b, h, i, j]).is_multiple_of(8),
+            Self::Lowest => mix(salt, [b, h, i, j]).is_multiple_of(4),
+            Self::UnseenKeys => is_unseen_key(j),
+            Self::BlindQueries | Self::LowestQueries => in_run(salt, b, i, case.q_len),
+        };
+        let special = match self {
+            Self::Lowest | Self::LowestQueries => lowest(case.extras_dtype(), salt),
+            _ => f64::NEG_INFINITY,
+        };
+        *bias = Dense::from_fn(bias.shape, |at| match is_special(at) {
+            true => special,
+            false => bias.at(at),
+        });
+    }
+}
+
+impl SinkPattern {
+    fn apply(self, sinks: &mut Dense) {
+        for (head, sink) in sinks.values.iter_mut().enumerate() {
+            match self {
+                Self::Normal => {}
+                Self::SomeInfinite if head % 2 == 1 => {}
+                Self::SomeInfinite | Self::AllInfinite => *sink = f64::NEG_INFINITY,
+                Self::Large => *sink = 12.0,
+            }
+        }
+    }
+}
+
+/// Of rows `[batch, heads, length]`, those that are marked wherever the layout stores them once for several.
+fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
+    let at = |b, h, row| marked[(b * heads + h) * length + row];
+    let by_all = |index: usize| {
+        let (b, h, row) = (
+            index / length / heads,
+            index / length % heads,
+            index % length,
+        );
+        match layout {
+            Layout::SharedBatch => (0..batch).all(|b| at(b, h, row)),
+            Layout::SharedHeads => (0..heads).all(|h| at(b, h, row)),
+            _ => at(b, h, row),
+        }
+    };
+    (0..marked.len()).map(by_all).collect()
+}
+
+fn is_shared(layout: Layout) -> bool {
+    matches!(layout, Layout::SharedBatch | Layout::SharedHeads)
+}
+
+/// The inputs of a problem.
+pub struct Drawn {
+    /// What the device gets.
+    pub given: Inputs,
+    /// What should make no difference to it, without poison.
+    pub clean: Inputs,
+    /// The plane `[batch, kv_heads]` in which a key or a value that is seen is NaN.
+    tainted: Option<[usize; 2]>,
+    /// The queries that see nothing.
+    blind: Vec<bool>,
+}
+
+impl Data {
+    /// The inputs of `case`, by these patterns.
+    pub fn draw(&self, case: &Case) -> Drawn {
+        let mut clean = case.inputs();
+        if let Some(mask) = &mut clean.mask {
+            self.mask.apply(case, self.salt, mask);
+        }
+        if let Some(bias) = &mut clean.bias {
+            self.bias.apply(case, self.salt, bias);
+        }
+        if let Some(sinks) = &mut clean.sinks {
+            self.sinks.apply(sinks);
+        }
+        let unused = case.unused(&clean);
+        let mut given = clean.clone();
+        let mut tainted = None;
+        if self.poison != Poison::None {
+            let [query, key, value, gradient] = case.layouts;
+            let (batch, q_len, kv_len) = (case.batch, case.q_len, case.kv_len);
+            let queries = [batch, case.q_heads, q_len];
+            let keys = [batch, case.kv_heads, kv_len];
+            let fill = |dense: &mut Dense, poison, marked: &[bool], shape, layout| {
+                let marked = marked_by_all(marked, shape, layout);
+                let [_, heads, length] = shape;
+                dense.fill_rows(poison, |[b, h, row]| marked[(b * heads + h) * length + row]);
+            };
+            fill(&mut given.query, f64::NAN, &unused.queries, queries, query);
+            fill(&mut given.key, f64::NAN, &unused.keys, keys, key);
+            fill(&mut given.value, f64::INFINITY, &unused.keys, keys, value);
+            let of_output = &mut given.output_gradient;
+            fill(of_output, f64::NAN, &unused.queries, queries, gradient);
+            let drawn = mix(self.salt, [unused.keys.len()]) as usize % unused.keys.len();
+            if self.poison == Poison::Seen && !is_shared(key) && !is_shared(value) {
+                let plane = [
+                    drawn / kv_len / case.kv_heads,
+                    drawn / kv_len % case.kv_heads,
+                ];
+                let operand = match self.salt.is_multiple_of(2) {
+                    true => &mut given.value,
+                    false => &mut given.key,
+                };
+                operand.fill_rows(f64::NAN, |[b, h, row]| {
+                    [b, h, row] == [plane[0], plane[1], drawn % kv_len]
+                });
+                tainted = (!unused.keys[drawn]).then_some(plane);
+            }
+        }
+        Drawn {
+            given,
+            clean,
+            tainted,
+            blind: unused.queries,
+        }
+    }
+}
+
+impl Drawn {
+    /// `got`, with what the contract leaves open replaced by what is expected: where a key or a value that is seen is
+    /// NaN, the queries of its heads that see anything, the gradients of their keys and values, and the sums over queries.
+    pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
+        let Some(tainted) = self.tainted else {
+            return got;
+        };
+        let group = case.q_heads / case.kv_heads;
+        let open_query = |[b, h, i]: [usize; 3]| {
+            [b, h / group] == tainted && !self.blind[(b * case.q_heads + h) * case.q_len + i]
+        };
+        let open_rows = |like: &Dense, layout: Layout, is_open: &dyn Fn([usize; 3]) -> bool| {
+            let open = |[b, h, row, _]: [usize; 4]| f64::from(is_open([b, h, row]));
+            layout.store(&Dense::from_fn(like.shape, open)).values
+        };
+        let contiguous = Layout::Contiguous;
+        let open_key = |[b, h, _]: [usize; 3]| [b, h] == tainted;
+        let Inputs {
+            query,
+            key,
+            value,
+            output_gradient,
+            ..
+        } = &self.clean;
+        for (got, exact) in got.iter_mut().zip(exact) {
+            let open = match got.name {
+                "output" => open_rows(output_gradient, contiguous, &open_query),
+                "logsumexp" => {
+                    let rows = Dense::from_fn([case.batch, case.q_heads, case.q_len, 1], |_| 0.0);
+                    open_rows(&rows, contiguous, &open_query)
+                }
+                "query gradient" if !is_shared(case.layouts[0]) => {
+                    open_rows(query, case.layouts[0], &open_query)
+                }
+                "key gradient" => open_rows(key, case.layouts[1], &open_key),
+                "value gradient" => open_rows(value, case.layouts[2], &open_key),
+                _ => vec![1.0; got.values.len()],
+            };
+            for ((got, exact), open) in got.values.iter_mut().zip(&exact.values).zip(open) {
+                if open == 1.0 {
+                    *got = *exact;
+                }
+            }
+        }
+        got
+    }
+}
