@@ -106,7 +106,7 @@ impl Wanted {
         }
     }
 
-    fn kind(&self, side: Side, boxes_output: bool, is_forward: bool) -> HopperKind {
+    fn kind(&self, side: Side, boxes_output: bool) -> HopperKind {
         HopperKind {
             fragment: FragmentKind {
                 side,
@@ -121,7 +121,6 @@ impl Wanted {
             heads: 1,
             split: false,
             boxes_output,
-            takes_items: self.structure.segments && is_forward,
         }
     }
 
@@ -136,7 +135,7 @@ impl Wanted {
             self.score.bias,
         );
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
-        let kind = self.kind(Side::Queries, tiles.boxes_output(), true);
+        let kind = self.kind(Side::Queries, tiles.boxes_output());
         let settings = settings(tiles.units());
         macro_rules! definition {
             ($kernel:ident, $tiles:expr, [$($read:expr),*]) => {
@@ -184,7 +183,7 @@ impl Wanted {
         let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16);
         for (tiles, sums) in kernels.into_iter().zip(["query", "key", "value"]) {
             let Some(tiles) = tiles else { continue };
-            let kind = self.kind(tiles.side(), false, false);
+            let kind = self.kind(tiles.side(), false);
             let settings = settings(tiles.units());
             let has_integers = self.structure.segments || self.structure.lengths;
             // By the tensors that differ: what the copy engine reads, and what is summed.

@@ -201,7 +201,9 @@ fn forward(
         heads => heads.min(group),
     };
     let tiles = tiles(heads == 1 && layouts.bias_boxes && has_box_of_biases(problem))?;
-    if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
+    let notices = if problem.segments { NOTICE_BYTES } else { 0 };
+    let shared_memory = tiles.shared_memory() + notices;
+    if shared_memory > device.shared_memory || tiles.units() > device.units_per_cube {
         return Err(Refusal::Tiles {
             width: problem.value_dim,
             shared_memory: device.shared_memory,
@@ -222,7 +224,7 @@ fn forward(
         heads,
         splits,
         together: together(problem, planes, heads),
-        residence: residence(problem, device, &tiles, planes * tile_count * splits),
+        residence: residence(problem, device, planes * tile_count, splits),
         copies: layouts.boxes.others(Pass::Forward),
     })
 }
@@ -300,15 +302,14 @@ fn splits(
 fn residence(
     problem: &AttentionProblem,
     device: &DeviceProfile,
-    tiles: &ForwardTiles,
-    cubes: usize,
+    tiles: usize,
+    splits: usize,
 ) -> Residence {
     let multiprocessors = multiprocessors(device);
-    let has_room = tiles.shared_memory() + NOTICE_BYTES <= device.shared_memory;
-    if cubes > multiprocessors && problem.segments && has_room {
-        return Residence::Takes(multiprocessors);
+    if problem.segments && splits == 1 {
+        return Residence::Takes(tiles.min(multiprocessors));
     }
-    if cubes <= multiprocessors || problem.kv_lengths || problem.segments {
+    if tiles * splits <= multiprocessors || problem.kv_lengths {
         return Residence::Leaves;
     }
     let windowed = problem
@@ -354,7 +355,7 @@ mod tests {
             for biased in [false, true] {
                 let tiles = forward_tiles(head_dim, value_dim, Half::Bf16, false, biased, biased);
                 let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {head_dim}/{value_dim}"));
-                assert!(tiles.shared_memory() <= 232_448, "{tiles:?}");
+                assert!(tiles.shared_memory() + NOTICE_BYTES <= 232_448, "{tiles:?}");
                 if let ForwardTiles::Rows(rows) = tiles {
                     assert!(
                         rows.keys.is_multiple_of(16) && rows.keys <= 128,

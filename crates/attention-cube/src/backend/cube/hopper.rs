@@ -102,7 +102,6 @@ pub(super) fn forward(
         heads: shared_heads,
         split,
         boxes_output: tiles.boxes_output() && !shares_tile && !split,
-        takes_items: matches!(residence, Residence::Takes(_)),
     };
     let power = match fragment.raw {
         true => problem.scale * std::f64::consts::LOG2_E,

@@ -152,7 +152,6 @@ impl Gradient<'_> {
             heads: 1,
             split: false,
             boxes_output: false,
-            takes_items: false,
         };
         let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
         let steps = GradientStepsLaunch::new(

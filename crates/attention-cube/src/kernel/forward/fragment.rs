@@ -392,8 +392,8 @@ pub(crate) fn words_of_segments(
             }
             let word_0 = words.extract(comptime!(2 * word));
             let word_1 = words.extract(comptime!(2 * word + 1));
-            words.insert(comptime!(2 * word), word_0 & own_0 << shift);
-            words.insert(comptime!(2 * word + 1), word_1 & own_1 << shift);
+            words.insert(comptime!(2 * word), word_0 & (own_0 << shift));
+            words.insert(comptime!(2 * word + 1), word_1 & (own_1 << shift));
         }
     }
     words

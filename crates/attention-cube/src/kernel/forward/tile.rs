@@ -24,14 +24,17 @@ pub(crate) struct HopperKind {
     pub split: bool,
     /// The copy engine writes the output.
     pub boxes_output: bool,
-    /// Cubes take whichever item is next, and not those of their numbers.
-    pub takes_items: bool,
 }
 
 impl HopperKind {
     /// Whether keys in the middle of a block may be hidden from a whole tile.
     pub(crate) const fn leaves_holes(&self) -> bool {
         self.fragment.score.leaves_holes(&self.fragment.structure)
+    }
+
+    /// Whether the forward's cubes take whichever item is next, and not those of their numbers.
+    pub(crate) const fn takes_items(&self) -> bool {
+        self.fragment.structure.segments && !self.split
     }
 
     /// Whether it is known beforehand what tiles see of blocks by the mask.
@@ -171,18 +174,22 @@ fn tile(
     }
     let keys = visible_keys(sight, first_query, end_query - 1i32, full);
     let size = comptime!(block as i32);
-    let blocks = within_segments(
-        keys.first / size,
-        block_count(keys.end, size),
-        extent,
-        integers,
-        share.batch,
-        query_block,
-        Side::Queries,
-        kind.fragment.structure,
-    );
-    let mut first_block = blocks.first;
-    let mut end_block = blocks.end;
+    let mut first_block = keys.first / size;
+    let mut end_block = block_count(keys.end, size);
+    if comptime!(kind.fragment.structure.segments) {
+        let blocks = within_segments(
+            first_block,
+            end_block,
+            extent,
+            integers,
+            share.batch,
+            query_block,
+            Side::Queries,
+            kind.fragment.structure,
+        );
+        first_block = blocks.first;
+        end_block = blocks.end;
+    }
     if comptime!(kind.split) {
         let blocks = max(end_block - first_block, 0i32);
         let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;

@@ -22,7 +22,7 @@ pub(super) fn notices_at(
     #[comptime] bytes: usize,
     #[comptime] kind: HopperKind,
 ) -> u32 {
-    if comptime!(kind.takes_items) {
+    if comptime!(kind.takes_items()) {
         start + comptime!(bytes as u32)
     } else {
         start
@@ -31,13 +31,13 @@ pub(super) fn notices_at(
 
 /// Bytes of shared memory for notices.
 pub(super) const fn notice_bytes(kind: HopperKind) -> usize {
-    if kind.takes_items { NOTICE_BYTES } else { 0 }
+    if kind.takes_items() { NOTICE_BYTES } else { 0 }
 }
 
 /// Makes the notices' barriers, where `warps` multiply.
 #[cube]
 pub(super) fn init_notices(notices: u32, #[comptime] warps: usize, #[comptime] kind: HopperKind) {
-    if comptime!(kind.takes_items) {
+    if comptime!(kind.takes_items()) {
         #[unroll]
         for notice in 0..2u32 {
             barrier_init(full(notices, notice), 1usize);
@@ -58,7 +58,7 @@ pub(super) fn take_item(
     notices: u32,
     #[comptime] kind: HopperKind,
 ) -> u32 {
-    if comptime!(kind.takes_items) {
+    if comptime!(kind.takes_items()) {
         let notice = turn % 2u32;
         barrier_wait(empty(notices, notice), (turn / 2u32 % 2u32) ^ 1u32);
         // The first items are the cubes' numbers.
@@ -81,7 +81,7 @@ pub(super) fn told_item(
     elected: u32,
     #[comptime] kind: HopperKind,
 ) -> u32 {
-    if comptime!(kind.takes_items) {
+    if comptime!(kind.takes_items()) {
         let notice = turn % 2u32;
         barrier_wait(full(notices, notice), turn / 2u32 % 2u32);
         // All lanes have read it when one of them has this.
