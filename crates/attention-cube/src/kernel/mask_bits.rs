@@ -23,18 +23,19 @@ pub(crate) const EVERY_KEY: u32 = 2;
 pub(crate) const EVERYTHING: u32 = 3;
 
 /// Where rows of bits, and what tiles see of blocks, lie in one buffer of words. A step is 0 along what the
-/// mask is broadcast.
+/// mask is broadcast. Those of rows, and where the blocks start, are in pieces of [`WORDS_PER_PLANE`] words, of which 32 bits
+/// count more than there is memory for.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskPlaces {
-    pub batch: usize,
-    pub head: usize,
-    pub row: usize,
+    pub batch: u32,
+    pub head: u32,
+    pub row: u32,
     /// Where the blocks start, and their steps.
-    pub blocks: usize,
-    pub block_batch: usize,
-    pub block_head: usize,
-    pub block_tile: usize,
+    pub blocks: u32,
+    pub block_batch: u32,
+    pub block_head: u32,
+    pub block_tile: u32,
 }
 
 /// Packs `count` pieces of [`WORDS_PER_PLANE`] words, `pieces` of them a row of the mask
@@ -152,12 +153,11 @@ pub(crate) fn sight_of_block(
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
-            let at = places.blocks
-                + batch as usize * places.block_batch
-                + head as usize * places.block_head
-                + tile as usize * places.block_tile
-                + block as usize;
-            mask[at]
+            let at = batch * places.block_batch
+                + head * places.block_head
+                + tile * places.block_tile
+                + block;
+            mask[places.blocks as usize * WORDS_PER_PLANE + at as usize]
         }
         ComptimeOption::None => EVERYTHING.runtime(),
     }
@@ -176,10 +176,8 @@ pub(crate) fn word_of(
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
-            let row = batch as usize * places.batch
-                + head as usize * places.head
-                + query as usize * places.row;
-            mask[row + word as usize]
+            let row = batch * places.batch + head * places.head + query * places.row;
+            mask[row as usize * WORDS_PER_PLANE + word as usize]
         }
         ComptimeOption::None => 0u32.runtime(),
     }

@@ -12,7 +12,7 @@ const PLANE: u32 = 32;
 pub(super) struct PackedMask {
     pub bits: Option<CubeTensor>,
     /// In the order of [`MaskPlaces`](crate::kernel::mask_bits::MaskPlaces).
-    places: [usize; 7],
+    places: [u32; 7],
 }
 
 impl PackedMask {
@@ -95,14 +95,14 @@ impl Words {
     }
 
     /// In the order of [`MaskPlaces`](crate::kernel::mask_bits::MaskPlaces).
-    fn places(&self) -> [usize; 7] {
-        let step = |size: usize, step: usize| if size == 1 { 0 } else { step };
-        let (row, tile) = (self.of_row(), self.blocks);
+    fn places(&self) -> [u32; 7] {
+        let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
+        let (row, tile) = (self.pieces, self.blocks);
         [
             step(self.batch, self.heads * self.rows * row),
             step(self.heads, self.rows * row),
             step(self.rows, row),
-            self.of_rows(),
+            self.all_pieces() as u32,
             step(self.batch, self.heads * self.tiles * tile),
             step(self.heads, self.tiles * tile),
             step(self.rows, tile),
@@ -224,10 +224,11 @@ mod tests {
                     block_batch,
                     block_head,
                     block_tile,
-                ] = words.places();
+                ] = words.places().map(|place| place as usize);
                 let row = (batch - 1) * of_batch + (heads - 1) * of_head + (rows - 1) * of_row;
-                assert_eq!(row + words.of_row(), words.of_rows(), "{context}");
-                assert_eq!(blocks, words.of_rows(), "{context}");
+                let end = (row + words.pieces) * WORDS_PER_PLANE;
+                assert_eq!(end, words.of_rows(), "{context}");
+                assert_eq!(blocks * WORDS_PER_PLANE, words.of_rows(), "{context}");
                 if let Some(tile_rows) = tile_rows {
                     let tile = rows.div_ceil(tile_rows) - 1;
                     let pair =
