@@ -8,13 +8,11 @@
 //! Budget: no shared memory, a few registers; bound by reading the mask once.
 
 use super::visibility::Keys;
+use crate::plan::wgmma::WORDS_PER_PLANE;
 use cubecl::prelude::*;
 
 /// Planes of a cube.
 pub(crate) const PLANES: u32 = 8;
-
-/// Words that a plane packs.
-pub(crate) const WORDS_PER_PLANE: usize = 16;
 
 /// What a tile sees of a block: nothing; some keys not at all; every key by some query; everything.
 pub(crate) const NOTHING: u32 = 0;
@@ -23,8 +21,7 @@ pub(crate) const EVERY_KEY: u32 = 2;
 pub(crate) const EVERYTHING: u32 = 3;
 
 /// Where rows of bits, and what tiles see of blocks, lie in one buffer of words. A step is 0 along what the
-/// mask is broadcast. Those of rows, and where the blocks start, are in pieces of [`WORDS_PER_PLANE`] words, of which 32 bits
-/// count more than there is memory for.
+/// mask is broadcast.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskPlaces {
@@ -75,12 +72,12 @@ pub(crate) fn pack_mask<M: Numeric>(
             own = select(lane == comptime!(turn as u32), packed, own);
         }
         if lane < comptime!(WORDS_PER_PLANE as u32) {
-            bits[index as usize * WORDS_PER_PLANE + lane as usize] = own;
+            bits[(index * comptime!(WORDS_PER_PLANE as u32) + lane) as usize] = own;
         }
     }
 }
 
-/// The plane's number. By 32 times as many units 32 bits could not count.
+/// The plane's number: 32 bits count planes, but not 32 times as many units.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
@@ -88,10 +85,10 @@ fn plane_of_launch() -> u32 {
 
 /// Tells for `count` pairs of a tile of `tile_rows` queries and a block of `block_keys` keys what the one sees
 /// of the other. `tiles` and `blocks` of them are in a head, whose `rows` rows have `words` words.
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked)]
 pub(crate) fn sum_up_mask(
     bits: &mut Tensor<u32>,
-    start: usize,
+    start: u32,
     rows: u32,
     kv_len: u32,
     words: u32,
@@ -135,7 +132,7 @@ pub(crate) fn sum_up_mask(
         if lane == 0u32 {
             let some = select(every_key, EVERY_KEY, SOME_KEYS);
             let state = select(all, EVERYTHING, some);
-            bits[start + index as usize] = select(any, state, NOTHING);
+            bits[(start + index) as usize] = select(any, state, NOTHING);
         }
     }
 }
@@ -153,11 +150,12 @@ pub(crate) fn sight_of_block(
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
-            let at = batch * places.block_batch
+            let at = places.blocks
+                + batch * places.block_batch
                 + head * places.block_head
                 + tile * places.block_tile
                 + block;
-            mask[places.blocks as usize * WORDS_PER_PLANE + at as usize]
+            mask[at as usize]
         }
         ComptimeOption::None => EVERYTHING.runtime(),
     }
@@ -176,8 +174,10 @@ pub(crate) fn word_of(
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
-            let row = batch * places.batch + head * places.head + query * places.row;
-            mask[row as usize * WORDS_PER_PLANE + word as usize]
+            let row = batch as usize * places.batch as usize
+                + head as usize * places.head as usize
+                + query as usize * places.row as usize;
+            mask[row + word as usize]
         }
         ComptimeOption::None => 0u32.runtime(),
     }
