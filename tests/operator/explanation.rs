@@ -344,6 +344,32 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     says(forward(&half(600), &hopper), "not for 600 and 600");
     assert_eq!(refusal(&half(512), &hopper, Pass::Backward), None);
     says(refusal(&half(520), &hopper, Pass::Backward), "up to 512");
+    let masked = |keys| AttentionProblem {
+        batch: 8,
+        q_heads: 16,
+        kv_heads: 16,
+        q_len: 1024,
+        kv_len: 1 << 20,
+        mask: Some([8, 16, 1024, keys]),
+        ..half(64)
+    };
+    assert_eq!(
+        forward(
+            &AttentionProblem {
+                batch: 7,
+                mask: Some([7, 16, 1024, 1 << 20]),
+                ..masked(1)
+            },
+            &hopper
+        ),
+        None
+    );
+    for keys in [1, 1 << 20] {
+        says(
+            forward(&masked(keys), &hopper),
+            "words, and it counts up to 4294967295",
+        );
+    }
     let little = DeviceProfile {
         shared_memory: 48 << 10,
         ..hopper.clone()

@@ -2,9 +2,9 @@
 //!
 //! A hyperbolic tangent by exponentials errs by some units in the last place of 1, and so its multiple by as many of the
 //! cap. Of a cap among the scores no softmax tells that from the exact one. Above [`WIDE`] it would: at 300 it shows in
-//! f32, at 10⁶ it is 0.2, and from 10⁸ on nothing is left of the scores. There an odd polynomial takes the place of the
-//! tangent for ratios below [`NEAR`], as a correction of the score itself, so that a cap that no score comes near, up to
-//! f32's largest number, changes nothing.
+//! f32, at 10⁶ it is 0.2, and from 10⁸ on nothing is left of the scores. There an odd polynomial takes the tangent's place for
+//! ratios below [`NEAR`], as a correction of the score itself, so that a cap that no score comes near, up to f32's largest
+//! number, changes nothing.
 
 /// Softcaps above this are wide. Up to here the error is within 8·10⁻⁶, the last place of a score so large.
 pub(crate) const WIDE: f64 = 64.0;

@@ -8,13 +8,11 @@
 //! Budget: no shared memory, a few registers; bound by reading the mask once.
 
 use super::visibility::Keys;
+use crate::plan::wgmma::WORDS_PER_PLANE;
 use cubecl::prelude::*;
 
 /// Planes of a cube.
 pub(crate) const PLANES: u32 = 8;
-
-/// Words that a plane packs.
-pub(crate) const WORDS_PER_PLANE: usize = 16;
 
 /// What a tile sees of a block: nothing; some keys not at all; every key by some query; everything.
 pub(crate) const NOTHING: u32 = 0;
@@ -27,14 +25,14 @@ pub(crate) const EVERYTHING: u32 = 3;
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskPlaces {
-    pub batch: usize,
-    pub head: usize,
-    pub row: usize,
+    pub batch: u32,
+    pub head: u32,
+    pub row: u32,
     /// Where the blocks start, and their steps.
-    pub blocks: usize,
-    pub block_batch: usize,
-    pub block_head: usize,
-    pub block_tile: usize,
+    pub blocks: u32,
+    pub block_batch: u32,
+    pub block_head: u32,
+    pub block_tile: u32,
 }
 
 /// Packs `count` pieces of [`WORDS_PER_PLANE`] words, `pieces` of them a row of the mask
@@ -74,12 +72,12 @@ pub(crate) fn pack_mask<M: Numeric>(
             own = select(lane == comptime!(turn as u32), packed, own);
         }
         if lane < comptime!(WORDS_PER_PLANE as u32) {
-            bits[index as usize * WORDS_PER_PLANE + lane as usize] = own;
+            bits[(index * comptime!(WORDS_PER_PLANE as u32) + lane) as usize] = own;
         }
     }
 }
 
-/// The plane's number. By 32 times as many units 32 bits could not count.
+/// The plane's number: 32 bits count planes, but not 32 times as many units.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
@@ -87,10 +85,10 @@ fn plane_of_launch() -> u32 {
 
 /// Tells for `count` pairs of a tile of `tile_rows` queries and a block of `block_keys` keys what the one sees
 /// of the other. `tiles` and `blocks` of them are in a head, whose `rows` rows have `words` words.
-#[cube(launch_unchecked, address_type = "dynamic")]
+#[cube(launch_unchecked)]
 pub(crate) fn sum_up_mask(
     bits: &mut Tensor<u32>,
-    start: usize,
+    start: u32,
     rows: u32,
     kv_len: u32,
     words: u32,
@@ -134,7 +132,7 @@ pub(crate) fn sum_up_mask(
         if lane == 0u32 {
             let some = select(every_key, EVERY_KEY, SOME_KEYS);
             let state = select(all, EVERYTHING, some);
-            bits[start + index as usize] = select(any, state, NOTHING);
+            bits[(start + index) as usize] = select(any, state, NOTHING);
         }
     }
 }
@@ -153,11 +151,11 @@ pub(crate) fn sight_of_block(
     match mask {
         ComptimeOption::Some(mask) => {
             let at = places.blocks
-                + batch as usize * places.block_batch
-                + head as usize * places.block_head
-                + tile as usize * places.block_tile
-                + block as usize;
-            mask[at]
+                + batch * places.block_batch
+                + head * places.block_head
+                + tile * places.block_tile
+                + block;
+            mask[at as usize]
         }
         ComptimeOption::None => EVERYTHING.runtime(),
     }
@@ -176,9 +174,9 @@ pub(crate) fn word_of(
     #[comptime]
     match mask {
         ComptimeOption::Some(mask) => {
-            let row = batch as usize * places.batch
-                + head as usize * places.head
-                + query as usize * places.row;
+            let row = batch as usize * places.batch as usize
+                + head as usize * places.head as usize
+                + query as usize * places.row as usize;
             mask[row + word as usize]
         }
         ComptimeOption::None => 0u32.runtime(),

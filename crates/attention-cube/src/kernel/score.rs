@@ -64,18 +64,22 @@ fn offset(place: &Place, batch: usize, head: usize, query: usize, key: usize) ->
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = dot * arguments.scale;
-    if comptime!(kind.wide_softcap) {
-        score = widely_capped(score, arguments.softcap);
-    } else if comptime!(kind.softcap) {
-        score = arguments.softcap * (score / arguments.softcap).tanh();
+    if comptime!(kind.softcap) {
+        let far = arguments.softcap * (score / arguments.softcap).tanh();
+        score = if comptime!(kind.wide_softcap) {
+            widely_capped(score, far, arguments.softcap)
+        } else {
+            far
+        };
     }
     score
 }
 
-/// The softcap where it is far above most scores, for every engine: see [`crate::softcap`].
+/// The score under a wide softcap, for every engine: see [`crate::softcap`]. `far` is what the engine's own tangent gives,
+/// and taken far from zero.
 #[cube]
-pub(crate) fn widely_capped(score: f32, softcap: f32) -> f32 {
-    let ratio = score / softcap;
+pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
+    let ratio = score * (1.0f32 / softcap);
     let squared = ratio * ratio;
     let mut series = f32::new(0.0);
     #[unroll]
@@ -87,7 +91,7 @@ pub(crate) fn widely_capped(score: f32, softcap: f32) -> f32 {
         );
     }
     let near = fma(score * squared, series, score);
-    select(ratio.abs() < NEAR, near, softcap * ratio.tanh())
+    select(ratio.abs() < NEAR, near, far)
 }
 
 /// `d score / d dot`, from the score without bias.

@@ -232,6 +232,14 @@ pub enum Refusal {
         /// Somewhat below the driver's limit.
         limit: usize,
     },
+    /// Places among the mask's bits would not fit.
+    #[error("its bits of this mask are {words} words, and it counts up to {limit}")]
+    MaskWords {
+        /// Words of 32 bits.
+        words: usize,
+        /// The engine's limit.
+        limit: usize,
+    },
     /// Positions would not fit.
     #[error("sequences of {length} are longer than {limit}")]
     Length {

@@ -2,6 +2,7 @@
 //! memory that they take.
 
 mod gradient;
+mod mask;
 mod product;
 mod tiles;
 
@@ -14,6 +15,8 @@ pub(crate) use gradient::gradient_tiles;
 pub use gradient::{
     BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Side, Sums,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use mask::{MaskWords, WORDS_PER_PLANE};
 #[cfg(feature = "cuda")]
 pub(crate) use product::TOGETHER;
 pub use product::{Major, MatrixTiles};
@@ -163,12 +166,12 @@ pub fn plan(
             limit: MAX_LENGTH,
         });
     }
-    match pass {
-        Pass::Forward => forward(problem, device, layouts, half).map(WgmmaPlan::Forward),
-        Pass::Backward => {
-            backward(problem, device, layouts, half).map(|plan| WgmmaPlan::Backward(Box::new(plan)))
-        }
-    }
+    let plan = match pass {
+        Pass::Forward => WgmmaPlan::Forward(forward(problem, device, layouts, half)?),
+        Pass::Backward => WgmmaPlan::Backward(Box::new(backward(problem, device, layouts, half)?)),
+    };
+    mask::check(problem, &plan)?;
+    Ok(plan)
 }
 
 /// The kernel of the forward.

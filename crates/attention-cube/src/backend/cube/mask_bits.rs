@@ -1,8 +1,8 @@
 //! Packs the mask for the Hopper kernels: see `kernel/mask_bits.rs`.
 
 use super::*;
-use crate::kernel::mask_bits::{MaskPlacesLaunch, PLANES, WORDS_PER_PLANE, pack_mask, sum_up_mask};
-use crate::plan::wgmma::Side;
+use crate::kernel::mask_bits::{MaskPlacesLaunch, PLANES, pack_mask, sum_up_mask};
+use crate::plan::wgmma::{MaskWords, Side};
 use cubecl::prelude::CubeDim;
 
 const PLANE: u32 = 32;
@@ -12,7 +12,7 @@ const PLANE: u32 = 32;
 pub(super) struct PackedMask {
     pub bits: Option<CubeTensor>,
     /// In the order of [`MaskPlaces`](crate::kernel::mask_bits::MaskPlaces).
-    places: [usize; 7],
+    places: [u32; 7],
 }
 
 impl PackedMask {
@@ -42,74 +42,6 @@ impl PackedMask {
     }
 }
 
-/// The words of a packed mask in one buffer: those of its rows first, then what tiles see of blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Words {
-    batch: usize,
-    heads: usize,
-    rows: usize,
-    /// Of a row, in pieces that a plane packs each.
-    pieces: usize,
-    /// Of a head; 0 where they are not told what they see of blocks.
-    tiles: usize,
-    /// Of a row.
-    blocks: usize,
-}
-
-impl Words {
-    fn new(
-        [batch, heads, rows]: [usize; 3],
-        columns: usize,
-        tile_rows: Option<usize>,
-        block_keys: usize,
-    ) -> Self {
-        let blocks = columns.div_ceil(block_keys);
-        Self {
-            batch,
-            heads,
-            rows,
-            pieces: (blocks * block_keys.div_ceil(32)).div_ceil(WORDS_PER_PLANE),
-            tiles: tile_rows.map_or(0, |tile_rows| rows.div_ceil(tile_rows)),
-            blocks,
-        }
-    }
-
-    /// Of a row.
-    fn of_row(&self) -> usize {
-        self.pieces * WORDS_PER_PLANE
-    }
-
-    /// Pieces of all rows.
-    fn all_pieces(&self) -> usize {
-        self.batch * self.heads * self.rows * self.pieces
-    }
-
-    /// Where the words about blocks start.
-    fn of_rows(&self) -> usize {
-        self.all_pieces() * WORDS_PER_PLANE
-    }
-
-    /// Pairs of a tile and a block, which have a word each.
-    fn pairs(&self) -> usize {
-        self.batch * self.heads * self.tiles * self.blocks
-    }
-
-    /// In the order of [`MaskPlaces`](crate::kernel::mask_bits::MaskPlaces).
-    fn places(&self) -> [usize; 7] {
-        let step = |size: usize, step: usize| if size == 1 { 0 } else { step };
-        let (row, tile) = (self.of_row(), self.blocks);
-        [
-            step(self.batch, self.heads * self.rows * row),
-            step(self.heads, self.rows * row),
-            step(self.rows, row),
-            self.of_rows(),
-            step(self.batch, self.heads * self.tiles * tile),
-            step(self.heads, self.tiles * tile),
-            step(self.rows, tile),
-        ]
-    }
-}
-
 /// The packed mask, if there is one, for tiles of `tile_rows` rows of one side and blocks of `block_keys` rows of
 /// the other; without `tile_rows` tiles are not told what they see of blocks.
 pub(super) fn pack(
@@ -125,8 +57,12 @@ pub(super) fn pack(
     let mask = rows_of_mask(mask, problem, side);
     let shape = mask.meta.shape();
     let [batch, heads, rows, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
-    let words = Words::new([batch, heads, rows], columns, tile_rows, block_keys);
-    let bits = empty(&inputs.query, [words.of_rows() + words.pairs()], DType::U32);
+    let own = match side {
+        Side::Queries => [batch, heads, rows, columns],
+        Side::Keys => [batch, heads, columns, rows],
+    };
+    let words = MaskWords::new(own, problem, side, tile_rows, block_keys);
+    let bits = empty(&inputs.query, [words.all()], DType::U32);
     let client = bits.client.clone();
     let launch = |planes: usize| {
         (
@@ -163,9 +99,8 @@ pub(super) fn pack(
                 &client,
                 cubes,
                 units,
-                address_type([&bits]),
                 bits.clone().into_tensor_arg(),
-                words.of_rows(),
+                words.of_rows() as u32,
                 rows as u32,
                 columns as u32,
                 words.of_row() as u32,
@@ -205,50 +140,6 @@ mod tests {
     use crate::AttentionOptions;
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
-
-    /// A row's bits and a pair's word are where the launches put them, also where 32 bits count neither the mask's elements
-    /// nor its words; the numbers that stay 32 bits wide hold theirs.
-    #[test]
-    fn places_are_the_words_of_masks_of_any_size() {
-        for (shape, columns) in [
-            ([2, 3, 70], 300),
-            ([1, 1, 70], 300),
-            // 5·2³⁰ elements.
-            ([5, 1, 32_768], 32_768),
-            // 2³² words of bits, of fewer elements that are broadcast along the keys.
-            ([8, 16, 1024], 1 << 20),
-            // 2³⁶ elements.
-            ([4, 16, 32_768], 32_768),
-        ] {
-            for (tile_rows, block_keys) in [(Some(128), 176), (Some(64), 64), (None, 128)] {
-                let [batch, heads, rows] = shape;
-                let words = Words::new(shape, columns, tile_rows, block_keys);
-                let context = format!("{shape:?}, {columns}: {words:?}");
-                assert!(words.of_row() * 32 >= columns, "{context}");
-                for number in [words.of_row(), words.all_pieces(), words.pairs()] {
-                    assert!(u32::try_from(number).is_ok(), "{context}");
-                }
-                let [
-                    of_batch,
-                    of_head,
-                    of_row,
-                    blocks,
-                    block_batch,
-                    block_head,
-                    block_tile,
-                ] = words.places();
-                let row = (batch - 1) * of_batch + (heads - 1) * of_head + (rows - 1) * of_row;
-                assert_eq!(row + words.of_row(), words.of_rows(), "{context}");
-                assert_eq!(blocks, words.of_rows(), "{context}");
-                if let Some(tile_rows) = tile_rows {
-                    let tile = rows.div_ceil(tile_rows) - 1;
-                    let pair =
-                        (batch - 1) * block_batch + (heads - 1) * block_head + tile * block_tile;
-                    assert_eq!(pair + words.blocks, words.pairs(), "{context}");
-                }
-            }
-        }
-    }
 
     /// A mask that the caller expanded is packed as one that attention broadcasts.
     #[test]

@@ -424,11 +424,15 @@ pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: S
 /// few units in the last place of 1, which the exponential of a score does not tell from the exact one.
 #[cube]
 fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    if comptime!(kind.wide_softcap) {
-        widely_capped(dot * arguments.scale, arguments.softcap)
-    } else if comptime!(kind.softcap) {
+    if comptime!(kind.softcap) {
         let below = reciprocal(exp2(dot * softcap_power(arguments)) + 1.0f32);
-        fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
+        if comptime!(kind.wide_softcap) {
+            // Twice the softcap may be infinite.
+            let far = fma(below, -2.0f32, 1.0f32) * arguments.softcap;
+            widely_capped(dot * arguments.scale, far, arguments.softcap)
+        } else {
+            fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
+        }
     } else {
         dot * arguments.scale
     }
