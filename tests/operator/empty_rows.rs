@@ -79,6 +79,24 @@ fn by_a_window_past_the_end() {
     check_blind(&case, &case.inputs(), |[_, _, query]| query >= 66 + 9);
 }
 
+/// A bias of one number a head, which hides all from one.
+#[test]
+fn by_a_bias_of_a_head() {
+    for q_len in [70, 3] {
+        let case = Case {
+            bias: Some([false, true, false, false]),
+            causal: Some(BottomRight),
+            ..case(q_len, 66)
+        };
+        let mut inputs = case.inputs();
+        let bias = inputs.bias.as_mut().expect("the case has a bias");
+        bias.values[1] = f64::NEG_INFINITY;
+        check_blind(&case, &inputs, |[_, head, query]| {
+            head == 1 || query + 66 < q_len
+        });
+    }
+}
+
 #[test]
 fn by_segments_without_a_partner() {
     let ids = |length: usize, other: i64| -> Vec<i64> {
