@@ -71,16 +71,14 @@ fn one_by_one(sizes: Sizes, numbers: impl Iterator<Item = u64>) {
 
 fn work(sizes: Sizes) {
     let targets = Target::all();
-    workers::work(|number| {
-        let problem = numbered(sizes, number, config()).1.current();
-        match guarded(|| problem.check(&targets)) {
-            Ok(Ok(())) => {
-                let kernels = targets.iter().flat_map(|target| problem.kernels(target));
-                Verdict::Right(kernels.collect())
-            }
-            Ok(Err(fault)) => Verdict::Wrong(format!("{fault}: {problem:?}")),
-            Err(panic) => Verdict::Panicked(format!("{panic}: {problem:?}")),
+    let draw = |number| numbered(sizes, number, config()).1.current();
+    workers::work(draw, |problem| match guarded(|| problem.check(&targets)) {
+        Ok(Ok(())) => {
+            let kernels = targets.iter().flat_map(|target| problem.kernels(target));
+            Verdict::Right(kernels.collect())
         }
+        Ok(Err(fault)) => Verdict::Wrong(fault),
+        Err(panic) => Verdict::Panicked(panic),
     });
 }
 

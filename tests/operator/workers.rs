@@ -2,6 +2,7 @@
 //! longer than running it, and a process compiles one at a time. A worker that ends or hangs at a problem is replaced.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::io::{BufRead, BufReader, Write};
 use std::ops::Range;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -43,11 +44,11 @@ pub fn is_worker() -> bool {
     std::env::var_os(WORKER).is_some()
 }
 
-/// Checks the numbers that come through the standard input, until it ends.
+/// Draws and checks the problems whose numbers come through the standard input, until it ends.
 ///
 /// # Panics
 /// Where the input is no range of numbers.
-pub fn work(check: impl Fn(u64) -> Verdict) {
+pub fn work<P: Debug>(draw: impl Fn(u64) -> P, check: impl Fn(&P) -> Verdict) {
     // The test harness may have begun a line.
     println!();
     for line in std::io::stdin().lines() {
@@ -56,23 +57,28 @@ pub fn work(check: impl Fn(u64) -> Verdict) {
         let mut words = line.split(' ');
         let (first, end) = (bound(words.next()), bound(words.next()));
         for number in first.expect("a number")..end.expect("a number") {
-            println!("begin {number}");
-            match check(number) {
+            let problem = draw(number);
+            println!("begin {problem:?}");
+            match check(&problem) {
                 Verdict::Right(kinds) => {
                     for kind in kinds {
                         println!("kind {kind}");
                     }
-                    println!("right {number}");
+                    println!("right");
                 }
-                Verdict::Wrong(fault) => println!("wrong {}", fault.replace('\n', " ")),
+                Verdict::Wrong(fault) => println!("wrong {}", one_line(&fault)),
                 Verdict::Panicked(text) => {
-                    println!("wrong panic: {}", text.replace('\n', " "));
+                    println!("wrong panic: {}", one_line(&text));
                     std::process::exit(1);
                 }
             }
         }
         println!("done");
     }
+}
+
+fn one_line(text: &str) -> String {
+    text.replace('\n', " ")
 }
 
 /// A process that runs the calling test as [`work`].
@@ -87,8 +93,15 @@ impl Worker {
         let mut process = Command::new(std::env::current_exe().expect("the path of this test"))
             .args(["--exact", test, "--nocapture"])
             .env(WORKER, "1")
-            // The definition's products: the processor's cores have a worker each.
+            // The definition runs on the processor, whose cores have a worker each.
             .env("RAYON_NUM_THREADS", "1")
+            // Its tensors come and go: glibc would fetch the pages from the system each time.
+            .envs([
+                ("MALLOC_ARENA_MAX", "1"),
+                ("MALLOC_MMAP_MAX_", "0"),
+                ("MALLOC_TRIM_THRESHOLD_", "100000000000"),
+                ("MALLOC_TOP_PAD_", "268435456"),
+            ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -111,29 +124,29 @@ impl Worker {
     fn check(&mut self, numbers: Range<u64>, tally: &Mutex<Tally>) -> Range<u64> {
         let tally = || tally.lock().expect("no holder panics");
         let mut at = numbers.start;
-        let mut began = false;
+        let mut begun = None;
         if writeln!(self.orders, "{} {}", numbers.start, numbers.end).is_ok() {
             while let Ok(line) = self.answers.recv_timeout(PATIENCE) {
                 let (word, rest) = line.split_once(' ').unwrap_or((&line, ""));
                 match word {
-                    "begin" => began = true,
+                    "begin" => begun = Some(rest.to_string()),
                     "kind" => *tally().kinds.entry(rest.into()).or_default() += 1,
                     "right" | "wrong" => {
                         let mut tally = tally();
                         tally.checked += 1;
+                        let problem = begun.take().unwrap_or_default();
                         if word == "wrong" {
-                            tally.wrong.insert(at, rest.into());
+                            tally.wrong.insert(at, format!("{rest}: {problem}"));
                         }
                         at += 1;
-                        began = false;
                     }
                     "done" => return at..numbers.end,
                     _ => {}
                 }
             }
         }
-        // Where it did not even begin, the next worker tries again, and a problem that no worker begins is wrong.
-        if began || at == numbers.start {
+        // Where it came to an end between two problems the next worker goes on.
+        if begun.is_some() || at == numbers.start {
             let ended = self.process.try_wait();
             let fault = match ended {
                 Ok(Some(status)) => format!("its process ended: {status}"),
@@ -141,7 +154,8 @@ impl Worker {
             };
             let mut tally = tally();
             tally.checked += 1;
-            tally.wrong.insert(at, fault);
+            let problem = begun.unwrap_or_default();
+            tally.wrong.insert(at, format!("{fault}: {problem}"));
             at += 1;
         }
         at..numbers.end
