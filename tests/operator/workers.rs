@@ -93,8 +93,15 @@ impl Worker {
         let mut process = Command::new(std::env::current_exe().expect("the path of this test"))
             .args(["--exact", test, "--nocapture"])
             .env(WORKER, "1")
-            // The definition's products: the processor's cores have a worker each.
+            // The definition runs on the processor, whose cores have a worker each.
             .env("RAYON_NUM_THREADS", "1")
+            // Its tensors come and go: glibc would fetch the pages from the system each time.
+            .envs([
+                ("MALLOC_ARENA_MAX", "1"),
+                ("MALLOC_MMAP_MAX_", "0"),
+                ("MALLOC_TRIM_THRESHOLD_", "100000000000"),
+                ("MALLOC_TOP_PAD_", "268435456"),
+            ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -125,15 +125,27 @@ const BOXES: [Layout; 6] = [
 /// Multiprocessors of the largest card these problems are for.
 const MULTIPROCESSORS: usize = 132;
 
-/// Products of a score and a column, of queries and keys or of values, that a problem may ask for. The definition in f64
-/// has seven such products to make, on one processor core in tens of milliseconds.
-const PRODUCTS: usize = 40_000_000;
-
-/// The same where there have to be many tiles.
-const CROWDED_PRODUCTS: usize = 200_000_000;
-
 /// Elements of the queries that a problem of few heads may have.
 const QUERY_ELEMENTS: usize = 250_000;
+
+impl Crowd {
+    /// Products of a score and a column, of queries and keys or of values, that a problem may ask for, and elements that it
+    /// may have in all: what one processor core draws, and makes the definition of in f64, in a fraction of a second.
+    const fn room(self) -> (usize, usize) {
+        match self {
+            Self::Few => (40_000_000, 1_500_000),
+            Self::Tiles => (150_000_000, 8_000_000),
+        }
+    }
+
+    /// Keys that there is room for always.
+    const fn least_keys(self) -> usize {
+        match self {
+            Self::Few => 160,
+            Self::Tiles => 24,
+        }
+    }
+}
 
 /// Mostly `None`, by what is `likely`.
 fn perhaps<S: Strategy>(likely: f64, strategy: S) -> impl Strategy<Value = Option<S::Value>> {
@@ -316,7 +328,7 @@ impl Variant {
             1usize..=3,
             1usize..=3,
             1usize..=8,
-            0usize..150,
+            0usize..60,
             parts.clone(),
             parts,
         )
@@ -334,8 +346,8 @@ impl Variant {
             )
     }
 
-    /// The case of so many sequences, key heads and queries; keys by what that leaves.
-    fn case(&self, [batch, kv_heads, q_len]: [usize; 3], products: usize, key_part: f64) -> Case {
+    /// The case of so many sequences, key heads and queries, with a part of the keys that there is room for.
+    fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;
         let columns = case.head_dim + case.value_dim;
@@ -344,9 +356,12 @@ impl Variant {
             (Sizes::Every, 1..=8) => 6000,
             (Sizes::Every, _) => 1200,
         };
-        let least = if self.crowd == Crowd::Few { 160 } else { 24 };
-        let most = products / (batch * kv_heads * group * q_len * columns);
-        let most = most.clamp(least.min(longest), longest) as f64;
+        let (products, elements) = self.crowd.room();
+        let planes = batch * kv_heads;
+        let rows = planes * group * q_len;
+        let most = (products / (rows * columns))
+            .min(elements.saturating_sub(rows * columns) / (planes * columns))
+            .clamp(self.crowd.least_keys().min(longest), longest) as f64;
         let kv_len = 1 + (key_part * key_part * most) as usize;
         Case {
             batch,
@@ -365,7 +380,7 @@ impl Variant {
         let planes = (QUERY_ELEMENTS / (row * q_len)).max(1);
         let batch = batch.min(planes);
         let kv_heads = kv_heads.min(planes / batch);
-        self.case([batch, kv_heads, q_len], PRODUCTS, key_part)
+        self.case([batch, kv_heads, q_len], key_part)
     }
 
     /// `surplus` tiles more than there are multiprocessors.
@@ -390,7 +405,7 @@ impl Variant {
         let planes = (MULTIPROCESSORS + 1 + surplus).div_ceil(tiles);
         let batch = sequences.min(planes);
         let kv_heads = planes.div_ceil(batch);
-        self.case([batch, kv_heads, q_len], CROWDED_PRODUCTS, key_part)
+        self.case([batch, kv_heads, q_len], key_part)
     }
 }
 
