@@ -37,7 +37,8 @@ struct Cli {
     /// "text", which is learned as a whole.
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
-    /// The folder to write: an adapter as PEFT has it, or with --merge or --full a checkpoint.
+    /// The folder to write: an adapter as PEFT has it, or with --merge or --full a checkpoint, with what else the model's has, such
+    /// as towers for images and audio.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Trains all weights rather than an adapter.
@@ -115,8 +116,13 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
             adapter.save(&outcome.model, &cli.out, &cli.model.display().to_string())?;
         }
         _ => {
-            outcome.model.save(&cli.out, None)?;
-            copy_tokenizer(&cli.model, &cli.out)?;
+            let saved = outcome.model.save_like(&cli.model, &cli.out, None);
+            if saved.is_err() {
+                // What was learned is not to be lost with what has become of the base.
+                outcome.model.save(&cli.out, None)?;
+            }
+            saved?;
+            copy_beside(&cli.model, &cli.out)?;
         }
     }
     note(format_args!("written to {}", cli.out.display()));
@@ -176,13 +182,15 @@ fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
 }
 
 /// Copies what belongs to a checkpoint beside its weights and their configuration.
-fn copy_tokenizer(from: &Path, to: &Path) -> Result<(), Error> {
+fn copy_beside(from: &Path, to: &Path) -> Result<(), Error> {
     for name in [
         "tokenizer.json",
         "tokenizer_config.json",
         "special_tokens_map.json",
         "chat_template.jinja",
         "generation_config.json",
+        "processor_config.json",
+        "preprocessor_config.json",
     ] {
         let path = from.join(name);
         if path.exists() {

@@ -243,7 +243,7 @@ impl Training {
         let (loss, gradients) = match checkpointing.is_by_layer() {
             true => model.gradients(input.clone(), None, asked, of_states)?,
             false => {
-                let loss = of_states(model.hidden(input.clone(), asked))?;
+                let loss = of_states(model.hidden(input.clone(), asked)?)?;
                 let gradients = GradientsParams::from_grads(loss.backward(), &model);
                 (loss, gradients)
             }

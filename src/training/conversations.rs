@@ -27,8 +27,9 @@ pub fn read(path: &Path, gemma: &Gemma4) -> Result<Vec<Example>, Error> {
         if line.trim().is_empty() {
             continue;
         }
-        let example =
-            parse(line).and_then(|line| example(line, gemma).map_err(|error| error.to_string()));
+        let example = parse(line)
+            .and_then(|line| example(line, gemma).map_err(|error| error.to_string()))
+            .and_then(|example| within(example, gemma.config().vocab_size));
         let named = |reason| format!("{}: line {}: {reason}", path.display(), index + 1);
         examples.push(example.map_err(named)?);
     }
@@ -90,6 +91,17 @@ fn example(line: Line, gemma: &Gemma4) -> Result<Example, Gemma4Error> {
         }
     }
     Ok(example)
+}
+
+/// A tokenizer may have tokens that the model has no row for.
+fn within(example: Example, vocabulary: usize) -> Result<Example, String> {
+    let outside = |token: &&u32| **token as usize >= vocabulary;
+    match example.tokens.iter().find(outside) {
+        Some(token) => Err(format!(
+            "has the token {token}, but the model's vocabulary has {vocabulary} tokens"
+        )),
+        None => Ok(example),
+    }
 }
 
 fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Gemma4Error> {

@@ -12,7 +12,8 @@ use burn::{
 };
 use burn_gemma4::{Gemma4Model, Logits};
 
-const ONE_SHAPE: &str = "the loader makes tokens, targets and packing of one shape";
+const ONE_SHAPE: &str =
+    "the loader makes tokens of the vocabulary, and targets and packing of their shape";
 
 /// A model that learns to predict the next token.
 #[derive(Module, Debug)]

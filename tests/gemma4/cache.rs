@@ -25,7 +25,12 @@ fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
 
 /// The logits of all of `sequence`, `[positions · vocabulary]`.
 fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
-    values(gemma.model().forward(tokens(&[sequence], device)))
+    values(
+        gemma
+            .model()
+            .forward(tokens(&[sequence], device))
+            .expect("tokens within"),
+    )
 }
 
 /// The logits of `sequence` read into `cache` by portions, whose lengths come round and round.

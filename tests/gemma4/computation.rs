@@ -53,7 +53,10 @@ fn every_intermediate_tensor() {
             compared: 0,
         };
         let input = tokens(&[&fixture.prompt], &device.device);
-        let logits = gemma.model().forward_observed(input, &mut comparison);
+        let logits = gemma
+            .model()
+            .forward_observed(input, &mut comparison)
+            .expect("tokens within");
         let what = format!("{} {} logits", fixture.name, device.name);
         fixture.reference("logits").assert_close(logits, &what);
         // Embedding, final norm, and of each layer at least queries, what they read, and the dense network.
@@ -76,6 +79,6 @@ fn a_batch_of_two() {
         let what = format!("{} {} batch", fixture.name, device.name);
         fixture
             .reference("batch2.logits")
-            .assert_close(gemma.model().forward(input), &what);
+            .assert_close(gemma.model().forward(input).expect("tokens within"), &what);
     });
 }

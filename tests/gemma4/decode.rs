@@ -77,7 +77,14 @@ fn by_kernels_as_at_once() {
                 let rows = rows(&fixture, batch);
                 let at_once: Vec<Vec<f32>> = rows
                     .iter()
-                    .map(|row| values(gemma.model().forward(tokens(&[row], &device.device))))
+                    .map(|row| {
+                        values(
+                            gemma
+                                .model()
+                                .forward(tokens(&[row], &device.device))
+                                .expect("tokens within"),
+                        )
+                    })
                     .collect();
                 let kinds = [(false, true), (false, false), (true, true), (true, false)];
                 for (compact, records) in kinds {

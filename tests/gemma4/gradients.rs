@@ -26,7 +26,7 @@ pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
 /// The mean cross entropy of the next tokens.
 fn next_token_loss(model: &Gemma4Model, tokens: Tensor<2, Int>) -> Tensor<1> {
     let [batch, positions] = tokens.dims();
-    let logits = model.forward(tokens.clone());
+    let logits = model.forward(tokens.clone()).expect("tokens within");
     let predicting = logits.narrow(1, 0, positions - 1);
     let next = tokens.narrow(1, 1, positions - 1);
     let next = next.reshape([batch, positions - 1, 1]);
@@ -137,7 +137,8 @@ fn of_the_loss_in_chunks_are_those_of_transformers() {
         let targets = tokens(&[&next], &device).slice_assign([0..1, count - 1..count], last);
         let hidden = gemma
             .model()
-            .hidden(tokens(&[&fixture.prompt], &device), Logits::All);
+            .hidden(tokens(&[&fixture.prompt], &device), Logits::All)
+            .expect("tokens within");
         let loss = gemma
             .model()
             .loss(hidden, targets)
@@ -209,16 +210,21 @@ fn of_the_last_positions_alone() {
     };
     let all = model
         .hidden(row.clone(), Logits::All)
+        .expect("tokens within")
         .narrow(1, count - 4, 4);
     let expected = of_last(all);
-    for (path, found) in of_last(model.hidden(row.clone(), Logits::Last(4))) {
+    let last = || {
+        model
+            .hidden(row.clone(), Logits::Last(4))
+            .expect("tokens within")
+    };
+    for (path, found) in of_last(last()) {
         if let (Some(found), Some(expected)) = (found, &expected[&path]) {
             let error = relative(&found, expected);
             assert!(error <= TOLERANCE, "{path} is off by {error:e}");
         }
     }
-    let hidden = model.hidden(row.clone(), Logits::Last(4));
-    assert!(model.loss(hidden, row).is_err());
+    assert!(model.loss(last(), row.clone()).is_err());
 }
 
 #[test]
@@ -234,7 +240,10 @@ fn of_a_head_of_its_own() {
     let model = Gemma4Model::new(&config, &device);
     let row = tokens(&[&[2, 17, 5, 44, 300, 9]], &device);
     let plain = next_token_loss(&model, row.clone());
-    let hidden = model.hidden(row.clone(), Logits::All).narrow(1, 0, 5);
+    let hidden = model
+        .hidden(row.clone(), Logits::All)
+        .expect("tokens within")
+        .narrow(1, 0, 5);
     let chunked = model
         .loss(hidden, row.narrow(1, 1, 5))
         .expect("targets that fit");
@@ -272,7 +281,8 @@ fn compare_by_layer(name: &'static str, tracked: &Device, asked: Logits) {
     let positions = if asked == Logits::All { count } else { 3 };
     let targets = row.clone().narrow(1, count - positions, positions);
     let loss = |hidden| model.loss(hidden, targets.clone());
-    let whole = loss(model.hidden(row.clone(), asked)).expect("targets that fit");
+    let whole =
+        loss(model.hidden(row.clone(), asked).expect("tokens within")).expect("targets that fit");
     let expected = gradients_of(model, &whole.backward());
     let (by_layer, mut found) = model
         .gradients(row, None, asked, loss)

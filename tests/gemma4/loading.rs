@@ -31,7 +31,8 @@ fn a_multimodal_file_is_its_text_model() {
         values(
             model
                 .expect("a model")
-                .forward(tokens(&[&fixture.prompt], &device)),
+                .forward(tokens(&[&fixture.prompt], &device))
+                .expect("tokens within"),
         )
     };
     assert_eq!(logits("dense-ple"), logits("dense-ple-mm-bf16"));
@@ -171,7 +172,12 @@ fn several_files_are_one_checkpoint() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let input = tokens(&[&fixture.prompt], &device);
-    let found = values(copy.load().expect("a model").forward(input));
+    let found = values(
+        copy.load()
+            .expect("a model")
+            .forward(input)
+            .expect("tokens within"),
+    );
     fixture.reference("logits").assert_close(
         burn::tensor::Tensor::<1>::from_floats(found.as_slice(), &device),
         "several files",

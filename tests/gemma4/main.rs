@@ -12,12 +12,16 @@ mod fixture;
 
 mod cache;
 mod computation;
+mod configurations;
 mod decode;
+mod foreign;
 mod generation;
 mod gradients;
 mod half;
 mod loading;
+mod not_numbers;
 mod packing;
 mod products;
 mod programs;
 mod text;
+mod vocabulary;

@@ -76,7 +76,9 @@ fn loss_alone(model: &Gemma4Model, documents: &Packed, device: &Device) -> Tenso
         let count = document.len() - 1;
         let input = tokens(&[&document[..count]], device);
         let next = tokens(&[&document[1..]], device).reshape([1, count, 1]);
-        -log_softmax(model.forward(input), 2).gather(2, next).sum()
+        -log_softmax(model.forward(input).expect("tokens within"), 2)
+            .gather(2, next)
+            .sum()
     };
     documents
         .documents()
@@ -92,7 +94,12 @@ fn logits_are_those_of_each_document_alone() {
     for fixture in Fixture::all() {
         let packed = Packed::new(&fixture);
         let on_flex = fixture.load(&flex, DType::F32);
-        let alone = |document: &Vec<u32>| on_flex.model().forward(tokens(&[document], &flex));
+        let alone = |document: &Vec<u32>| {
+            on_flex
+                .model()
+                .forward(tokens(&[document], &flex))
+                .expect("tokens within")
+        };
         let expected: Vec<Vec<f32>> = packed.documents().map(|row| values(alone(row))).collect();
         for device in devices() {
             let gemma = fixture.load(&device.device, DType::F32);

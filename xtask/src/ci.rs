@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::{
+    fuzz,
     process::{self, Result},
     setup, test,
 };
@@ -36,6 +37,10 @@ const STEPS: &[Step] = &[
     Step {
         name: "packages",
         run: packages,
+    },
+    Step {
+        name: "broken files",
+        run: || fuzz::run(&[]),
     },
     // Last, so that the output ends with the verdict on the tests.
     Step {

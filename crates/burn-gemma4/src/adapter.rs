@@ -101,11 +101,16 @@ impl Adapter {
     /// Freezes the model and attaches Burn's low-rank adapters, which add nothing until they are trained.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where the rank is 0, the model has no such matrices, or one is smaller than the rank.
+    /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices, or one is
+    /// smaller than the rank.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
         if self.rank == 0 {
             return refuse("rank", "has to be at least 1".into());
+        }
+        if !((self.alpha / self.rank as f64) as f32).is_finite() {
+            let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
+            return refuse("alpha", reason);
         }
         let matrices: Vec<(String, Vec<usize>)> = stored(&model, DType::F32)
             .into_iter()
@@ -187,8 +192,8 @@ impl Gemma4Model {
     /// [`Adapter::save`] and PEFT write them.
     ///
     /// # Errors
-    /// Where a file is missing or not what it should be, where a tensor does not fit the model (all of them named), and for
-    /// adapters of another kind.
+    /// Where a file is missing or not what it should be, where a tensor does not fit the model or is not of the rank that
+    /// `adapter_config.json` says (all of them named), and for adapters of another kind.
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let folder = folder.as_ref();
         let path = folder.join(CONFIG);
@@ -204,13 +209,17 @@ impl Gemma4Model {
         let bytes = read(&path)?;
         let tensors = SafeTensors::deserialize(&bytes)
             .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
+        if tensors.is_empty() {
+            return Err(malformed(&path, "has no tensors".into()));
+        }
         let is_multimodal = |name: &&str| name.starts_with(MULTIMODAL_PREFIX);
         let mut merger = Merger {
             prefix: match tensors.names().iter().any(is_multimodal) {
                 true => MULTIMODAL_PREFIX,
                 false => PREFIX,
             },
-            scale: file.lora_alpha / file.r as f64,
+            rank: file.r,
+            scale: file.scale(),
             rest: tensors.names().into_iter().map(String::from).collect(),
             tensors,
             path: Vec::new(),
@@ -228,6 +237,11 @@ impl Gemma4Model {
 }
 
 impl File {
+    /// How much the adapter counts.
+    fn scale(&self) -> f64 {
+        self.lora_alpha / self.r as f64
+    }
+
     fn refuse_unsupported(&self) -> Result<(), String> {
         if self.peft_type != "LORA" {
             return Err(format!(
@@ -237,6 +251,12 @@ impl File {
         }
         if self.r == 0 {
             return Err("r is 0".into());
+        }
+        if !(self.scale() as f32).is_finite() {
+            return Err(format!(
+                "lora_alpha {} over r {} is no number in f32",
+                self.lora_alpha, self.r
+            ));
         }
         let unsupported = [
             ("use_dora", self.use_dora),
@@ -266,6 +286,7 @@ impl File {
 struct Merger<'a> {
     tensors: SafeTensors<'a>,
     prefix: &'static str,
+    rank: usize,
     scale: f64,
     path: Vec<String>,
     /// Tensors of the file that belong to no parameter so far.
@@ -281,20 +302,34 @@ impl Merger<'_> {
             return None;
         }
         let [output, input] = shape;
-        let rank = names
-            .iter()
-            .find_map(|name| self.tensors.tensor(name).ok())
-            .map_or(0, |view| view.shape().iter().copied().min().unwrap_or(0));
-        let [reads, writes] = [[rank, input], [output, rank]];
+        let [reads, writes] = [([self.rank, input], 0), ([output, self.rank], 1)];
         let [reads, writes] = [(&names[0], reads), (&names[1], writes)]
-            .map(|(name, expected)| self.factor(name, expected, device));
+            .map(|(name, (expected, of_rank))| self.factor(name, expected, of_rank, device));
         Some(product(writes?, reads?) * self.scale)
     }
 
-    fn factor(&mut self, name: &str, expected: [usize; 2], device: &Device) -> Option<Tensor<2>> {
+    /// The factor called `name`, whose dimension `of_rank` is the rank.
+    fn factor(
+        &mut self,
+        name: &str,
+        expected: [usize; 2],
+        of_rank: usize,
+        device: &Device,
+    ) -> Option<Tensor<2>> {
         self.rest.remove(name);
+        let of_another_rank = |found: &[usize]| match *found {
+            [rows, columns] => [rows, columns][1 - of_rank] == expected[1 - of_rank],
+            _ => false,
+        };
         let problem = match self.tensors.tensor(name) {
             Err(_) => TensorProblem::Missing { name: name.into() },
+            Ok(view) if view.shape() != expected && of_another_rank(view.shape()) => {
+                TensorProblem::Rank {
+                    name: name.into(),
+                    found: view.shape()[of_rank],
+                    expected: self.rank,
+                }
+            }
             Ok(view) if view.shape() != expected => TensorProblem::Shape {
                 name: name.into(),
                 found: view.shape().to_vec(),

@@ -23,6 +23,14 @@ pub enum Gemma4Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A file, or a checkpoint, of a kind that this crate does not load.
+    #[error("{}: {reason}", path.display())]
+    Unsupported {
+        /// The file, or the checkpoint's folder.
+        path: PathBuf,
+        /// What it is.
+        reason: String,
+    },
     /// A configuration that no Gemma 4 text model has, or that this crate does not compute.
     #[error("config.json: {0}")]
     Config(String),
@@ -81,6 +89,16 @@ pub enum TensorProblem {
         /// The model's shape.
         expected: Vec<usize>,
     },
+    /// A factor of an adapter that is not of the rank that the adapter's configuration says.
+    #[error("{name} has the rank {found}, but r is {expected} in adapter_config.json")]
+    Rank {
+        /// Its name in the file.
+        name: String,
+        /// The factor's rank.
+        found: usize,
+        /// The configuration's.
+        expected: usize,
+    },
     /// Its elements are not floating-point numbers that a model computes in.
     #[error("{name} has the dtype {found}, which is none of F64, F32, F16, BF16")]
     Dtype {
@@ -89,6 +107,16 @@ pub enum TensorProblem {
         /// The file's dtype.
         found: String,
     },
+}
+
+impl Gemma4Error {
+    /// Logits none of which says anything, so that there is no token to take.
+    pub(crate) fn no_number(logits: usize) -> Self {
+        Self::Argument {
+            argument: "logits",
+            reason: format!("each of the {logits} is NaN or -inf"),
+        }
+    }
 }
 
 /// A file's contents.

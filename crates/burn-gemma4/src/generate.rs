@@ -239,7 +239,7 @@ fn prefill(
             true => Logits::Last(1),
             false => Logits::None,
         };
-        if let Some(logits) = model.step(tokens, cache, asked)? {
+        if let Some(logits) = model.step_within(tokens, cache, asked)? {
             return Ok(logits);
         }
     }

@@ -44,8 +44,8 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`], and
-    /// those of `loss`.
+    /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`], as
+    /// [`forward`](Self::forward), and those of `loss`.
     ///
     /// # Panics
     /// Without autodiff on the model's device, or if the loss does not depend on the states.
@@ -70,6 +70,7 @@ impl Gemma4Model {
         }
         // Burn keeps a graph until the next backward, so that the forward has to do without.
         let tokens = tokens.inner();
+        self.check_tokens(&tokens)?;
         let plain = self.valid();
         let pass = Pass::new(self, &tokens, packing, asked);
         if pass.asked == 0 {

@@ -56,7 +56,7 @@ use std::sync::Arc;
 /// let device = Device::flex().autodiff();
 /// let model = Gemma4Model::new(&config, &device);
 /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
-/// let logits = model.forward(tokens); // [1, 4, 100]
+/// let logits = model.forward(tokens)?; // [1, 4, 100]
 /// let next = Tensor::<3, Int>::from_data([[[17], [5], [44], [1]]], &device);
 /// let loss = -burn::tensor::activation::log_softmax(logits, 2).gather(2, next).mean();
 /// let gradients = loss.backward();
@@ -172,25 +172,32 @@ impl Gemma4Model {
 
     /// The logits of every position, `[batch, positions]` to `[batch, positions, vocabulary]`. Position `i` sees the
     /// tokens `..= i`.
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+    ///
+    /// # Errors
+    /// Where a token is outside the vocabulary: tokens are read back to the host, which waits for what computes them.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, Gemma4Error> {
         self.forward_observed(tokens, &mut ())
     }
 
     /// [`forward`](Self::forward) with a look at what is computed on the way.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
     pub fn forward_observed(
         &self,
         tokens: Tensor<2, Int>,
         observer: &mut impl Observer,
-    ) -> Tensor<3> {
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        self.check_tokens(&tokens)?;
         let hidden = self.run(tokens, Context::Whole, Logits::All, observer);
-        self.logits(hidden)
+        Ok(self.logits(hidden))
     }
 
     /// The logits of every position of packed documents, `[batch, positions]` to `[batch, positions, vocabulary]`: each
     /// document's are those that [`forward`](Self::forward) gives it alone. What it gives padding means nothing.
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's.
+    /// Where the tokens' shape is not the packing's, and as [`forward`](Self::forward).
     pub fn forward_packed(
         &self,
         tokens: Tensor<2, Int>,
@@ -203,24 +210,29 @@ impl Gemma4Model {
     /// [`forward`](Self::forward) before the head. [`loss`](Self::loss) takes it.
     ///
     /// Layers that read an earlier layer's keys and values are computed for the positions asked for only.
-    pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Tensor<3> {
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Result<Tensor<3>, Gemma4Error> {
+        self.check_tokens(&tokens)?;
         let [_, positions] = tokens.dims();
         let asked_positions = asked.of(positions);
         let hidden = self.run(tokens, Context::Whole, asked, &mut ());
-        hidden.narrow(1, 0, asked_positions)
+        Ok(hidden.narrow(1, 0, asked_positions))
     }
 
     /// [`hidden`](Self::hidden) of every position of packed documents: [`forward_packed`](Self::forward_packed) before the
     /// head.
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's.
+    /// Where the tokens' shape is not the packing's, and as [`forward`](Self::forward).
     pub fn hidden_packed(
         &self,
         tokens: Tensor<2, Int>,
         packing: &Packing,
     ) -> Result<Tensor<3>, Gemma4Error> {
         packing.check(&tokens)?;
+        self.check_tokens(&tokens)?;
         Ok(self.run(tokens, Context::Packed(packing), Logits::All, &mut ()))
     }
 
@@ -239,7 +251,7 @@ impl Gemma4Model {
     /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
     /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
     /// let next = Tensor::<2, Int>::from_data([[17, 5, 44, -1]], &device);
-    /// let loss = model.loss(model.hidden(tokens, Logits::All), next)?;
+    /// let loss = model.loss(model.hidden(tokens, Logits::All)?, next)?;
     /// assert!(loss.clone().into_scalar::<f32>() > 0.0);
     /// let gradients = loss.backward();
     /// assert!(model.embed_tokens.weight.val().grad(&gradients).is_some());
@@ -298,8 +310,19 @@ impl Gemma4Model {
     /// Layers that read an earlier layer's keys and values are computed for those positions only.
     ///
     /// # Errors
-    /// Where the batch is not the cache's.
+    /// Where the batch is not the cache's, and as [`forward`](Self::forward).
     pub fn step(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut Cache,
+        logits: Logits,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        self.check_tokens(&tokens)?;
+        self.step_within(tokens, cache, logits)
+    }
+
+    /// [`step`](Self::step) with tokens that the host knows to be in the vocabulary.
+    pub(crate) fn step_within(
         &self,
         tokens: Tensor<2, Int>,
         cache: &mut Cache,
@@ -320,6 +343,14 @@ impl Gemma4Model {
         }
         let hidden = self.run(tokens, Context::After(cache), logits, &mut ());
         Ok((logits.of(positions) > 0).then(|| self.logits(hidden)))
+    }
+
+    /// Refuses tokens outside the vocabulary, and reads them back for that.
+    pub(crate) fn check_tokens(&self, tokens: &Tensor<2, Int>) -> Result<(), Gemma4Error> {
+        let tokens = tokens.clone().try_into_data().map_err(|error| {
+            Gemma4Error::Device(format!("the tokens could not be read: {error}"))
+        })?;
+        self.config.check_tokens(tokens.iter::<i64>())
     }
 
     /// The last layer's stream, normalised, of the positions whose logits are asked for.

@@ -104,10 +104,7 @@ impl Sampler {
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         let likeliest = possible(logits)
             .reduce(|best, next| if next.logit > best.logit { next } else { best })
-            .ok_or_else(|| Gemma4Error::Argument {
-                argument: "logits",
-                reason: format!("each of the {} is NaN or -inf", logits.len()),
-            })?;
+            .ok_or_else(|| Gemma4Error::no_number(logits.len()))?;
         if self.sampling.is_greedy() {
             return Ok(likeliest.token);
         }

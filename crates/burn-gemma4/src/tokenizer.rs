@@ -1,9 +1,11 @@
 //! Text to tokens and back, by the checkpoint's `tokenizer.json`.
 
+mod kind;
+
 use crate::Gemma4Error;
 use crate::error::read;
 use std::path::Path;
-use tokenizers::{DecoderWrapper, Model};
+use tokenizers::{DecoderWrapper, Model, PostProcessorWrapper};
 
 /// The tokenizer of a checkpoint.
 ///
@@ -178,6 +180,7 @@ fn is_byte(token: &str) -> bool {
 }
 
 fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
+    kind::check(bytes)?;
     let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
         .map_err(|error| format!("no tokenizer: {error}"))?;
     match inner.get_decoder() {
@@ -194,6 +197,8 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
         .with_truncation(None)
         .map_err(|error| error.to_string())?;
     inner.with_padding(None);
+    // It would add the special tokens that nobody asks for.
+    inner.with_post_processor(None::<PostProcessorWrapper>);
     Ok(Tokenizer { inner })
 }
 

@@ -22,6 +22,7 @@ pub struct Folder {
 }
 
 /// A tensor of a file.
+#[derive(PartialEq)]
 pub struct Stored {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
@@ -81,19 +82,7 @@ impl Folder {
 
     /// Changes the tensors of `model.safetensors`.
     pub fn edit(&self, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
-        let file = self.read("model.safetensors");
-        let mut tensors = SafeTensors::deserialize(&file)
-            .expect("tensors")
-            .iter()
-            .map(|(name, view)| {
-                let stored = Stored {
-                    dtype: view.dtype(),
-                    shape: view.shape().to_vec(),
-                    bytes: view.data().to_vec(),
-                };
-                (name.to_owned(), stored)
-            })
-            .collect();
+        let mut tensors = tensors(self.path());
         change(&mut tensors);
         let views = tensors.iter().map(|(name, stored)| {
             let view = TensorView::new(stored.dtype, stored.shape.clone(), &stored.bytes);
@@ -102,4 +91,21 @@ impl Folder {
         let changed = serialize(views, None).expect("a file");
         self.write("model.safetensors", changed);
     }
+}
+
+/// The tensors of the `model.safetensors` in a folder.
+pub fn tensors(folder: &Path) -> BTreeMap<String, Stored> {
+    let file = fs::read(folder.join("model.safetensors")).expect("a file to read");
+    SafeTensors::deserialize(&file)
+        .expect("tensors")
+        .iter()
+        .map(|(name, view)| {
+            let stored = Stored {
+                dtype: view.dtype(),
+                shape: view.shape().to_vec(),
+                bytes: view.data().to_vec(),
+            };
+            (name.to_owned(), stored)
+        })
+        .collect()
 }

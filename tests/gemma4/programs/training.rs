@@ -1,7 +1,15 @@
 //! `train` and `finetune`: losses that go down, runs that go on after a crash where they were, data that is refused.
 
-use super::{Ended, folder::Folder, program, refused::check, report, run, succeed};
+use super::{
+    Ended,
+    folder::{Folder, Stored, tensors},
+    program,
+    refused::check,
+    report, run, succeed,
+};
 use crate::fixture;
+use safetensors::tensor::Dtype;
+use serde_json::{Value, json};
 use std::{
     fs,
     io::{BufRead, BufReader},
@@ -252,4 +260,72 @@ fn lines_that_are_no_examples_are_refused() {
     check("the base's own folder", &ended, 2, &["--out is --model"]);
     let ended = run(&mut finetune(&base, &data, &out, &["--rank", "65"]));
     check("a rank beyond the matrices", &ended, 2, &["rank", "65"]);
+}
+
+/// What a multimodal checkpoint has beside its text model is in the checkpoint that is written, byte for byte.
+#[test]
+fn towers_are_kept() {
+    let base = Folder::copy("dense-ple-mm-bf16");
+    let towers = [
+        ("model.vision_tower.patch_embedder.weight", Dtype::BF16, 2),
+        ("model.audio_tower.steps", Dtype::I64, 8),
+        (
+            "model.embed_vision.embedding_projection.weight",
+            Dtype::F32,
+            4,
+        ),
+    ];
+    base.edit(|tensors| {
+        for (name, dtype, size) in towers {
+            let tensor = Stored {
+                dtype,
+                shape: vec![3, 2],
+                bytes: (1..=6 * size).collect(),
+            };
+            tensors.insert(name.into(), tensor);
+        }
+    });
+    base.set(
+        "config.json",
+        "vision_config",
+        json!({"model_type": "gemma4_vision"}),
+    );
+    base.write("processor_config.json", "{}");
+    let before = tensors(base.path());
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, conversations()).expect("a file");
+
+    for (name, arguments) in [
+        ("merged", &["--merge"][..]),
+        ("full", &["--full"]),
+        ("cast", &["--full", "--dtype", "f32"]),
+    ] {
+        let out = folder.path().join(name);
+        succeed(&mut finetune(&base, &data, &out, arguments));
+        let after = tensors(&out);
+        assert!(after.keys().eq(before.keys()), "{name}");
+        for (tower, _, _) in towers {
+            assert!(after[tower] == before[tower], "{name}: {tower} has changed");
+        }
+        let learned = "model.language_model.layers.0.self_attn.q_proj.weight";
+        assert!(
+            after[learned] != before[learned],
+            "{name} has learned nothing"
+        );
+        let config = fs::read_to_string(out.join("config.json")).expect("a file");
+        let config: Value = serde_json::from_str(&config).expect("JSON");
+        assert_eq!(config["model_type"], "gemma4", "{name}");
+        assert_eq!(
+            config["vision_config"]["model_type"], "gemma4_vision",
+            "{name}"
+        );
+        let dtype = match name {
+            "cast" => "float32",
+            _ => "bfloat16",
+        };
+        assert_eq!(config["dtype"], dtype, "{name}");
+        assert!(out.join("processor_config.json").exists(), "{name}");
+        answer(&out, &[]);
+    }
 }

@@ -1,5 +1,6 @@
 //! The tensors of a checkpoint: where they are in which safetensors file.
 
+use super::foreign::{missing, refuse_contents};
 use crate::Gemma4Error;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
@@ -91,6 +92,7 @@ impl TensorFiles {
             reason,
         };
         let contents = bytes.as_slice();
+        refuse_contents(&path, contents)?;
         let tensors = SafeTensors::deserialize(contents).map_err(|error| {
             malformed(format!(
                 "not a whole safetensors file of {} bytes: {error}",
@@ -162,10 +164,7 @@ fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
 }
 
 fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
-    let failed = |source| Gemma4Error::Io {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| missing(path.to_owned(), source);
     let file = File::open(path).map_err(failed)?;
     // SAFETY: what is mapped must not change while it is read. The file is opened for reading and not written by this
     // process; as with every program that maps files, whoever changes a checkpoint that is being loaded breaks the load.

@@ -1,8 +1,10 @@
 //! Checkpoints from Hugging Face: safetensors files into a model.
 
 mod files;
+mod foreign;
 mod save;
 
+pub(crate) use foreign::missing;
 pub(crate) use save::{create, stored, write_file, write_tensors};
 
 use crate::{Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem};
@@ -117,8 +119,9 @@ fn load(
     device: &Device,
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
-    let model = Gemma4Model::new(config, device);
     let names = Names::of(files);
+    names.refuse_mlx(folder, files)?;
+    let model = Gemma4Model::new(config, device);
     let mut expected = Expected::default();
     model.visit(&mut expected);
     let total_bytes = check(folder, files, config, &names, &expected)?;
@@ -147,6 +150,8 @@ struct Names {
 const MULTIMODAL: &str = "model.language_model.";
 /// Before the model's tensors in a text checkpoint.
 const TEXT: &str = "model.";
+/// Before them in what MLX makes of a multimodal checkpoint.
+const MLX: &str = "language_model.model.";
 /// The output projection, which is outside of both.
 const HEAD: &str = "lm_head.weight";
 
@@ -155,6 +160,21 @@ impl Names {
         let multimodal = files.names().any(|name| name.starts_with(MULTIMODAL));
         Self {
             prefix: if multimodal { MULTIMODAL } else { TEXT },
+        }
+    }
+
+    /// Refuses MLX's names: it lays experts and towers out in other ways, too.
+    fn refuse_mlx(&self, folder: &Path, files: &TensorFiles) -> Result<(), Gemma4Error> {
+        let is_mlx = |name: &str| name.starts_with(MLX);
+        let is_ours = |name: &str| name.starts_with(self.prefix);
+        match files.names().any(is_mlx) && !files.names().any(is_ours) {
+            true => Err(Gemma4Error::Unsupported {
+                path: folder.into(),
+                reason: format!(
+                    "its tensors' names begin with {MLX}, as MLX writes them; take the checkpoint that it was made of"
+                ),
+            }),
+            false => Ok(()),
         }
     }
 

@@ -1,17 +1,19 @@
 //! A model into a checkpoint as Hugging Face has it.
 
-use super::Names;
-use crate::{Gemma4Config, Gemma4Error, Gemma4Model};
+use super::{HEAD, Names, files::TensorFiles};
+use crate::{Gemma4Config, Gemma4Error, Gemma4Model, config::name_of, error::read};
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Tensor},
 };
 use safetensors::{Dtype, View, serialize_to_file};
+use serde_json::Value;
 use std::{
     borrow::Cow,
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fs,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 impl Gemma4Model {
@@ -56,6 +58,70 @@ impl Gemma4Model {
         )?;
         write_file(&folder.join("config.json"), config.as_bytes())
     }
+
+    /// As [`save`](Self::save), in the way of the checkpoint in `base`, which this model was loaded from: the weights have the
+    /// names that they have there, and what else is there is written as it is, such as the towers of a multimodal checkpoint.
+    /// `config.json` is that of `base` but for the dtype.
+    ///
+    /// # Errors
+    /// Where `base` cannot be read or describes another model, and where a file cannot be written.
+    ///
+    /// # Panics
+    /// As [`save`](Self::save).
+    pub fn save_like(
+        &self,
+        base: impl AsRef<Path>,
+        folder: impl AsRef<Path>,
+        dtype: Option<DType>,
+    ) -> Result<(), Gemma4Error> {
+        let (base, folder) = (base.as_ref(), folder.as_ref());
+        let dtype = dtype.unwrap_or_else(|| self.dtype());
+        let config = config_like(&base.join("config.json"), self.config(), dtype)?;
+        let files = Arc::new(TensorFiles::open(base)?);
+        let names = Names::of(&files);
+        // A head that repeats the embedding's table would repeat the old one.
+        let mut tensors: BTreeMap<String, Stored> = files
+            .names()
+            .filter(|name| *name != HEAD)
+            .map(|name| (name.to_owned(), Stored::kept(&files, name)))
+            .collect();
+        tensors.extend(
+            stored(&self.valid().materialize(), dtype)
+                .into_iter()
+                .map(|(path, tensor)| (names.in_file(&path), tensor)),
+        );
+        create(folder)?;
+        write_tensors(&folder.join("model.safetensors"), tensors.into_iter())?;
+        write_file(&folder.join("config.json"), config.as_bytes())
+    }
+}
+
+/// The configuration at `path`, which has to be `config`, with another dtype.
+fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<String, Gemma4Error> {
+    let base = Gemma4Config::from_file(path)?;
+    let same = Gemma4Config {
+        dtype: base.dtype,
+        ..config.clone()
+    };
+    if base != same {
+        return Err(Gemma4Error::Argument {
+            argument: "base",
+            reason: format!("{} describes another model", path.display()),
+        });
+    }
+    let malformed = |error: serde_json::Error| Gemma4Error::Malformed {
+        path: path.into(),
+        reason: error.to_string(),
+    };
+    let mut json: Value = serde_json::from_slice(&read(path)?).map_err(malformed)?;
+    // The text part's own dtype goes before that of the whole.
+    for pointer in ["", "/text_config"] {
+        if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
+            fields.remove("torch_dtype");
+            fields.insert("dtype".into(), name_of(dtype).into());
+        }
+    }
+    Ok(format!("{json:#}\n"))
 }
 
 /// Makes a folder.
@@ -121,7 +187,7 @@ pub(crate) fn stored(module: &impl Module, dtype: DType) -> Vec<(String, Stored)
 /// A tensor that is read from its device when it is written.
 pub(crate) struct Stored {
     shape: Vec<usize>,
-    dtype: DType,
+    dtype: Dtype,
     read: Box<dyn Fn() -> Vec<u8>>,
 }
 
@@ -134,26 +200,46 @@ impl Stored {
     ) -> Self {
         Self {
             shape: shape.into(),
-            dtype,
+            dtype: dtype_in_file(dtype),
             read: Box::new(move || {
                 let data = tensor().into_data().convert_dtype(dtype);
                 data.into_bytes().to_vec()
             }),
         }
     }
+
+    /// The tensor called `name` as it is in `files`.
+    fn kept(files: &Arc<TensorFiles>, name: &str) -> Self {
+        let entry = files.get(name).expect("a name of these files");
+        let (files, name) = (files.clone(), name.to_owned());
+        Self {
+            shape: entry.shape.clone(),
+            dtype: entry.dtype,
+            read: Box::new(move || {
+                let entry = files.get(&name).expect("a name of these files");
+                files.bytes(entry).to_vec()
+            }),
+        }
+    }
+}
+
+/// # Panics
+/// For what no checkpoint is in.
+fn dtype_in_file(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        other => panic!(
+            "a checkpoint is in f32, f16 or bf16, not in {}",
+            other.name()
+        ),
+    }
 }
 
 impl View for Stored {
     fn dtype(&self) -> Dtype {
-        match self.dtype {
-            DType::F32 => Dtype::F32,
-            DType::F16 => Dtype::F16,
-            DType::BF16 => Dtype::BF16,
-            other => panic!(
-                "a checkpoint is in f32, f16 or bf16, not in {}",
-                other.name()
-            ),
-        }
+        self.dtype
     }
 
     fn shape(&self) -> &[usize] {
@@ -165,7 +251,7 @@ impl View for Stored {
     }
 
     fn data_len(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.size()
+        self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }
 }
 

@@ -1,7 +1,11 @@
 //! `config.json`, in the dialect of the Hub and in that of `save_pretrained`.
 
-use super::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
-use crate::Gemma4Error;
+use super::{
+    ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
+    foreign::{refuse_drafter, refuse_quantized},
+    validate::number_of_layers,
+};
+use crate::{Gemma4Error, checkpoint::missing};
 use burn::tensor::DType;
 use serde::Deserialize;
 use std::{collections::BTreeMap, fs, path::Path};
@@ -103,10 +107,7 @@ impl Gemma4Config {
     /// Where the file cannot be read, is not JSON, or describes no Gemma 4 text model.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
-        let text = fs::read_to_string(path).map_err(|source| Gemma4Error::Io {
-            path: path.to_owned(),
-            source,
-        })?;
+        let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
         Self::from_json(&text).map_err(|error| match error {
             Gemma4Error::Config(reason) => Gemma4Error::Malformed {
                 path: path.to_owned(),
@@ -127,6 +128,7 @@ impl Gemma4Config {
         match file.model_type.as_deref() {
             Some(model_type) if MODEL_TYPES.contains(&model_type) => {}
             Some(other) => {
+                refuse_drafter(other)?;
                 return Err(Gemma4Error::Config(format!(
                     "model_type is {other:?}, which is none of {MODEL_TYPES:?}"
                 )));
@@ -137,8 +139,12 @@ impl Gemma4Config {
                 )));
             }
         }
+        refuse_quantized(&serde_json::from_str(json).map_err(bad)?)?;
         let mut text: Text = match &file.text_config {
-            Some(text) => Text::deserialize(text).map_err(bad)?,
+            Some(text) => {
+                refuse_quantized(text)?;
+                Text::deserialize(text).map_err(bad)?
+            }
             None => serde_json::from_str(json).map_err(bad)?,
         };
         // A multimodal model's own fields hold for its text part, too.
@@ -231,6 +237,7 @@ impl Text {
 
     fn layer_types(&self) -> Result<Vec<LayerType>, Gemma4Error> {
         let layers = self.num_hidden_layers;
+        number_of_layers(layers)?;
         let mut types = match &self.layer_types {
             Some(names) => self.named_layer_types(names)?,
             None => (1..=layers)

@@ -1,10 +1,13 @@
 //! The shape of a Gemma 4 text model.
 
+mod foreign;
 mod json;
 mod presets;
+mod validate;
 mod write;
 
 pub(crate) use json::Tokens;
+pub(crate) use write::name_of;
 
 use crate::Gemma4Error;
 use burn::tensor::DType;
@@ -199,82 +202,22 @@ impl Gemma4Config {
         self.hidden_size_per_layer_input > 0
     }
 
-    /// What makes the model impossible, by the names of `config.json`.
-    ///
-    /// # Errors
-    /// [`Gemma4Error::Config`] naming the field.
-    pub fn validate(&self) -> Result<(), Gemma4Error> {
-        let positive = [
-            ("vocab_size", self.vocab_size),
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_layers()),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", self.num_key_value_heads),
-            (
-                "num_global_key_value_heads",
-                self.num_global_key_value_heads,
-            ),
-            ("head_dim", self.sliding_head_dim),
-            ("global_head_dim", self.global_head_dim),
-            ("sliding_window", self.sliding_window),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ];
-        let refuse = |reason: String| Err(Gemma4Error::Config(reason));
-        if let Some((name, _)) = positive.iter().find(|(_, value)| *value == 0) {
-            return refuse(format!("{name} is 0"));
+    /// Refuses tokens that the vocabulary does not have, and that no table has a row for.
+    pub(crate) fn check_tokens(
+        &self,
+        tokens: impl IntoIterator<Item = i64>,
+    ) -> Result<(), Gemma4Error> {
+        let vocabulary = 0..self.vocab_size as i64;
+        match tokens.into_iter().find(|token| !vocabulary.contains(token)) {
+            Some(token) => Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!(
+                    "has the token {token}, but the vocabulary has {} tokens",
+                    self.vocab_size
+                ),
+            }),
+            None => Ok(()),
         }
-        for (name, head_dim) in [
-            ("head_dim", self.sliding_head_dim),
-            ("global_head_dim", self.global_head_dim),
-        ] {
-            if head_dim % 2 != 0 || head_dim > attention_cube::MAX_HEAD_DIM {
-                return refuse(format!(
-                    "{name} is {head_dim}, which is not an even number up to {}",
-                    attention_cube::MAX_HEAD_DIM
-                ));
-            }
-        }
-        for (name, heads) in [
-            ("num_key_value_heads", self.num_key_value_heads),
-            (
-                "num_global_key_value_heads",
-                self.num_global_key_value_heads,
-            ),
-        ] {
-            if !self.num_attention_heads.is_multiple_of(heads) {
-                return refuse(format!(
-                    "num_attention_heads is {}, which is not a multiple of {name} {heads}",
-                    self.num_attention_heads
-                ));
-            }
-        }
-        if self.num_kv_shared_layers >= self.num_layers() {
-            return refuse(format!(
-                "num_kv_shared_layers is {}, which leaves none of {} layers to read keys and values from",
-                self.num_kv_shared_layers,
-                self.num_layers()
-            ));
-        }
-        let own = &self.layer_types[..self.first_shared_layer()];
-        let shared = &self.layer_types[self.first_shared_layer()..];
-        if let Some(kind) = shared.iter().find(|kind| !own.contains(kind)) {
-            return refuse(format!(
-                "num_kv_shared_layers is {}, but no earlier layer is {kind}",
-                self.num_kv_shared_layers
-            ));
-        }
-        if let Some(experts) = &self.experts
-            && (experts.top_k_experts == 0
-                || experts.top_k_experts > experts.num_experts
-                || experts.moe_intermediate_size == 0)
-        {
-            return refuse(format!(
-                "top_k_experts {} of num_experts {} with moe_intermediate_size {} make no mixture of experts",
-                experts.top_k_experts, experts.num_experts, experts.moe_intermediate_size
-            ));
-        }
-        Ok(())
     }
 }
 

@@ -103,7 +103,7 @@ impl RopeConfig {
 }
 
 /// transformers' name of a dtype.
-fn name_of(dtype: DType) -> &'static str {
+pub(crate) fn name_of(dtype: DType) -> &'static str {
     match dtype {
         DType::F16 => "float16",
         DType::BF16 => "bfloat16",

@@ -117,7 +117,7 @@ impl<'a> Decoder<'a> {
     /// Reads one more token of each sequence.
     ///
     /// # Errors
-    /// Where there is not one token for each of the cache's sequences.
+    /// Where there is not one token for each of the cache's sequences, and where one is outside the vocabulary.
     pub fn step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
         self.check(tokens)?;
         #[cfg(feature = "cube")]
@@ -172,20 +172,23 @@ impl<'a> Decoder<'a> {
 
     fn check(&self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let batch = self.cache.batch();
-        if tokens.len() == batch {
-            return Ok(());
+        if tokens.len() != batch {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("are {}, but the cache has {batch} sequences", tokens.len()),
+            });
         }
-        Err(Gemma4Error::Argument {
-            argument: "tokens",
-            reason: format!("are {}, but the cache has {batch} sequences", tokens.len()),
-        })
+        let tokens = tokens.iter().map(|token| i64::from(*token));
+        self.model.config().check_tokens(tokens)
     }
 
     fn plain_step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
         let device = self.model.device();
         let data = TensorData::new(integers(tokens), [tokens.len(), 1]);
         let tokens = Tensor::<2, Int>::from_data(data, &device);
-        let logits = self.model.step(tokens, self.cache, Logits::Last(1))?;
+        let logits = self
+            .model
+            .step_within(tokens, self.cache, Logits::Last(1))?;
         Ok(Next::of(logits.expect("one position is asked for")))
     }
 }
@@ -215,19 +218,24 @@ impl Next<'_> {
         Self::new(logits.squeeze_dim(1), None)
     }
 
-    /// The likeliest token of each sequence. Only their numbers leave the device.
+    /// The likeliest token of each sequence. A logit that is NaN counts as −∞. Only the tokens' numbers leave the device.
     ///
     /// # Errors
+    /// [`Gemma4Error::Argument`] where every logit of a sequence is NaN or −∞, so that none is the likeliest;
     /// [`Gemma4Error::Device`] where the device failed.
     pub fn likeliest(self) -> Result<Vec<u32>, Gemma4Error> {
+        let [_, vocabulary] = self.logits.dims();
         let tokens = match self.likeliest {
             Some(tokens) => tokens,
             #[cfg(feature = "cube")]
             None if kernel::serve(&self.logits) => kernel::likeliest(self.logits),
-            None => self.logits.argmax(1).squeeze_dim(1),
+            None => likeliest(self.logits),
         };
         let tokens = tokens.try_into_data().map_err(failed)?;
-        Ok(tokens.iter::<i64>().map(|token| token as u32).collect())
+        tokens
+            .iter::<i64>()
+            .map(|token| u32::try_from(token).map_err(|_| Gemma4Error::no_number(vocabulary)))
+            .collect()
     }
 
     /// The logits, `[batch · vocabulary]`, on the host.
@@ -242,6 +250,16 @@ impl Next<'_> {
             .map_err(failed)?;
         Ok(logits.iter::<f32>().collect())
     }
+}
+
+/// What the kernel of this name gives, by Burn's own operations: the likeliest column of each row, −1 where there is none.
+fn likeliest(logits: Tensor<2>) -> Tensor<1, Int> {
+    let nothing = f32::NEG_INFINITY;
+    let numbers = logits.clone().mask_fill(logits.is_nan(), nothing);
+    let (largest, columns) = numbers.max_dim_with_indices(1);
+    columns
+        .mask_fill(largest.equal_elem(nothing), -1)
+        .squeeze_dim(1)
 }
 
 fn failed(error: impl std::fmt::Display) -> Gemma4Error {

@@ -1,4 +1,4 @@
-//! The largest of each row and the first column that has it; NaN counts as the smallest.
+//! The largest of each row and the first column that has it; −1 for a row of which none is a number above −∞.
 //!
 //! Budget: 8 bytes a unit in shared memory. Bound by memory: reads the logits once. Cubes reduce a stretch of a row each,
 //! then one cube a row reduces what they found.
@@ -41,7 +41,8 @@ pub(super) fn likeliest<E: Float, I: Int>(
         ComptimeOption::Some(of_values) => {
             if best_column < columns {
                 let at = row as usize * columns as usize + best_column as usize;
-                best_column = u32::cast_from(of_values[at]);
+                let place = of_values[at];
+                best_column = select(place < I::new(0), u32::MAX, u32::cast_from(place));
             }
         }
         ComptimeOption::None => {}
@@ -69,8 +70,9 @@ pub(super) fn likeliest<E: Float, I: Int>(
     if UNIT_POS == 0 {
         largest[CUBE_POS] = found[0];
         let column = found_columns[0];
-        // A row without a number has no likeliest column; any will do.
-        columns_of_largest[CUBE_POS] = I::cast_from(select(column == u32::MAX, 0u32, column));
+        let missing = column == u32::MAX;
+        let place = I::cast_from(select(missing, 0u32, column));
+        columns_of_largest[CUBE_POS] = select(missing, I::new(-1), place);
     }
 }
 

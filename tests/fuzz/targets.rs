@@ -1,0 +1,288 @@
+//! The formats: how each is read, and what is done with what was read.
+
+use crate::mutation::{BETWEEN, Format};
+use attention_workspace::training::{conversations, rows};
+use burn::tensor::{Device, Int, Tensor};
+use burn_gemma4::{
+    ChatOptions, ChatTemplate, Gemma4, Gemma4Config, Gemma4Model, GenerationDefaults, LayerType,
+    LoadOptions, Message, Tokenizer,
+};
+use std::{fs, path::Path};
+use tempfile::TempDir;
+
+/// Reads an input: what it says, or why it is refused.
+pub type Read = Box<dyn FnMut(&[u8]) -> Result<String, String>>;
+
+/// A format that files come in.
+pub struct Target {
+    /// Also its folder in the corpus.
+    pub name: &'static str,
+    /// What its files are made of.
+    pub format: Format,
+    /// Makes ready what is the same for all inputs.
+    pub prepare: fn() -> Read,
+}
+
+pub const TARGETS: &[Target] = &[
+    Target {
+        name: "safetensors",
+        format: Format::Safetensors,
+        prepare: safetensors,
+    },
+    Target {
+        name: "index",
+        format: Format::Json,
+        prepare: index,
+    },
+    Target {
+        name: "config",
+        format: Format::Json,
+        prepare: config,
+    },
+    Target {
+        name: "tokenizer",
+        format: Format::Json,
+        prepare: tokenizer,
+    },
+    Target {
+        name: "template",
+        format: Format::Template,
+        prepare: template,
+    },
+    Target {
+        name: "adapter",
+        format: Format::JsonAndSafetensors,
+        prepare: adapter,
+    },
+    Target {
+        name: "conversations",
+        format: Format::JsonLines,
+        prepare: jsonl,
+    },
+];
+
+fn text(input: &[u8]) -> String {
+    String::from_utf8_lossy(input).into_owned()
+}
+
+fn said<T>(outcome: Result<T, impl ToString>) -> Result<T, String> {
+    outcome.map_err(|error| error.to_string())
+}
+
+/// A shape with a layer of every kind, of few numbers.
+fn smallest() -> Gemma4Config {
+    Gemma4Config {
+        vocab_size: 8,
+        vocab_size_per_layer_input: 8,
+        hidden_size: 4,
+        intermediate_size: 4,
+        layer_types: vec![LayerType::Sliding, LayerType::Full, LayerType::Full],
+        num_kv_shared_layers: 1,
+        num_attention_heads: 2,
+        num_key_value_heads: 1,
+        num_global_key_value_heads: 1,
+        sliding_head_dim: 2,
+        global_head_dim: 4,
+        sliding_window: 2,
+        hidden_size_per_layer_input: 2,
+        dtype: Some(burn::tensor::DType::F32),
+        ..Gemma4Config::e2b()
+    }
+}
+
+/// The logits of three tokens, the last of the vocabulary among them.
+fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
+    let last = model.config().vocab_size as i32 - 1;
+    let tokens = Tensor::<2, Int>::from_data([[0, last, 0]], &model.device());
+    let logits = said(model.forward(tokens))?;
+    Ok(logits.into_data().iter::<f32>().collect())
+}
+
+/// Writes a file anew: file systems that bring what is written over to the disk at once take a hundred times as long for it.
+fn write(path: &Path, contents: &[u8]) {
+    // It is not there the first time.
+    let _ = fs::remove_file(path);
+    fs::write(path, contents).expect("a file to write");
+}
+
+/// Loads a folder to which `input` is written as `file`.
+fn load(folder: &TempDir, file: &str, input: &[u8]) -> Result<String, String> {
+    write(&folder.path().join(file), input);
+    let model = said(Gemma4Model::load(
+        folder.path(),
+        &Device::flex(),
+        LoadOptions::new(),
+    ))?;
+    logits(&model)?;
+    Ok("a model".into())
+}
+
+/// A folder with the configuration of [`smallest`].
+fn with_config() -> TempDir {
+    let folder = TempDir::new().expect("a folder");
+    let json = smallest().to_json().expect("a configuration");
+    fs::write(folder.path().join("config.json"), json).expect("a file to write");
+    folder
+}
+
+fn safetensors() -> Read {
+    let folder = with_config();
+    Box::new(move |input| load(&folder, "model.safetensors", input))
+}
+
+/// Indices of the files `first.safetensors` and `second.safetensors`, which are a model together.
+fn index() -> Read {
+    let folder = with_config();
+    let corpus = crate::worker::corpus("safetensors");
+    let whole = fs::read(corpus.join("smallest.safetensors")).expect("a file of the corpus");
+    let whole = safetensors::SafeTensors::deserialize(&whole).expect("tensors");
+    let mut tensors: Vec<_> = whole.iter().collect();
+    tensors.sort_by_key(|(name, _)| *name);
+    let (first, second) = tensors.split_at(tensors.len() / 2);
+    for (name, tensors) in [("first", first), ("second", second)] {
+        let path = folder.path().join(format!("{name}.safetensors"));
+        let tensors = tensors.iter().map(|(name, view)| (*name, view));
+        safetensors::serialize_to_file(tensors, None, &path).expect("a file to write");
+    }
+    Box::new(move |input| load(&folder, "model.safetensors.index.json", input))
+}
+
+/// Both files of numbers, `config.json` and `generation_config.json`. What is a model gives logits that are numbers, and is
+/// written as it was read.
+fn config() -> Read {
+    Box::new(|input| {
+        let json = text(input);
+        let defaults = said(GenerationDefaults::from_json(&json));
+        let config = match said(Gemma4Config::from_json(&json)) {
+            Ok(config) => config,
+            // What is no model's may be a generation's.
+            Err(error) => return defaults.map(|_| error),
+        };
+        if let Ok(json) = config.to_json() {
+            let again = Gemma4Config::from_json(&json).expect("what was written");
+            assert_eq!(again, config, "another configuration was written");
+        }
+        if !is_small(&config) {
+            return Ok("a large model".into());
+        }
+        // A checkpoint's weights are of any size; those that are drawn are to be of an ordinary one.
+        let config = Gemma4Config {
+            initializer_range: 0.02,
+            ..config
+        };
+        let logits = logits(&Gemma4Model::new(&config, &Device::flex()))?;
+        assert!(
+            logits.iter().all(|logit| logit.is_finite()),
+            "logits that are no numbers"
+        );
+        Ok("a small model".into())
+    })
+}
+
+/// Whether its weights are drawn in no time.
+fn is_small(config: &Gemma4Config) -> bool {
+    let experts = config.experts.as_ref().map_or(0, |experts| {
+        experts
+            .num_experts
+            .saturating_mul(experts.moe_intermediate_size)
+    });
+    let sizes = [
+        config.vocab_size,
+        config.vocab_size_per_layer_input * usize::from(config.has_per_layer_inputs()),
+        config.hidden_size,
+        config.intermediate_size,
+        config.hidden_size_per_layer_input,
+        config.num_attention_heads * config.sliding_head_dim.max(config.global_head_dim),
+        experts,
+    ];
+    config.num_layers() <= 8 && sizes.iter().all(|size| *size <= 512)
+}
+
+fn tokenizer() -> Read {
+    let texts = [
+        "",
+        "the cat",
+        "<bos><|turn>user\nhi<turn|>\n",
+        "  a\u{0}é\u{301}▁\u{10FFFF}日本\t\r\n",
+        &"a b ".repeat(200),
+    ]
+    .map(String::from);
+    Box::new(move |input| {
+        let tokenizer = said(Tokenizer::from_bytes(input))?;
+        let mut ends = format!("{:?}", tokenizer.id("<bos>").is_some());
+        for text in &texts {
+            let tokens = match tokenizer.encode(text) {
+                Ok(tokens) => tokens,
+                Err(error) => {
+                    ends += &error.to_string();
+                    continue;
+                }
+            };
+            let decoded = tokenizer.decode(&tokens, true);
+            let mut stream = tokenizer.stream();
+            for token in tokens {
+                said(stream.push(token))?;
+            }
+            said(stream.finish())?;
+            ends += &decoded
+                .err()
+                .map_or_else(String::new, |error| error.to_string());
+        }
+        said(tokenizer.decode(&[0, 1, 7, u32::MAX], false))?;
+        Ok(ends)
+    })
+}
+
+fn template() -> Read {
+    let conversation = [
+        Message::system(" Be brief. "),
+        Message::user("One\ntwo"),
+        Message::assistant("<|channel>thought\nhm<channel|> Three. "),
+        Message::user("And then?"),
+    ];
+    Box::new(move |input| {
+        let template = said(ChatTemplate::from_source(&text(input)))?;
+        let rendered = said(template.render(&conversation, ChatOptions::default()))?;
+        said(template.render(&conversation[1..2], ChatOptions::default()))?;
+        // Up to a length, each is a way to end of its own.
+        Ok("a".repeat(rendered.len().min(1 << 10)))
+    })
+}
+
+/// `adapter_config.json` and `adapter_model.safetensors`, into the model of the corpus.
+fn adapter() -> Read {
+    let base = with_config();
+    let corpus = crate::worker::corpus("safetensors");
+    let weights = base.path().join("model.safetensors");
+    fs::copy(corpus.join("smallest.safetensors"), weights).expect("a file to write");
+    let model = Gemma4Model::load(base.path(), &Device::flex(), LoadOptions::new());
+    let model = model.expect("a model");
+    Box::new(move |input| {
+        let end = input.iter().position(|byte| *byte == BETWEEN);
+        let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
+        let tensors = tensors.get(1..).unwrap_or_default();
+        for (file, contents) in [
+            ("adapter_config.json", json),
+            ("adapter_model.safetensors", tensors),
+        ] {
+            write(&base.path().join(file), contents);
+        }
+        let merged = said(model.clone().merge_adapter(base.path()))?;
+        logits(&merged)?;
+        Ok("an adapter".into())
+    })
+}
+
+/// Examples to fine-tune on.
+fn jsonl() -> Read {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("data.jsonl");
+    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("a model");
+    Box::new(move |input| {
+        write(&path, input);
+        let examples = said(conversations::read(&path, &gemma))?;
+        let (rows, _) = rows::whole(examples, 64);
+        let _holds = &folder;
+        Ok("a".repeat(rows.len()))
+    })
+}

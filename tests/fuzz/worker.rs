@@ -1,0 +1,100 @@
+//! One format's process: reads inputs, one after the other, until its time is up or one kills it.
+
+use crate::{mutation, supervision::Note, targets::Target};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::{
+    collections::{BTreeMap, HashSet},
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+/// Inputs that are kept beside the corpus, at most: those that came to an end that none had come to.
+const KEPT: usize = 2048;
+/// Words of a message that tell it from others.
+const WORDS: usize = 8;
+/// The longest input that is read, in bytes.
+const LONGEST: usize = 256 << 10;
+
+/// The corpus of a format.
+pub fn corpus(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fuzz/corpus")
+        .join(name)
+}
+
+/// Reads the corpus, and then broken inputs for `seconds`. A panic ends the process even where something would catch it.
+pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
+    let to_stderr = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        to_stderr(panic);
+        std::process::abort();
+    }));
+    let mut note = Note::create(state);
+    let mut read = (target.prepare)();
+    let mut inputs: Vec<Vec<u8>> = files(&corpus(target.name))
+        .map(|path| fs::read(path).expect("a file of the corpus"))
+        .collect();
+    assert!(!inputs.is_empty(), "{} has no corpus", target.name);
+
+    let mut ends = HashSet::new();
+    let mut kinds = BTreeMap::<&str, u64>::new();
+    let mut try_one = |input: &[u8]| {
+        note.write(input);
+        let end = read(input);
+        let kind = if end.is_ok() { "read" } else { "refused" };
+        *kinds.entry(kind).or_default() += 1;
+        let text = end.unwrap_or_else(|error| error);
+        ends.insert(fingerprint(&text))
+    };
+    for input in &inputs {
+        try_one(input);
+    }
+    let of_corpus = inputs.len();
+    let mut random = StdRng::seed_from_u64(seed ^ fingerprint(target.name));
+    let end = Instant::now() + Duration::from_secs(seconds);
+    while Instant::now() < end {
+        // What is kept is broken in some way already, so that half of the inputs are of the corpus.
+        let known = match random.random_bool(0.5) {
+            true => &inputs[..of_corpus],
+            false => &inputs[..],
+        };
+        let input = mutation::broken(target.format, known, &mut random);
+        if input.len() <= LONGEST && try_one(&input) && inputs.len() < of_corpus + KEPT {
+            inputs.push(input);
+        }
+    }
+    let kinds: Vec<String> = kinds
+        .iter()
+        .map(|(kind, count)| format!("{count} {kind}"))
+        .collect();
+    println!(
+        "{}: {of_corpus} files of the corpus; inputs {}; {} ways to end",
+        target.name,
+        kinds.join(", "),
+        ends.len()
+    );
+}
+
+fn files(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.expect("an entry").path());
+    let mut paths: Vec<PathBuf> = entries.collect();
+    // The same seed is to make the same inputs everywhere.
+    paths.sort();
+    paths.into_iter()
+}
+
+/// The same for messages that differ in what they quote and count only: of their first words.
+fn fingerprint(text: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    text.split(['"', '`', '\''])
+        .step_by(2)
+        .flat_map(|outside| outside.split(|character: char| !character.is_alphabetic()))
+        .filter(|word| !word.is_empty())
+        .take(WORDS)
+        .for_each(|word| word.hash(&mut hasher));
+    hasher.finish()
+}

@@ -1,0 +1,187 @@
+//! Numbers of `config.json` that no model has: each is one clear error before anything is allocated, indexed or divided by.
+
+use crate::fixture::folder;
+use burn_gemma4::{Gemma4Config, Gemma4Error};
+use serde_json::{Value, json};
+use std::fs;
+
+/// A fixture's configuration with some fields replaced; `a.b` is the field `b` of `a`.
+fn read(fixture: &str, changes: &[(&str, Value)]) -> Result<Gemma4Config, Gemma4Error> {
+    let text = fs::read_to_string(folder(fixture).join("config.json")).expect("a file");
+    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    for (path, value) in changes {
+        let field = path
+            .split('.')
+            .fold(&mut config, |node, key| &mut node[key]);
+        *field = value.clone();
+    }
+    Gemma4Config::from_json(&config.to_string())
+}
+
+#[track_caller]
+fn check(changes: &[(&str, Value)], words: &[&str]) {
+    for fixture in ["dense-ple", "moe"] {
+        let error = match read(fixture, changes) {
+            Err(error) => error.to_string(),
+            Ok(config) => panic!("{fixture}: {changes:?} make {config:?}"),
+        };
+        for word in words {
+            assert!(error.contains(word), "{fixture} {changes:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn tokens_outside_the_vocabulary() {
+    for (field, value, words) in [
+        ("pad_token_id", json!(320), ["pad_token_id is 320", "320"]),
+        (
+            "bos_token_id",
+            json!(4_000_000_000u32),
+            ["bos_token_id", "320"],
+        ),
+        ("eos_token_id", json!(999), ["eos_token_id is 999", "320"]),
+        (
+            "eos_token_id",
+            json!([1, 320]),
+            ["eos_token_id is 320", "320"],
+        ),
+    ] {
+        check(&[(field, value)], &words);
+    }
+}
+
+/// Every token of a text has a row in both tables.
+#[test]
+fn a_table_of_per_layer_inputs_that_is_too_short() {
+    for rows in [0, 1, 319] {
+        let changes = [
+            ("vocab_size_per_layer_input", json!(rows)),
+            ("hidden_size_per_layer_input", json!(16)),
+        ];
+        check(
+            &changes,
+            &["vocab_size_per_layer_input", "vocab_size is 320"],
+        );
+    }
+    // Where no layer has inputs of its own, there is no table.
+    let changes = [
+        ("vocab_size_per_layer_input", json!(0)),
+        ("hidden_size_per_layer_input", json!(0)),
+    ];
+    read("dense-ple", &changes).expect("a model without per-layer inputs");
+}
+
+#[test]
+fn absurd_numbers_of_layers() {
+    for layers in [
+        json!(1e13),
+        json!(10_000_000_000_000_u64),
+        json!(100_000),
+        json!(u64::MAX),
+    ] {
+        for types in [Value::Null, json!(["full_attention"])] {
+            let changes = [
+                ("num_hidden_layers", layers.clone()),
+                ("layer_types", types),
+            ];
+            check(&changes, &[]);
+        }
+    }
+    let changes = [
+        ("num_hidden_layers", json!(10_000_000_000_000_u64)),
+        ("layer_types", Value::Null),
+    ];
+    check(&changes, &["num_hidden_layers is 10000000000000"]);
+}
+
+#[test]
+fn absurd_sizes() {
+    let huge = json!(1_u64 << 62);
+    for field in [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "sliding_window",
+        "hidden_size_per_layer_input",
+    ] {
+        check(&[(field, huge.clone())], &[field, "4611686018427387904"]);
+    }
+    let experts = [
+        ("enable_moe_block", json!(true)),
+        ("num_experts", huge.clone()),
+        ("top_k_experts", json!(2)),
+        ("moe_intermediate_size", json!(16)),
+    ];
+    check(&experts, &["num_experts", "4611686018427387904"]);
+    let [switch, _, top_k, _] = experts;
+    let wide = [
+        switch,
+        ("num_experts", json!(8)),
+        top_k,
+        ("moe_intermediate_size", huge),
+    ];
+    check(&wide, &["moe_intermediate_size", "4611686018427387904"]);
+}
+
+/// Sizes that a model may have each, and not together.
+#[test]
+fn products_of_sizes_that_overflow() {
+    let wide = json!(1_u64 << 30);
+    let tables = [
+        ("vocab_size", wide.clone()),
+        ("vocab_size_per_layer_input", wide.clone()),
+        ("hidden_size_per_layer_input", wide.clone()),
+    ];
+    check(
+        &tables,
+        &["vocab_size_per_layer_input", "hidden_size_per_layer_input"],
+    );
+    let embedding = [("vocab_size", wide.clone()), ("hidden_size", wide.clone())];
+    let embedding = [&embedding[..], &tables[1..2]].concat();
+    check(&embedding, &["vocab_size", "hidden_size"]);
+    let experts = [
+        ("enable_moe_block", json!(true)),
+        ("num_experts", json!(1 << 20)),
+        ("top_k_experts", json!(2)),
+        ("moe_intermediate_size", wide.clone()),
+        ("hidden_size", json!(1 << 12)),
+    ];
+    check(&experts, &["num_experts", "moe_intermediate_size"]);
+}
+
+#[test]
+fn rotations_that_turn_by_no_number() {
+    for kind in ["sliding_attention", "full_attention"] {
+        for (field, values) in [
+            ("rope_theta", &[0.0, -1.0, 1e-60, 1e300][..]),
+            ("factor", &[0.0, -8.0, 1e-60, 1e300]),
+            ("partial_rotary_factor", &[-0.5, 1.5]),
+        ] {
+            for value in values {
+                let field = format!("rope_parameters.{kind}.{field}");
+                let proportional = format!("rope_parameters.{kind}.rope_type");
+                let changes = [
+                    (&proportional[..], json!("proportional")),
+                    (&field[..], json!(value)),
+                ];
+                check(&changes, &[&field]);
+            }
+        }
+    }
+}
+
+#[test]
+fn softcaps_and_epsilons_that_make_no_numbers() {
+    for (field, values) in [
+        ("final_logit_softcapping", &[0.0, -30.0, 1e-30, 1e30][..]),
+        ("rms_norm_eps", &[0.0, -1e-6, 1e-60, 1e60]),
+        ("initializer_range", &[-0.02, 1e60]),
+    ] {
+        for value in values {
+            check(&[(field, json!(value))], &[field]);
+        }
+    }
+    read("dense-ple", &[("final_logit_softcapping", Value::Null)]).expect("no softcap");
+}

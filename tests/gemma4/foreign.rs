@@ -1,0 +1,273 @@
+//! Checkpoints and adapters that are not ours to load: each is refused by what it is, not by the first thing in it that looks odd.
+
+use crate::fixture::folder;
+use crate::programs::folder::Folder;
+use burn::tensor::Device;
+use burn_gemma4::{Adapter, Gemma4Config, Gemma4Error, Gemma4Model, LoadOptions};
+use serde_json::{Value, json};
+use std::{fs, path::Path};
+use tempfile::TempDir;
+
+#[track_caller]
+fn check<T>(what: &str, outcome: Result<T, Gemma4Error>, words: &[&str]) {
+    let Err(error) = outcome else {
+        panic!("{what}: it is loaded");
+    };
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{what}: no {word:?} in {text}");
+    }
+}
+
+fn load(path: &Path) -> Result<Gemma4Model, Gemma4Error> {
+    Gemma4Model::load(path, &Device::flex(), LoadOptions::new())
+}
+
+/// A fixture's `config.json` with one more field.
+fn config(fixture: &str, inside: Option<&str>, field: &str, value: Value) -> String {
+    let text = fs::read_to_string(folder(fixture).join("config.json")).expect("a file");
+    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    match inside {
+        Some(part) => config[part][field] = value,
+        None => config[field] = value,
+    }
+    config.to_string()
+}
+
+#[test]
+fn quantized_weights_are_named_by_their_method() {
+    for method in [
+        "gptq",
+        "awq",
+        "bitsandbytes",
+        "compressed-tensors",
+        "fp8",
+        "modelopt",
+        "torchao",
+    ] {
+        let quantization = || json!({"quant_method": method, "bits": 4});
+        let of_text = config("dense-ple", None, "quantization_config", quantization());
+        check(
+            method,
+            Gemma4Config::from_json(&of_text),
+            &["quantization_config", method],
+        );
+        let wrapped = config(
+            "dense-ple-mm-bf16",
+            None,
+            "quantization_config",
+            quantization(),
+        );
+        check(
+            method,
+            Gemma4Config::from_json(&wrapped),
+            &["quantization_config", method],
+        );
+        let inner = Some("text_config");
+        let inner = config(
+            "dense-ple-mm-bf16",
+            inner,
+            "quantization_config",
+            quantization(),
+        );
+        check(
+            method,
+            Gemma4Config::from_json(&inner),
+            &["quantization_config", method],
+        );
+    }
+    let by_mlx = json!({"group_size": 64, "bits": 4, "mode": "affine"});
+    let by_mlx = config("dense-ple", None, "quantization", by_mlx);
+    check(
+        "MLX",
+        Gemma4Config::from_json(&by_mlx),
+        &["quantization", "MLX"],
+    );
+    let nameless = config("dense-ple", None, "quantization_config", json!({"bits": 4}));
+    check(
+        "nameless",
+        Gemma4Config::from_json(&nameless),
+        &["quantization_config"],
+    );
+    for none in [Value::Null, json!({})] {
+        let plain = config("dense-ple", None, "quantization_config", none);
+        Gemma4Config::from_json(&plain).expect("weights as they are");
+    }
+}
+
+#[test]
+fn drafters_are_named() {
+    for model_type in ["gemma4_assistant", "gemma4_unified_assistant"] {
+        let drafter = config("dense-ple", None, "model_type", json!(model_type));
+        check(
+            model_type,
+            Gemma4Config::from_json(&drafter),
+            &[model_type, "drafter"],
+        );
+    }
+}
+
+/// The file itself, alone in a folder, beside a configuration, and under a name that is not its own.
+#[test]
+fn gguf_is_named() {
+    let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
+    let there = TempDir::new().expect("a folder");
+    let file = there.path().join("gemma-4-E2B-Q4_K_M.gguf");
+    fs::write(&file, &contents).expect("a file");
+    check(
+        "the file",
+        load(&file),
+        &["gemma-4-E2B-Q4_K_M.gguf", "GGUF"],
+    );
+    check(
+        "its folder",
+        load(there.path()),
+        &["gemma-4-E2B-Q4_K_M.gguf", "GGUF"],
+    );
+
+    let folder = Folder::copy("dense-ple");
+    folder.remove("model.safetensors");
+    folder.write("model-f16.gguf", &contents);
+    check(
+        "beside a configuration",
+        load(folder.path()),
+        &["model-f16.gguf", "GGUF"],
+    );
+    folder.write("model.safetensors", &contents);
+    check(
+        "under another name",
+        load(folder.path()),
+        &["model.safetensors", "GGUF"],
+    );
+}
+
+#[test]
+fn weights_of_other_programs_are_named() {
+    let folder = Folder::copy("dense-ple");
+    folder.remove("model.safetensors");
+    folder.write("pytorch_model.bin", b"PK\x03\x04rest");
+    check(
+        "PyTorch",
+        load(folder.path()),
+        &["pytorch_model.bin", "PyTorch"],
+    );
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n";
+    folder.write("model.safetensors", pointer);
+    check(
+        "a pointer",
+        load(folder.path()),
+        &["model.safetensors", "Git LFS"],
+    );
+}
+
+/// Where nothing else is there, the file that is missing is named as ever.
+#[test]
+fn what_is_missing_is_still_named() {
+    let folder = Folder::copy("dense-ple");
+    folder.remove("model.safetensors");
+    check(
+        "no weights",
+        load(folder.path()),
+        &["model.safetensors", "No such file"],
+    );
+    folder.remove("config.json");
+    check(
+        "no configuration",
+        load(folder.path()),
+        &["config.json", "No such file"],
+    );
+}
+
+#[test]
+fn names_of_mlx_are_named() {
+    for prefix in ["model.", "model.language_model."] {
+        let folder = Folder::copy(match prefix {
+            "model." => "dense-ple",
+            _ => "dense-ple-mm-bf16",
+        });
+        folder.edit(|tensors| {
+            let renamed = std::mem::take(tensors).into_iter().map(|(name, tensor)| {
+                let path = name.strip_prefix(prefix).expect("a tensor of the model");
+                (format!("language_model.model.{path}"), tensor)
+            });
+            tensors.extend(renamed.collect::<Vec<_>>());
+        });
+        check(
+            prefix,
+            load(folder.path()),
+            &["MLX", "language_model.model."],
+        );
+    }
+}
+
+/// An adapter of the given rank, of the fixture `dense-ple`.
+fn adapter(rank: usize) -> TempDir {
+    let model = Gemma4Model::load(
+        folder("dense-ple"),
+        &Device::flex().autodiff(),
+        LoadOptions::new(),
+    )
+    .expect("a model");
+    let adapter = Adapter::new(rank, 2.0 * rank as f64);
+    let model = adapter.attach(model).expect("an adapter");
+    let written = TempDir::new().expect("a folder");
+    adapter
+        .save(&model, written.path(), "dense-ple")
+        .expect("written");
+    written
+}
+
+fn set(adapter: &Path, field: &str, value: Value) {
+    let path = adapter.join("adapter_config.json");
+    let text = fs::read_to_string(&path).expect("a file");
+    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    config[field] = value;
+    fs::write(&path, config.to_string()).expect("written");
+}
+
+fn merged(adapter: &Path) -> Result<Gemma4Model, Gemma4Error> {
+    load(&folder("dense-ple"))
+        .expect("a model")
+        .merge_adapter(adapter)
+}
+
+#[test]
+fn adapters_whose_rank_is_not_that_of_their_configuration() {
+    let written = adapter(4);
+    merged(written.path()).expect("a rank that fits");
+    for rank in [1, 3, 8, 1_u64 << 40] {
+        set(written.path(), "r", json!(rank));
+        let words = [
+            "adapter_model.safetensors",
+            "lora_A.weight",
+            "rank 4",
+            &format!("r is {rank}"),
+        ];
+        check("the rank", merged(written.path()), &words);
+    }
+}
+
+#[test]
+fn adapters_that_would_add_nothing_or_no_numbers() {
+    let written = adapter(4);
+    for alpha in [json!(1e300), json!(-1e300)] {
+        set(written.path(), "lora_alpha", alpha);
+        check(
+            "alpha",
+            merged(written.path()),
+            &["adapter_config.json", "lora_alpha"],
+        );
+    }
+    set(written.path(), "lora_alpha", json!(8.0));
+    let empty = safetensors::serialize(
+        std::iter::empty::<(String, safetensors::tensor::TensorView<'_>)>(),
+        None,
+    );
+    let weights = written.path().join("adapter_model.safetensors");
+    fs::write(weights, empty.expect("a file")).expect("written");
+    check(
+        "no tensors",
+        merged(written.path()),
+        &["adapter_model.safetensors", "no tensors"],
+    );
+}

@@ -1,0 +1,143 @@
+//! Weights that are no numbers: greedy decoding ends with an error, as sampling does, on the host and by the kernels.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, greedy};
+use crate::programs::folder::Folder;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_gemma4::{Gemma4, Gemma4Error, LoadOptions, Next, Sampling};
+use std::ops::ControlFlow;
+
+const NONE: f32 = f32::NEG_INFINITY;
+
+/// The likeliest tokens by the logits of some sequences.
+fn likeliest(rows: &[Vec<f32>], dtype: DType, device: &Device) -> Result<Vec<u32>, Gemma4Error> {
+    let shape = [rows.len(), 1, rows[0].len()];
+    let data = TensorData::new(rows.concat(), shape).convert_dtype(dtype);
+    Next::of(Tensor::from_data(data, (device, dtype))).likeliest()
+}
+
+#[track_caller]
+fn check(what: &str, outcome: Result<impl std::fmt::Debug, Gemma4Error>) {
+    match outcome {
+        Err(Gemma4Error::Argument {
+            argument: "logits", ..
+        }) => (),
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+#[test]
+fn a_row_without_a_number_has_no_likeliest_token() {
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            if !device.computes_in(dtype) {
+                continue;
+            }
+            // One stretch of a cube, and several.
+            for columns in [3, 300, 40_000] {
+                let what = format!("{} {} {columns}", device.name, dtype.name());
+                for nothing in [f32::NAN, NONE] {
+                    let numbers: Vec<f32> = (0..columns).map(|column| column as f32).collect();
+                    let rows = [numbers, vec![nothing; columns]];
+                    check(&what, likeliest(&rows, dtype, &device.device));
+                    let rows = [rows[1].clone(), rows[0].clone()];
+                    check(&what, likeliest(&rows, dtype, &device.device));
+                }
+            }
+        }
+    }
+}
+
+/// Sampling counts NaN as −∞, and so does the likeliest token.
+#[test]
+fn numbers_are_found_among_what_is_none() {
+    for device in devices() {
+        for columns in [5, 300, 40_000] {
+            let row = |fill: f32, numbers: &[(usize, f32)]| {
+                let mut row = vec![fill; columns];
+                numbers.iter().for_each(|(at, number)| row[*at] = *number);
+                row
+            };
+            let last = columns - 1;
+            let rows = [
+                row(f32::NAN, &[(last, -1e30)]),
+                row(f32::NAN, &[(1, -7.0), (2, -5.0), (3, -5.0)]),
+                row(NONE, &[(0, f32::NAN), (2, -1.0)]),
+                row(0.0, &[(0, f32::NAN), (last, f32::NAN)]),
+                row(f32::NAN, &[(3, f32::INFINITY), (4, 1.0)]),
+            ];
+            let found = likeliest(&rows, DType::F32, &device.device).expect("numbers");
+            let expected = [last as u32, 2, 2, 1, 3];
+            assert_eq!(found, expected, "{} {columns}", device.name);
+        }
+    }
+}
+
+/// A copy of a fixture whose tensor called `name` is NaN, in the given row or in all of them.
+fn spoiled(fixture: &str, name: &str, row: Option<usize>, device: &Device) -> (Folder, Gemma4) {
+    let folder = Folder::copy(fixture);
+    folder.edit(|tensors| {
+        let tensor = tensors.get_mut(name).expect("the tensor");
+        let row_bytes = tensor.bytes.len() / tensor.shape[0];
+        let bytes = match row {
+            Some(row) => &mut tensor.bytes[row * row_bytes..][..row_bytes],
+            None => &mut tensor.bytes[..],
+        };
+        for number in bytes.as_chunks_mut::<4>().0 {
+            *number = f32::NAN.to_le_bytes();
+        }
+    });
+    let gemma = Gemma4::load(folder.path(), device, LoadOptions::new().dtype(DType::F32));
+    (folder, gemma.expect("a checkpoint"))
+}
+
+#[test]
+fn weights_that_are_no_numbers_end_a_text() {
+    for device in devices() {
+        for (name, tensor) in [
+            ("dense-ple", "model.norm.weight"),
+            ("dense-ple", "model.layers.2.self_attn.q_proj.weight"),
+            ("moe", "model.layers.1.mlp.up_proj.weight"),
+        ] {
+            let (_folder, gemma) = spoiled(name, tensor, None, &device.device);
+            for sampling in [
+                Sampling::greedy(),
+                Sampling {
+                    temperature: 1.0,
+                    ..Sampling::greedy()
+                },
+            ] {
+                let mut options = greedy(&gemma, 8);
+                options.sampling = sampling;
+                let outcome =
+                    gemma.generate(vec![2, 5, 7], &options, |_| ControlFlow::Continue(()));
+                check(&format!("{} {tensor}", device.name), outcome);
+            }
+        }
+    }
+}
+
+/// The prompt is read without it, so that the decoder meets it, recorded or not.
+#[test]
+fn a_token_whose_inputs_are_no_numbers_ends_a_text() {
+    for device in devices() {
+        let fixture = Fixture::open("dense-ple");
+        let generated = &fixture.generated;
+        let new = |token: &&u32| !fixture.prompt.contains(*token);
+        let token = *generated.iter().find(new).expect("a new token");
+        let table = "model.embed_tokens_per_layer.weight";
+        let (_folder, gemma) = spoiled("dense-ple", table, Some(token as usize), &device.device);
+        for records in [true, false] {
+            let mut options = greedy(&gemma, generated.len());
+            options.records = records;
+            let prompt = fixture.prompt.clone();
+            let mut seen = Vec::new();
+            let outcome = gemma.generate(prompt, &options, |token| {
+                seen.push(token.id);
+                ControlFlow::Continue(())
+            });
+            check(device.name, outcome);
+            assert_eq!(seen.last(), Some(&token), "{}: {seen:?}", device.name);
+        }
+    }
+}
