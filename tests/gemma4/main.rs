@@ -20,4 +20,5 @@ mod loading;
 mod packing;
 mod products;
 mod programs;
+mod templates;
 mod text;

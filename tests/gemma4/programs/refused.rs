@@ -207,6 +207,28 @@ fn conversations_that_the_template_refuses() {
 }
 
 #[test]
+fn templates_without_end() {
+    for (template, words) in [
+        (
+            "{{ messages | tojson(indent=10**12) }}",
+            ["tojson", "indent"],
+        ),
+        (
+            "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+            ["instructions", "chat_template.jinja:1"],
+        ),
+    ] {
+        let folder = Folder::copy("dense-ple");
+        folder.write(
+            "tokenizer_config.json",
+            json!({"chat_template": template}).to_string(),
+        );
+        let ended = generate(&folder, &["--chat", "--prompt", "hi"]);
+        check(template, &ended, 1, &["chat template", words[0], words[1]]);
+    }
+}
+
+#[test]
 fn arguments_that_cannot_be_right() {
     let folder = Folder::copy("dense-ple");
     for (arguments, words) in [
