@@ -158,6 +158,7 @@ fn nesting_has_an_end() {
         "ns.list[0:]",
         "dict(x=ns.list)",
         "[ns.list] | list",
+        "namespace(list=ns.list)",
     ] {
         assert_refused(
             &format!(
@@ -165,6 +166,22 @@ fn nesting_has_an_end() {
                  {{% set ns.list = {step} %}}{{% endfor %}}{{% endfor %}}{{{{ ns.list | length }}}}"
             ),
             &["chat template: "],
+        );
+    }
+}
+
+/// What has itself among its elements cannot be written.
+#[test]
+fn circles_have_an_end() {
+    for written in [
+        "{{ ns }}",
+        "{{ ns | tojson }}",
+        "{{ 'x' ~ ns }}",
+        "{{ [ns] | join }}",
+    ] {
+        assert_refused(
+            &format!("{{% set ns = namespace() %}}{{% set ns.self = ns %}}{written}"),
+            &["deep"],
         );
     }
 }

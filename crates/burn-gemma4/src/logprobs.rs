@@ -69,7 +69,7 @@ mod tests {
         };
         assert!((first - 0.4f32.ln()).abs() < 1e-6, "{found:?}");
         assert!((second - 0.3f32.ln()).abs() < 1e-6, "{found:?}");
-        assert_eq!(TokenLogprobs::of(&logits, 0, 0).top, []);
+        assert!(TokenLogprobs::of(&logits, 0, 0).top.is_empty());
         assert_eq!(TokenLogprobs::of(&logits, 0, 9).top.len(), 4);
     }
 

@@ -2,7 +2,9 @@
 //!
 //! Instructions bound the number of steps, but text that is doubled forty times fills any memory.
 
-use super::limits::{DEEPEST, MOST_BYTES, assert_shallow, keep, length, spend, text, too_much};
+use super::limits::{
+    DEEPEST, MOST_BYTES, NAMESPACE, assert_shallow, keep, length, spend, text, too_much,
+};
 use minijinja::machinery::{Instruction, Instructions, Token, WhitespaceConfig, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
@@ -131,6 +133,10 @@ pub(super) fn set(environment: &mut Environment<'_>) {
             from_args::<(Option<Value>, Kwargs)>(&of)
                 .and_then(|(of, more)| functions::dict(of, more))?,
         )
+    });
+    environment.add_function("namespace", |state: &State<'_, '_>, of: Option<Value>| {
+        spend(state, NAMESPACE)?;
+        functions::namespace(of)
     });
     for (name, filter) in filters() {
         environment.add_filter(

@@ -15,11 +15,13 @@ const MOST_INSTRUCTIONS: u64 = 100_000_000;
 /// ten times; the longest prompts of any model are a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// What a list counts for, for each of its elements, and for having other lists, which is how deep nesting comes about: a
-/// stack holds the thousands of levels that this leaves.
+/// What a list counts for, and for each of its elements.
 const LIST: usize = 64;
 const ELEMENT: usize = 16;
+/// What a list of lists counts for, and a namespace, which may have another: deep nesting comes about by them, and a stack of
+/// 2 MiB holds the thousands of levels that this leaves.
 const NESTING: usize = 32 << 10;
+pub(super) const NAMESPACE: usize = 20 << 10;
 
 /// How deeply lists may nest to be written.
 pub(super) const DEEPEST: usize = 100;
