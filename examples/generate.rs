@@ -52,7 +52,7 @@ struct Cli {
     generation: GenerationArguments,
     /// Tells of every token the logarithm of its probability, and so many of the likeliest in its place: with --json in the
     /// report, else on standard error. Of the model's own probabilities, before temperature and the other options.
-    #[arg(long, value_name = "COUNT")]
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
     logprobs: Option<usize>,
     /// Goes on after tokens that end a text.
     #[arg(long)]

@@ -2,9 +2,7 @@
 //!
 //! Instructions bound the number of steps, but text that is doubled forty times fills any memory.
 
-use super::limits::{
-    DEEPEST, MOST_BYTES, NAMESPACE, assert_shallow, keep, length, spend, text, too_much,
-};
+use super::limits::{MOST_BYTES, NAMESPACE, assert_finite, keep, length, spend, text, too_much};
 use minijinja::machinery::{Instruction, Instructions, Token, WhitespaceConfig, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
@@ -208,7 +206,7 @@ fn contains(value: Value, container: Value) -> Result<Value, Error> {
         // The value's text is looked for.
         length(&value)?;
     }
-    assert_shallow(&value, DEEPEST)?;
+    assert_finite(&value)?;
     PLAIN.eval(context! { value, container })
 }
 
@@ -245,7 +243,7 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     match name {
         // What compares or writes what is in a list, looks into it.
         "sort" | "unique" | "min" | "max" | "groupby" | "dictsort" | "pprint" | "tojson" => {
-            assert_shallow(first, DEEPEST)?;
+            assert_finite(first)?;
         }
         "sum" => {
             if first

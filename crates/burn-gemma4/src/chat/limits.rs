@@ -23,8 +23,8 @@ const ELEMENT: usize = 16;
 const NESTING: usize = 32 << 10;
 pub(super) const NAMESPACE: usize = 20 << 10;
 
-/// How deeply lists may nest to be written.
-pub(super) const DEEPEST: usize = 100;
+/// How deeply lists may nest to be written or compared.
+const DEEPEST: usize = 100;
 
 /// Bounds what the environment's templates do.
 pub(super) fn set(environment: &mut Environment<'_>) {
@@ -101,14 +101,19 @@ pub(super) fn length(value: &Value) -> Result<usize, Error> {
 
 /// A value's text.
 pub(super) fn text(value: &Value) -> Result<String, Error> {
-    assert_shallow(value, DEEPEST)?;
+    assert_finite(value)?;
     let mut text = Limited::default();
     fmt::write(&mut text, format_args!("{value}")).map_err(|_| too_much())?;
     Ok(text.into_string())
 }
 
-/// What has itself among its elements is deeper than anything.
-pub(super) fn assert_shallow(value: &Value, depth: usize) -> Result<(), Error> {
+/// Refuses lists that nest too deeply to be looked through, as what has itself among its elements does, or have too many
+/// elements: a list that is repeated computes them when it is asked.
+pub(super) fn assert_finite(value: &Value) -> Result<(), Error> {
+    look_through(value, DEEPEST, &mut (MOST_BYTES / ELEMENT))
+}
+
+fn look_through(value: &Value, depth: usize, elements_left: &mut usize) -> Result<(), Error> {
     if value.as_object().is_none() {
         return Ok(());
     }
@@ -120,10 +125,11 @@ pub(super) fn assert_shallow(value: &Value, depth: usize) -> Result<(), Error> {
         return Ok(());
     };
     for element in elements {
+        *elements_left = elements_left.checked_sub(1).ok_or_else(too_much)?;
         if value.kind() == ValueKind::Map {
-            assert_shallow(&value.get_item(&element)?, depth)?;
+            look_through(&value.get_item(&element)?, depth, elements_left)?;
         }
-        assert_shallow(&element, depth)?;
+        look_through(&element, depth, elements_left)?;
     }
     Ok(())
 }
