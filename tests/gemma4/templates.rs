@@ -170,20 +170,41 @@ fn nesting_has_an_end() {
     }
 }
 
-/// What has itself among its elements cannot be written.
+/// What has itself among its elements would be written, and compared, for ever.
 #[test]
-fn circles_have_an_end() {
-    for written in [
-        "{{ ns }}",
-        "{{ ns | tojson }}",
-        "{{ 'x' ~ ns }}",
-        "{{ [ns] | join }}",
+fn circles_are_refused() {
+    for circle in [
+        "{% set ns.self = ns %}",
+        "{% set ns.self = [1, [ns]] %}",
+        "{% set ns.self = {'self': ns} %}",
+        "{% set other = namespace(ns=ns) %}",
     ] {
         assert_refused(
-            &format!("{{% set ns = namespace() %}}{{% set ns.self = ns %}}{written}"),
-            &["deep"],
+            &format!("{{% set ns = namespace() %}}{circle}{{{{ ns }}}}{{{{ ns == namespace() }}}}"),
+            &["namespace"],
         );
     }
+    // A list may be in another twice, which doubles what it has.
+    let double = "{% set list = [list, list] %}".repeat(40);
+    assert_refused(
+        &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
+        &["more than"],
+    );
+}
+
+/// A template is one, and there are no others.
+#[test]
+fn templates_do_not_include_themselves() {
+    for step in ["include", "extends"] {
+        assert_refused(
+            &format!("{{% {step} 'chat_template.jinja' %}}"),
+            &["chat_template.jinja"],
+        );
+    }
+    assert_refused(
+        "{% import 'chat_template.jinja' as all %}",
+        &["chat_template.jinja"],
+    );
 }
 
 /// A long conversation is no attack.

@@ -99,6 +99,7 @@ impl Default for ChatOptions {
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    source: String,
 }
 
 /// The template's name in errors.
@@ -156,7 +157,10 @@ impl ChatTemplate {
         messages: &[Message],
         options: ChatOptions,
     ) -> Result<String, Gemma4Error> {
-        let template = self.environment.get_template(NAME).map_err(refused)?;
+        let template = self
+            .environment
+            .template_from_named_str(NAME, &self.source)
+            .map_err(refused)?;
         let context = context! {
             messages => messages,
             tools => (),
@@ -210,8 +214,12 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
     limits::set(&mut environment);
     guard::set(&mut environment);
     guard::check_source(&source)?;
-    environment.add_template_owned(NAME, source)?;
-    Ok(ChatTemplate { environment })
+    // It is in no environment, so that it cannot include itself, unguarded.
+    environment.template_from_named_str(NAME, &source)?;
+    Ok(ChatTemplate {
+        environment,
+        source,
+    })
 }
 
 fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {

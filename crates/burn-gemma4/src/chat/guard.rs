@@ -2,7 +2,7 @@
 //!
 //! Instructions bound the number of steps, but text that is doubled forty times fills any memory.
 
-use super::limits::{MOST_BYTES, NAMESPACE, assert_finite, keep, length, spend, text, too_much};
+use super::limits::{LIST, MOST_BYTES, assert_no_namespace, keep, length, spend, text, too_much};
 use minijinja::machinery::{Instruction, Instructions, Token, WhitespaceConfig, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
@@ -52,6 +52,7 @@ pub(super) fn guard<'source>(
     for (_, instruction) in all() {
         let width = match instruction {
             Instruction::EmitRaw(_) => 2,
+            Instruction::SetAttr(_) => 4,
             _ => 1,
         };
         starts.push(starts[starts.len() - 1] + width);
@@ -70,6 +71,13 @@ pub(super) fn guard<'source>(
             Instruction::EmitRaw(raw) => {
                 add(Instruction::LoadConst(Value::from(*raw)));
                 Instruction::Emit
+            }
+            // The value is below the namespace.
+            Instruction::SetAttr(_) => {
+                add(Instruction::Swap);
+                add(Instruction::CallFunction(".", Some(1)));
+                add(Instruction::Swap);
+                instruction.clone()
             }
             Instruction::LoadConst(value) if length(value)? > LONGEST_CONSTANT => {
                 return Err(too_much());
@@ -115,6 +123,10 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.add_function("~", concatenate);
     environment.add_function("in", contains);
     environment.add_function("[:]", slice);
+    environment.add_function(".", |value: Value| {
+        assert_no_namespace(&value)?;
+        Ok::<_, Error>(value)
+    });
     environment.add_function("[]", |state: &State<'_, '_>, elements: Rest<Value>| {
         keep(state, Value::from(elements.0))
     });
@@ -133,7 +145,10 @@ pub(super) fn set(environment: &mut Environment<'_>) {
         )
     });
     environment.add_function("namespace", |state: &State<'_, '_>, of: Option<Value>| {
-        spend(state, NAMESPACE)?;
+        spend(state, LIST)?;
+        if let Some(of) = &of {
+            assert_no_namespace(of)?;
+        }
         functions::namespace(of)
     });
     for (name, filter) in filters() {
@@ -206,7 +221,6 @@ fn contains(value: Value, container: Value) -> Result<Value, Error> {
         // The value's text is looked for.
         length(&value)?;
     }
-    assert_finite(&value)?;
     PLAIN.eval(context! { value, container })
 }
 
@@ -241,10 +255,6 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
         false => Ok(()),
     };
     match name {
-        // What compares or writes what is in a list, looks into it.
-        "sort" | "unique" | "min" | "max" | "groupby" | "dictsort" | "pprint" | "tojson" => {
-            assert_finite(first)?;
-        }
         "sum" => {
             if first
                 .try_iter()

@@ -1,6 +1,6 @@
 //! JSON as Python writes it.
 
-use super::limits::{Limited, assert_finite, keep};
+use super::limits::{Limited, keep};
 use minijinja::{ErrorKind, State, Value, value::Kwargs};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
@@ -23,7 +23,6 @@ pub(super) fn tojson(
         let reason = format!("tojson: the indent is {indent}; it should be at most {MOST_INDENT}");
         return Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason));
     }
-    assert_finite(value)?;
     let mut json = Limited::default();
     let written = match indent.map(|width| " ".repeat(width)) {
         Some(indent) => {

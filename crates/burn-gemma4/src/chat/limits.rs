@@ -15,15 +15,11 @@ const MOST_INSTRUCTIONS: u64 = 100_000_000;
 /// ten times; the longest prompts of any model are a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// What a list counts for, and for each of its elements.
-const LIST: usize = 64;
-const ELEMENT: usize = 16;
-/// What a list of lists counts for, and a namespace, which may have another: deep nesting comes about by them, and a stack of
-/// 2 MiB holds the thousands of levels that this leaves.
-const NESTING: usize = 32 << 10;
-pub(super) const NAMESPACE: usize = 20 << 10;
+/// What a list or a namespace counts for, and a list's elements, those of lists in it among them.
+pub(super) const LIST: usize = 64;
+const ELEMENT: usize = 8;
 
-/// How deeply lists may nest to be written or compared.
+/// How deeply lists may nest. A stack holds thousands of levels.
 const DEEPEST: usize = 100;
 
 /// Bounds what the environment's templates do.
@@ -58,37 +54,24 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
 
 /// A value that a step has made, counted. Sequences that compute their elements anew whenever they are asked become lists.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
-    match value.kind() {
-        ValueKind::String => {
-            spend(state, value.as_str().map_or(0, str::len))?;
-            Ok(value)
-        }
+    let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {
             let mut elements = Vec::new();
             for element in value.try_iter()? {
                 spend(state, ELEMENT)?;
                 elements.push(element);
             }
-            spend(state, overhead(&elements))?;
-            Ok(Value::from(elements))
+            Value::from(elements)
         }
-        ValueKind::Map => {
-            let keys = value.try_iter()?;
-            let values: Vec<Value> = keys
-                .map(|key| value.get_item(&key))
-                .collect::<Result<_, _>>()?;
-            spend(state, 2 * ELEMENT * values.len() + overhead(&values))?;
-            Ok(value)
-        }
-        _ => Ok(value),
-    }
-}
-
-fn overhead(elements: &[Value]) -> usize {
-    match elements.iter().any(|element| element.as_object().is_some()) {
-        true => NESTING,
-        false => LIST,
-    }
+        _ => value,
+    };
+    let bytes = match value.as_str() {
+        Some(text) => text.len(),
+        None if value.as_object().is_some() => LIST + ELEMENT * elements(&value)?,
+        None => 0,
+    };
+    spend(state, bytes)?;
+    Ok(value)
 }
 
 /// The bytes of a value's text.
@@ -101,19 +84,34 @@ pub(super) fn length(value: &Value) -> Result<usize, Error> {
 
 /// A value's text.
 pub(super) fn text(value: &Value) -> Result<String, Error> {
-    assert_finite(value)?;
+    elements(value)?;
     let mut text = Limited::default();
     fmt::write(&mut text, format_args!("{value}")).map_err(|_| too_much())?;
     Ok(text.into_string())
 }
 
-/// Refuses lists that nest too deeply to be looked through, as what has itself among its elements does, or have too many
-/// elements: a list that is repeated computes them when it is asked.
-pub(super) fn assert_finite(value: &Value) -> Result<(), Error> {
-    look_through(value, DEEPEST, &mut (MOST_BYTES / ELEMENT))
+/// How many elements a list has, those of the lists in it among them: a list that is in another twice counts twice.
+///
+/// # Errors
+/// Where lists nest too deeply, as what has itself among its elements does, or have too many elements.
+pub(super) fn elements(value: &Value) -> Result<usize, Error> {
+    let mut count = 0;
+    look_through(value, DEEPEST, &mut |_| {
+        count += 1;
+        match count > MOST_BYTES / ELEMENT {
+            true => Err(too_much()),
+            false => Ok(()),
+        }
+    })?;
+    Ok(count)
 }
 
-fn look_through(value: &Value, depth: usize, elements_left: &mut usize) -> Result<(), Error> {
+/// Calls `visit` with what is in a list, and in the lists in it.
+pub(super) fn look_through(
+    value: &Value,
+    depth: usize,
+    visit: &mut dyn FnMut(&Value) -> Result<(), Error>,
+) -> Result<(), Error> {
     if value.as_object().is_none() {
         return Ok(());
     }
@@ -125,13 +123,33 @@ fn look_through(value: &Value, depth: usize, elements_left: &mut usize) -> Resul
         return Ok(());
     };
     for element in elements {
-        *elements_left = elements_left.checked_sub(1).ok_or_else(too_much)?;
+        visit(&element)?;
+        look_through(&element, depth, visit)?;
         if value.kind() == ValueKind::Map {
-            look_through(&value.get_item(&element)?, depth, elements_left)?;
+            let value = value.get_item(&element)?;
+            visit(&value)?;
+            look_through(&value, depth, visit)?;
         }
-        look_through(&element, depth, elements_left)?;
     }
     Ok(())
+}
+
+/// A value that is to be an attribute of a namespace: neither one nor a list that has one, so that no value has itself in it.
+pub(super) fn assert_no_namespace(value: &Value) -> Result<(), Error> {
+    let mut visit = |value: &Value| {
+        let is_namespace = value
+            .as_object()
+            .is_some_and(|object| object.type_name().ends_with("::Namespace"));
+        match is_namespace {
+            true => {
+                let reason = "a namespace cannot have another among its attributes";
+                Err(Error::new(ErrorKind::InvalidOperation, reason))
+            }
+            false => Ok(()),
+        }
+    };
+    visit(value)?;
+    look_through(value, DEEPEST, &mut visit)
 }
 
 /// Text that takes no more than [`MOST_BYTES`].
