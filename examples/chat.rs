@@ -42,7 +42,10 @@ fn run(cli: &Cli) -> Result<(), Error> {
         beginning: cli.system.iter().map(Message::system).collect(),
         messages: Vec::new(),
         session: loaded.gemma.session(),
-        options: cli.generation.options(&loaded.gemma),
+        options: GenerateOptions {
+            cancellation: Some(interrupt.cancellation()),
+            ..cli.generation.options(&loaded.gemma)
+        },
     };
     conversation.reset();
 
@@ -110,6 +113,7 @@ impl Conversation<'_> {
                         answer.tokens.len()
                     ));
                 }
+                // Thoughts are not part of a conversation, as in the checkpoints' own templates.
                 self.messages.push(Message::assistant(answer.text));
                 Ok(())
             }

@@ -11,9 +11,10 @@ use attention_workspace::{
     model::{GenerationArguments, Loaded, ModelArguments},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
-use burn_gemma4::{FinishReason, Generation, Message, Prompt};
+use burn_gemma4::{FinishReason, Gemma4, Generation, Message, Prompt, TokenLogprobs};
 use clap::Parser;
 use serde::Serialize;
+use std::fmt::Write as _;
 use std::io::{IsTerminal, stdin};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -35,7 +36,7 @@ struct Cli {
     /// Takes the prompt as a message that the model answers, by the checkpoint's chat template.
     #[arg(long)]
     chat: bool,
-    /// Instructions before the message; implies --chat.
+    /// Instructions before the message; implies --chat, as --thinking does.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     system: Option<String>,
     /// The prompt as numbers of tokens, taken as they are, such as 2,224,316.
@@ -44,11 +45,15 @@ struct Cli {
         value_name = "TOKENS",
         value_delimiter = ',',
         allow_negative_numbers = true,
-        conflicts_with_all = ["prompt", "chat", "system"]
+        conflicts_with_all = ["prompt", "chat", "system", "thinking"]
     )]
     prompt_tokens: Option<Vec<u32>>,
     #[command(flatten)]
     generation: GenerationArguments,
+    /// Tells of every token the logarithm of its probability, and so many of the likeliest in its place: with --json in the
+    /// report, else on standard error. Of the model's own probabilities, before temperature and the other options.
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
+    logprobs: Option<usize>,
     /// Goes on after tokens that end a text.
     #[arg(long)]
     ignore_eos: bool,
@@ -69,6 +74,8 @@ fn run(cli: &Cli) -> Result<(), Error> {
     let gemma = &loaded.gemma;
     let mut options = cli.generation.options(gemma);
     options.ignore_stop_tokens = cli.ignore_eos;
+    options.logprobs = cli.logprobs;
+    options.cancellation = Some(interrupt.cancellation());
 
     let mut output = Output::default();
     let generation = if cli.json {
@@ -84,6 +91,9 @@ fn run(cli: &Cli) -> Result<(), Error> {
         })?
     };
     output.finish()?;
+    if !cli.json {
+        list_logprobs(gemma, &generation)?;
+    }
     summarise(&loaded, &generation);
     Ok(())
 }
@@ -116,7 +126,7 @@ fn prompt(cli: &Cli) -> Result<Prompt, Error> {
             return Err(WrongArgument(reason.into()).into());
         }
     };
-    if !cli.chat && cli.system.is_none() {
+    if !cli.chat && cli.system.is_none() && cli.generation.thinking.is_none() {
         return Ok(text.into());
     }
     let mut messages = Vec::new();
@@ -131,6 +141,10 @@ struct Report<'a> {
     prompt_tokens: &'a [u32],
     tokens: &'a [u32],
     text: &'a str,
+    thoughts: &'a str,
+    tool_calls: &'a [String],
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    logprobs: &'a [TokenLogprobs],
     finish_reason: FinishReason,
     timings: Times,
     device: &'static str,
@@ -156,6 +170,9 @@ impl<'a> Report<'a> {
             prompt_tokens: &generation.prompt_tokens,
             tokens: &generation.tokens,
             text: &generation.text,
+            thoughts: &generation.thoughts,
+            tool_calls: &generation.tool_calls,
+            logprobs: &generation.logprobs,
             finish_reason: generation.finish_reason,
             timings: Times {
                 load_seconds: loaded.time.as_secs_f64(),
@@ -176,6 +193,19 @@ impl<'a> Report<'a> {
 fn dtype(loaded: &Loaded) -> String {
     let dtype = loaded.gemma.dtype();
     Dtype::of(dtype).map_or_else(|| format!("{dtype:?}"), |dtype| dtype.to_string())
+}
+
+/// Prints how likely each token was, and which were likeliest in its place.
+fn list_logprobs(gemma: &Gemma4, generation: &Generation) -> Result<(), Error> {
+    let name = |token: u32| gemma.tokenizer().decode(&[token], false);
+    for (token, logprobs) in generation.tokens.iter().zip(&generation.logprobs) {
+        let mut line = format!("{:?} {:.4}", name(*token)?, logprobs.logprob);
+        for (token, logprob) in &logprobs.top {
+            write!(line, "  {:?} {logprob:.4}", name(*token)?)?;
+        }
+        note(line);
+    }
+    Ok(())
 }
 
 /// Prints what it took.

@@ -4,6 +4,7 @@ use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn_gemma4::{Gemma4, Gemma4Error, GenerateOptions, LoadOptions, LoadProgress, Sampling};
+use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -95,6 +96,15 @@ pub struct GenerationArguments {
     /// Draws from the likeliest tokens only whose probabilities reach it [default: the checkpoint's].
     #[arg(long, value_name = "PROBABILITY", allow_negative_numbers = true, value_parser = top_p)]
     pub top_p: Option<f32>,
+    /// Draws from tokens only that are at least this share as likely as the likeliest [default: the checkpoint's].
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true, value_parser = min_p)]
+    pub min_p: Option<f32>,
+    /// Above 1, tokens that the prompt or the text has already become less likely; also without sampling [default: the checkpoint's].
+    #[arg(long, value_name = "FACTOR", allow_negative_numbers = true, value_parser = repetition_penalty)]
+    pub repetition_penalty: Option<f32>,
+    /// Stops where the text has this text, which it keeps; may be given several times [default: the checkpoint's].
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
+    pub stop: Vec<String>,
     /// The same seed draws the same tokens [default: other ones each time].
     #[arg(long, allow_negative_numbers = true)]
     pub seed: Option<u64>,
@@ -102,6 +112,21 @@ pub struct GenerationArguments {
     /// those layers' memory.
     #[arg(long)]
     pub compact_keys: bool,
+    /// Whether the model thinks before it answers a message. Thoughts go to standard error.
+    #[arg(long, value_enum, value_name = "SWITCH")]
+    pub thinking: Option<Switch>,
+    /// Takes special tokens in messages, such as <turn|>, for what they mean to the model rather than for text.
+    #[arg(long)]
+    pub special_tokens: bool,
+}
+
+/// On or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Switch {
+    /// Yes.
+    On,
+    /// No.
+    Off,
 }
 
 impl GenerationArguments {
@@ -112,13 +137,18 @@ impl GenerationArguments {
             options.max_tokens = max_tokens;
         }
         options.sampling = self.sampling(options.sampling);
+        if !self.stop.is_empty() {
+            options.stop_strings.clone_from(&self.stop);
+        }
         options.compact_keys = self.compact_keys;
+        options.chat.enable_thinking = self.thinking == Some(Switch::On);
+        options.chat.special_tokens = self.special_tokens;
         options
     }
 
     fn sampling(&self, checkpoint: Sampling) -> Sampling {
         // Who asks for a choice among several tokens asks for sampling.
-        let draws = self.top_k.is_some() || self.top_p.is_some();
+        let draws = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
         let usual = match checkpoint.temperature {
             0.0 if draws => 1.0,
             temperature => temperature,
@@ -127,6 +157,11 @@ impl GenerationArguments {
             temperature: self.temperature.unwrap_or(usual),
             top_k: self.top_k.or(checkpoint.top_k),
             top_p: self.top_p.or(checkpoint.top_p),
+            min_p: self.min_p.or(checkpoint.min_p),
+            repetition_penalty: self
+                .repetition_penalty
+                .unwrap_or(checkpoint.repetition_penalty),
+            suppress_tokens: checkpoint.suppress_tokens,
             seed: self.seed.or(checkpoint.seed),
         }
     }
@@ -156,6 +191,24 @@ fn top_p(text: &str) -> Result<f32, String> {
         ..Sampling::greedy()
     })?;
     Ok(top_p)
+}
+
+fn min_p(text: &str) -> Result<f32, String> {
+    let min_p = number(text)?;
+    check(Sampling {
+        min_p: Some(min_p),
+        ..Sampling::greedy()
+    })?;
+    Ok(min_p)
+}
+
+fn repetition_penalty(text: &str) -> Result<f32, String> {
+    let repetition_penalty = number(text)?;
+    check(Sampling {
+        repetition_penalty,
+        ..Sampling::greedy()
+    })?;
+    Ok(repetition_penalty)
 }
 
 fn number(text: &str) -> Result<f32, String> {
@@ -193,7 +246,9 @@ mod tests {
             temperature: 0.9,
             top_k: Some(64),
             top_p: Some(0.95),
-            seed: None,
+            repetition_penalty: 1.1,
+            suppress_tokens: vec![7],
+            ..Sampling::greedy()
         }
     }
 
@@ -219,7 +274,7 @@ mod tests {
 
     #[test]
     fn asking_for_a_choice_asks_for_sampling() {
-        for (name, value) in [("--top-k", "3"), ("--top-p", "0.5")] {
+        for (name, value) in [("--top-k", "3"), ("--top-p", "0.5"), ("--min-p", "0.1")] {
             let drawn = sampling(&[name, value], Sampling::greedy());
             assert_eq!(drawn.temperature, 1.0);
             let greedy = sampling(&[name, value, "--temperature", "0"], Sampling::greedy());

@@ -1,12 +1,12 @@
 //! What a program in a terminal needs: output that copes with closed pipes, Ctrl-C, exit codes.
 
 use crate::{Error, guarded};
-use burn_gemma4::{Gemma4Error, Generation, Token};
+use burn_gemma4::{Cancellation, Gemma4Error, Generation, TextKind, Token};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -136,8 +136,8 @@ impl Output {
         self.fault.is_some()
     }
 
-    /// Prints what `generate` generates while it does. It stops early where standard output is closed, and
-    /// on Ctrl-C.
+    /// Prints what `generate` generates while it does: the answer, and on standard error thoughts and calls of tools. It stops
+    /// early where standard output is closed, and on Ctrl-C.
     ///
     /// # Errors
     /// Those of `generate`.
@@ -149,15 +149,21 @@ impl Output {
         ) -> Result<Generation, Gemma4Error>,
     ) -> Result<Generation, Gemma4Error> {
         let mut printed = 0;
+        let mut apart = Apart::default();
         let generation = interrupt.catch(|| {
             generate(&mut |token| {
-                printed += token.text.len();
-                self.write(token.text)?;
+                apart.write(token.kind, token.text);
+                if token.kind == TextKind::Answer {
+                    printed += token.text.len();
+                    self.write(token.text)?;
+                }
                 interrupt.flow()
             })
         })?;
         // The end may have completed text without a token of its own.
         let rest = generation.text.get(printed..).unwrap_or_default();
+        apart.write(TextKind::Answer, rest);
+        apart.end();
         let _ = self.write(&format!("{rest}\n"));
         Ok(generation)
     }
@@ -176,14 +182,46 @@ impl Output {
     }
 }
 
-/// Ctrl-C: while work is under way, the first one asks it to stop. Any other one ends the program.
-pub struct Interrupt {
-    state: Arc<AtomicU8>,
+/// What a model writes beside its answer, on standard error, each kind under a line of its own.
+#[derive(Default)]
+struct Apart {
+    kind: TextKind,
+    /// Whether a line has begun.
+    is_open: bool,
 }
 
-const IDLE: u8 = 0;
-const WORKING: u8 = 1;
-const STOPPING: u8 = 2;
+impl Apart {
+    fn write(&mut self, kind: TextKind, text: &str) {
+        if text.is_empty() {
+            return;
+        }
+        if self.kind != kind {
+            self.end();
+            self.kind = kind;
+            note(match kind {
+                TextKind::Answer => "[answer]",
+                TextKind::Thought => "[thought]",
+                TextKind::ToolCall => "[tool call]",
+            });
+        }
+        if kind != TextKind::Answer {
+            prompt(text);
+            self.is_open = !text.ends_with('\n');
+        }
+    }
+
+    fn end(&mut self) {
+        if std::mem::take(&mut self.is_open) {
+            prompt("\n");
+        }
+    }
+}
+
+/// Ctrl-C: while work is under way, the first one asks it to stop. Any other one ends the program.
+pub struct Interrupt {
+    is_working: Arc<AtomicBool>,
+    cancellation: Cancellation,
+}
 
 impl Interrupt {
     /// Takes Ctrl-C over.
@@ -191,32 +229,39 @@ impl Interrupt {
     /// # Errors
     /// What the system says.
     pub fn new() -> Result<Self, Error> {
-        let state = Arc::new(AtomicU8::new(IDLE));
-        let handled = Arc::clone(&state);
-        ctrlc::set_handler(move || {
-            let relaxed = Ordering::Relaxed;
-            let asked = handled.compare_exchange(WORKING, STOPPING, relaxed, relaxed);
-            if asked.is_err() {
-                std::process::exit(INTERRUPTED);
-            }
+        let interrupt = Self {
+            is_working: Arc::default(),
+            cancellation: Cancellation::new(),
+        };
+        let is_working = Arc::clone(&interrupt.is_working);
+        let cancellation = interrupt.cancellation.clone();
+        ctrlc::set_handler(move || match is_working.swap(false, Ordering::Relaxed) {
+            true => cancellation.cancel(),
+            false => std::process::exit(INTERRUPTED),
         })?;
-        Ok(Self { state })
+        Ok(interrupt)
     }
 
-    /// Runs work that Ctrl-C asks to stop, by [`flow`](Self::flow).
+    /// Runs work that Ctrl-C asks to stop, by [`flow`](Self::flow) and [`cancellation`](Self::cancellation).
     pub fn catch<O>(&self, work: impl FnOnce() -> O) -> O {
-        self.state.store(WORKING, Ordering::Relaxed);
+        self.cancellation.reset();
+        self.is_working.store(true, Ordering::Relaxed);
         let output = work();
-        self.state.store(IDLE, Ordering::Relaxed);
+        self.is_working.store(false, Ordering::Relaxed);
         output
     }
 
     /// Whether the work should go on.
     pub fn flow(&self) -> ControlFlow<()> {
-        match self.state.load(Ordering::Relaxed) {
-            STOPPING => ControlFlow::Break(()),
-            _ => ControlFlow::Continue(()),
+        match self.cancellation.is_cancelled() {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
         }
+    }
+
+    /// What Ctrl-C cancels.
+    pub fn cancellation(&self) -> Cancellation {
+        self.cancellation.clone()
     }
 }
 

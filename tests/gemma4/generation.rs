@@ -158,9 +158,8 @@ fn a_seed_fixes_what_is_sampled() {
         let options = GenerateOptions {
             sampling: Sampling {
                 temperature: 2.0,
-                top_k: None,
-                top_p: None,
                 seed: Some(seed),
+                ..Sampling::greedy()
             },
             ..greedy(&gemma, 12)
         };

@@ -3,6 +3,7 @@
 //! `cargo test` builds the programs along with this test. `cargo test --test gemma4` does not: it runs those
 //! that are there.
 
+mod answers;
 pub mod folder;
 mod refused;
 mod training;

@@ -67,7 +67,7 @@ fn defaults_of_the_checkpoints() {
             temperature: 1.0,
             top_k: Some(64),
             top_p: Some(0.95),
-            seed: None,
+            ..Sampling::greedy()
         };
         assert_eq!(defaults.sampling(), expected);
     }

@@ -1,13 +1,17 @@
-//! Conversations as prompts, by the checkpoint's `chat_template.jinja`.
+//! Conversations as prompts, by the checkpoint's chat template.
+
+mod guard;
+mod json;
+mod limits;
+mod source;
 
 use crate::Gemma4Error;
-use crate::error::read;
-use minijinja::{Environment, ErrorKind, Value, context, value::Kwargs};
+use minijinja::machinery::{Vm, get_compiled_template, make_string_output};
+use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use source::SpecialTokens;
 use std::fmt::Write as _;
-use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Who says a [`Message`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -65,6 +69,9 @@ pub struct ChatOptions {
     pub add_generation_prompt: bool,
     /// Whether the model may think before it answers. Default: false.
     pub enable_thinking: bool,
+    /// Whether special tokens in messages, such as `<turn|>`, are meant, and not text like any other. Default: false, so that
+    /// no message can end its turn and begin another's.
+    pub special_tokens: bool,
 }
 
 impl Default for ChatOptions {
@@ -72,6 +79,7 @@ impl Default for ChatOptions {
         Self {
             add_generation_prompt: true,
             enable_thinking: false,
+            special_tokens: false,
         }
     }
 }
@@ -91,37 +99,14 @@ impl Default for ChatOptions {
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    source: String,
 }
 
 /// The template's name in errors.
 const NAME: &str = "chat_template.jinja";
 
-/// What templates may name of the tokenizer. The names are transformers', the tokens Gemma 4's.
-const SPECIAL_TOKENS: [(&str, &str); 23] = [
-    ("bos_token", "<bos>"),
-    ("eos_token", "<eos>"),
-    ("pad_token", "<pad>"),
-    ("unk_token", "<unk>"),
-    ("mask_token", "<mask>"),
-    ("sot_token", "<|turn>"),
-    ("eot_token", "<turn|>"),
-    ("soc_token", "<|channel>"),
-    ("eoc_token", "<channel|>"),
-    ("think_token", "<|think|>"),
-    ("escape_token", "<|\"|>"),
-    ("std_token", "<|tool>"),
-    ("etd_token", "<tool|>"),
-    ("stc_token", "<|tool_call>"),
-    ("etc_token", "<tool_call|>"),
-    ("str_token", "<|tool_response>"),
-    ("etr_token", "<tool_response|>"),
-    ("image_token", "<|image|>"),
-    ("boi_token", "<|image>"),
-    ("eoi_token", "<image|>"),
-    ("audio_token", "<|audio|>"),
-    ("boa_token", "<|audio>"),
-    ("eoa_token", "<audio|>"),
-];
+/// Bytes of a time's format.
+const LONGEST_TIME: usize = 1000;
 
 impl ChatTemplate {
     /// Reads a `chat_template.jinja`.
@@ -131,13 +116,21 @@ impl ChatTemplate {
     /// or not a Jinja template.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
-        let bytes = read(path)?;
-        let malformed = |reason: String| Gemma4Error::Malformed {
-            path: path.into(),
-            reason,
-        };
-        let source = String::from_utf8(bytes).map_err(|error| malformed(error.to_string()))?;
-        parse(source).map_err(|error| malformed(error.to_string()))
+        let source = source::of_file(path)?;
+        parse(source, SpecialTokens::default()).map_err(|error| malformed(path.into(), error))
+    }
+
+    /// The template of a checkpoint's folder, from where transformers' tokenizers take it: `chat_template.jinja`; without one
+    /// `chat_template` in `tokenizer_config.json`, which is a template or a list of named ones, of which it is the one called
+    /// `default`; [`gemma4`](Self::gemma4) where there is neither. What templates name of the tokenizer, such as `bos_token`,
+    /// is as `tokenizer_config.json` has it.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Io`] where a file cannot be read, [`Gemma4Error::Malformed`] where one is not what it should be. That
+    /// none of several templates is called `default` is an error of [`render`](Self::render).
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let (path, source, tokens) = source::of_folder(folder.as_ref())?;
+        parse(source, tokens).map_err(|error| malformed(path, error))
     }
 
     /// A template from its text.
@@ -145,12 +138,12 @@ impl ChatTemplate {
     /// # Errors
     /// [`Gemma4Error::ChatTemplate`] where the text is not a Jinja template.
     pub fn from_source(source: &str) -> Result<Self, Gemma4Error> {
-        parse(source.into()).map_err(refused)
+        parse(source.into(), SpecialTokens::default()).map_err(refused)
     }
 
     /// Gemma 4's own turns, for checkpoints that bring no template: system, user and model, text only.
     pub fn gemma4() -> Self {
-        parse(include_str!("chat_template.jinja").into())
+        parse(source::GEMMA4.into(), SpecialTokens::default())
             .expect("the template of this crate parses")
     }
 
@@ -158,96 +151,93 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// [`Gemma4Error::ChatTemplate`] where the template refuses the conversation, for example for the order
-    /// of its roles, or fails.
+    /// of its roles, or fails, or computes or writes without end.
     pub fn render(
         &self,
         messages: &[Message],
         options: ChatOptions,
     ) -> Result<String, Gemma4Error> {
-        let template = self.environment.get_template(NAME).map_err(refused)?;
+        let template = self
+            .environment
+            .template_from_named_str(NAME, &self.source)
+            .map_err(refused)?;
         let context = context! {
             messages => messages,
             tools => (),
             add_generation_prompt => options.add_generation_prompt,
             enable_thinking => options.enable_thinking,
         };
-        template.render(context).map_err(refused)
+        let compiled = get_compiled_template(&template);
+        let guarded = guard::guard(&compiled.instructions).map_err(refused)?;
+        let blocks = compiled
+            .blocks
+            .iter()
+            .map(|(name, block)| Ok((*name, guard::guard(block)?)))
+            .collect::<Result<_, minijinja::Error>>()
+            .map_err(refused)?;
+        let mut prompt = String::new();
+        Vm::new(&self.environment)
+            .eval(
+                &guarded,
+                context,
+                &blocks,
+                &mut make_string_output(&mut prompt),
+                compiled.initial_auto_escape,
+            )
+            .map_err(refused)?;
+        Ok(prompt)
+    }
+}
+
+fn malformed(path: PathBuf, error: minijinja::Error) -> Gemma4Error {
+    Gemma4Error::Malformed {
+        path,
+        reason: error.to_string(),
     }
 }
 
 fn refused(error: minijinja::Error) -> Gemma4Error {
-    Gemma4Error::ChatTemplate(error.to_string())
+    Gemma4Error::ChatTemplate(limits::explain(&error))
 }
 
 /// The environment that transformers gives to chat templates.
-fn parse(source: String) -> Result<ChatTemplate, minijinja::Error> {
+fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
     environment.set_lstrip_blocks(true);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
-    environment.add_filter("tojson", tojson);
-    for (name, token) in SPECIAL_TOKENS {
+    environment.add_filter("tojson", json::tojson);
+    for (name, token) in tokens {
         environment.add_global(name, token);
     }
-    environment.add_template_owned(NAME, source)?;
-    Ok(ChatTemplate { environment })
+    limits::set(&mut environment);
+    guard::set(&mut environment);
+    guard::check_source(&source)?;
+    // It is in no environment, so that it cannot include itself, unguarded.
+    environment.template_from_named_str(NAME, &source)?;
+    Ok(ChatTemplate {
+        environment,
+        source,
+    })
 }
 
-fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
+fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
+    let message = limits::text(message)?;
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 
 fn strftime_now(format: &str) -> Result<String, minijinja::Error> {
+    if format.len() > LONGEST_TIME {
+        let reason = format!("strftime_now: a format has at most {LONGEST_TIME} bytes");
+        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, reason));
+    }
     let mut text = String::new();
     write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| {
         let reason = format!("strftime_now: {format:?} is no format of a time");
         minijinja::Error::new(ErrorKind::InvalidOperation, reason)
     })?;
     Ok(text)
-}
-
-/// Python's `json.dumps`: minijinja's own filter escapes for HTML and leaves out spaces.
-fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    options.assert_all_used()?;
-    let mut json = Vec::new();
-    let written = match indent.map(|width| " ".repeat(width)) {
-        Some(indent) => {
-            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut Serializer::with_formatter(&mut json, formatter))
-        }
-        None => value.serialize(&mut Serializer::with_formatter(&mut json, OneLine)),
-    };
-    let failed = |reason: String| minijinja::Error::new(ErrorKind::BadSerialization, reason);
-    written.map_err(|error| failed(error.to_string()))?;
-    String::from_utf8(json).map_err(|error| failed(error.to_string()))
-}
-
-/// Spaces as Python writes them.
-struct OneLine;
-
-impl Formatter for OneLine {
-    fn begin_array_value<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]
@@ -280,6 +270,7 @@ mod tests {
                 let options = ChatOptions {
                     add_generation_prompt,
                     enable_thinking,
+                    ..ChatOptions::default()
                 };
                 let text = template.render(&conversation(), options).expect("a prompt");
                 let system = format!("<bos><|turn>system\n{think}Be brief.<turn|>\n");

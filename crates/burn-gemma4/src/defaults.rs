@@ -2,6 +2,7 @@
 
 use crate::config::Tokens;
 use crate::error::read;
+use crate::stop;
 use crate::{Gemma4Config, Gemma4Error, Sampling};
 use serde::Deserialize;
 use std::path::Path;
@@ -31,6 +32,14 @@ pub struct GenerationDefaults {
     pub top_k: Option<usize>,
     /// See [`Sampling::top_p`]. Default: none.
     pub top_p: Option<f32>,
+    /// See [`Sampling::min_p`]. Default: none.
+    pub min_p: Option<f32>,
+    /// See [`Sampling::repetition_penalty`]. Default: 1.
+    pub repetition_penalty: f32,
+    /// See [`Sampling::suppress_tokens`]. Default: none.
+    pub suppress_tokens: Vec<u32>,
+    /// The texts that end a text. Default: none.
+    pub stop_strings: Vec<String>,
     /// The tokens that end a text, `eos_token_id` in the file. Default: none.
     pub stop_tokens: Vec<u32>,
     /// The token that begins a text. Default: none.
@@ -76,16 +85,23 @@ impl GenerationDefaults {
         self
     }
 
-    /// The sampling, without a seed; greedy where `do_sample` is false.
+    /// The sampling, without a seed; greedy where `do_sample` is false. The penalty and the suppressed tokens hold
+    /// for both.
     pub fn sampling(&self) -> Sampling {
+        let greedy = Sampling {
+            repetition_penalty: self.repetition_penalty,
+            suppress_tokens: self.suppress_tokens.clone(),
+            ..Sampling::greedy()
+        };
         if !self.do_sample {
-            return Sampling::greedy();
+            return greedy;
         }
         Sampling {
             temperature: self.temperature,
             top_k: self.top_k,
             top_p: self.top_p,
-            seed: None,
+            min_p: self.min_p,
+            ..greedy
         }
     }
 }
@@ -98,10 +114,34 @@ struct File {
     temperature: Option<f32>,
     top_k: Option<usize>,
     top_p: Option<f32>,
+    min_p: Option<f32>,
+    repetition_penalty: Option<f32>,
+    suppress_tokens: Option<Vec<u32>>,
+    stop_strings: Option<Strings>,
     eos_token_id: Option<Tokens>,
     bos_token_id: Option<u32>,
     pad_token_id: Option<u32>,
     max_new_tokens: Option<usize>,
+}
+
+/// One text or several.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "stop_strings should be a text or a list of texts"
+)]
+enum Strings {
+    One(String),
+    Several(Vec<String>),
+}
+
+impl Strings {
+    fn into_vec(self) -> Vec<String> {
+        match self {
+            Self::One(string) => vec![string],
+            Self::Several(strings) => strings,
+        }
+    }
 }
 
 impl Default for File {
@@ -111,6 +151,10 @@ impl Default for File {
             temperature: None,
             top_k: Some(50),
             top_p: None,
+            min_p: None,
+            repetition_penalty: None,
+            suppress_tokens: None,
+            stop_strings: None,
             eos_token_id: None,
             bos_token_id: None,
             pad_token_id: None,
@@ -126,6 +170,10 @@ impl From<File> for GenerationDefaults {
             temperature: file.temperature.unwrap_or(1.0),
             top_k: file.top_k.filter(|&top_k| top_k > 0),
             top_p: file.top_p,
+            min_p: file.min_p,
+            repetition_penalty: file.repetition_penalty.unwrap_or(1.0),
+            suppress_tokens: file.suppress_tokens.unwrap_or_default(),
+            stop_strings: file.stop_strings.map_or_else(Vec::new, Strings::into_vec),
             stop_tokens: file.eos_token_id.map_or_else(Vec::new, Tokens::into_vec),
             bos_token: file.bos_token_id,
             pad_token: file.pad_token_id,
@@ -144,6 +192,7 @@ fn parse(bytes: &[u8], path: &Path) -> Result<GenerationDefaults, Gemma4Error> {
     defaults
         .sampling()
         .validate()
+        .and_then(|()| stop::validate(&defaults.stop_strings))
         .map_err(|error| malformed(error.to_string()))?;
     Ok(defaults)
 }
@@ -172,7 +221,7 @@ mod tests {
                 stop_tokens: vec![1, 106, 50],
                 bos_token: Some(2),
                 pad_token: Some(0),
-                max_new_tokens: None,
+                ..GenerationDefaults::default()
             }
         );
         assert_eq!(
@@ -181,7 +230,7 @@ mod tests {
                 temperature: 1.0,
                 top_k: Some(64),
                 top_p: Some(0.95),
-                seed: None,
+                ..Sampling::greedy()
             }
         );
     }

@@ -127,6 +127,16 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Gemma4Error> {
     })
 }
 
+/// The path of a file that a checkpoint may have.
+pub(crate) fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gemma4Error> {
+    let path = folder.join(name);
+    match path.try_exists() {
+        Ok(true) => Ok(Some(path)),
+        Ok(false) => Ok(None),
+        Err(source) => Err(Gemma4Error::Io { path, source }),
+    }
+}
+
 /// Enough to see what is wrong, not a screen for every layer of the model.
 fn list(problems: &[TensorProblem]) -> String {
     const SHOWN: usize = 5;

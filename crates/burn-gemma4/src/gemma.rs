@@ -1,14 +1,12 @@
 //! A checkpoint, ready to be asked: model, tokenizer, chat template and defaults.
 
+use crate::error::existing;
 use crate::{
     Cache, ChatOptions, ChatTemplate, Gemma4Config, Gemma4Error, Gemma4Model, GenerateOptions,
     Generation, GenerationDefaults, LoadOptions, Message, Token, Tokenizer, generate,
 };
 use burn::tensor::{DType, Device};
-use std::{
-    ops::ControlFlow,
-    path::{Path, PathBuf},
-};
+use std::{ops::ControlFlow, path::Path};
 
 /// Tokens that a generation has at most where nobody says otherwise.
 const DEFAULT_MAX_TOKENS: usize = 256;
@@ -40,9 +38,11 @@ pub struct Gemma4 {
 /// What to go on from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// Text to continue. The token that begins every text is put before it.
+    /// Text to continue. Special tokens in it are meant; the token that begins every text is put before it, if it does not
+    /// begin with that itself.
     Text(String),
-    /// A conversation to answer, by the checkpoint's chat template.
+    /// A conversation to answer, by the checkpoint's chat template. Special tokens in its messages are text, unless
+    /// [`ChatOptions::special_tokens`] says that they are meant.
     Chat(Vec<Message>),
     /// Tokens as they are.
     Tokens(Vec<u32>),
@@ -96,10 +96,7 @@ impl Gemma4 {
         // The small files first: what is wrong with them need not wait for the weights.
         let config = Gemma4Config::from_file(folder.join("config.json"))?;
         let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"))?;
-        let chat_template = match existing(folder, "chat_template.jinja")? {
-            Some(path) => ChatTemplate::from_file(path)?,
-            None => ChatTemplate::gemma4(),
-        };
+        let chat_template = ChatTemplate::from_folder(folder)?;
         let defaults = match existing(folder, "generation_config.json")? {
             Some(path) => GenerationDefaults::from_file(path)?,
             None => GenerationDefaults::default(),
@@ -186,7 +183,10 @@ impl Gemma4 {
             sampling: self.defaults.sampling(),
             stop_tokens: self.defaults.stop_tokens.clone(),
             ignore_stop_tokens: false,
+            stop_strings: self.defaults.stop_strings.clone(),
+            logprobs: None,
             prefill_chunk: None,
+            cancellation: None,
             records: true,
             compact_keys: false,
             chat: ChatOptions::default(),
@@ -200,14 +200,32 @@ impl Gemma4 {
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
         match prompt {
             Prompt::Text(text) => {
-                let mut tokens = vec![self.config().bos_token];
-                tokens.extend(self.tokenizer.encode(text)?);
+                let bos = self.config().bos_token;
+                let mut tokens = self.tokenizer.encode(text)?;
+                if tokens.first() != Some(&bos) {
+                    tokens.insert(0, bos);
+                }
                 Ok(tokens)
             }
             // The template writes the token that begins every text.
-            Prompt::Chat(messages) => self
+            Prompt::Chat(messages) if chat.special_tokens => self
                 .tokenizer
                 .encode(&self.chat_template.render(messages, chat)?),
+            Prompt::Chat(messages) => {
+                let mark = unused(messages)?;
+                let marked: Vec<Message> = messages
+                    .iter()
+                    .map(|message| {
+                        let content = self.tokenizer.marked(&message.content, mark)?;
+                        Ok(Message {
+                            role: message.role,
+                            content,
+                        })
+                    })
+                    .collect::<Result<_, Gemma4Error>>()?;
+                let prompt = self.chat_template.render(&marked, chat)?;
+                self.tokenizer.encode_marked(&prompt, mark)
+            }
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
         }
     }
@@ -344,12 +362,16 @@ impl Session<'_> {
     }
 }
 
-/// The path of a file that a checkpoint may have.
-fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gemma4Error> {
-    let path = folder.join(name);
-    match path.try_exists() {
-        Ok(true) => Ok(Some(path)),
-        Ok(false) => Ok(None),
-        Err(source) => Err(Gemma4Error::Io { path, source }),
-    }
+/// A character that is in none of the messages, for private use as Unicode has it.
+fn unused(messages: &[Message]) -> Result<char, Gemma4Error> {
+    ('\u{F0000}'..='\u{FFFFD}')
+        .find(|mark| {
+            !messages
+                .iter()
+                .any(|message| message.content.contains(*mark))
+        })
+        .ok_or_else(|| Gemma4Error::Argument {
+            argument: "messages",
+            reason: "have every character for private use; one should be left".into(),
+        })
 }

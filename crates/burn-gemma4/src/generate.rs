@@ -1,8 +1,11 @@
 //! From a prompt to text, token by token.
 
+#[cfg(feature = "cube")]
+use crate::kernel;
 use crate::{
-    Cache, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler, Sampling,
-    TextStream, Tokenizer, model::Logits,
+    Cache, Cancellation, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler,
+    Sampling, TextKind, TokenLogprobs, Tokenizer, model::Logits, parts::Parts, stop,
+    stop::StopStrings,
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::Serialize;
@@ -10,6 +13,11 @@ use std::{
     ops::ControlFlow,
     time::{Duration, Instant},
 };
+
+/// Tokens of a prompt that a processor reads at once where the generation can be cancelled.
+const PROCESSORS_CHUNK: usize = 512;
+/// The same for other devices, which need more to be busy.
+const ACCELERATORS_CHUNK: usize = 8192;
 
 /// How to go on from a prompt.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,8 +30,16 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// Goes on after them.
     pub ignore_stop_tokens: bool,
-    /// Reads the prompt by this many tokens at a time, which bounds the memory that takes; at once without.
+    /// Texts that end the text, wherever tokens begin and end in them. Of the generated text only; special tokens in it count
+    /// by their names. As in transformers, the text keeps them, with what else the token that completed them brought.
+    pub stop_strings: Vec<String>,
+    /// Tells of every token how likely it was, and so many of the likeliest in its place.
+    pub logprobs: Option<usize>,
+    /// Reads the prompt by this many tokens at a time, which bounds the memory that takes; at once without, if nothing can
+    /// cancel it.
     pub prefill_chunk: Option<usize>,
+    /// Ends the generation from another thread, also while the prompt is read.
+    pub cancellation: Option<Cancellation>,
     /// Records a token's launches once and replays them, where the device can. Programs whose other threads use the same
     /// CUDA device do without: see [`Decoder`](crate::Decoder).
     pub records: bool,
@@ -34,6 +50,14 @@ pub struct GenerateOptions {
     pub chat: ChatOptions,
 }
 
+impl GenerateOptions {
+    fn is_cancelled(&self) -> bool {
+        self.cancellation
+            .as_ref()
+            .is_some_and(Cancellation::is_cancelled)
+    }
+}
+
 /// One generated token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token<'a> {
@@ -41,6 +65,8 @@ pub struct Token<'a> {
     pub id: u32,
     /// The text that became complete with it, which may be empty: a character may take several tokens.
     pub text: &'a str,
+    /// What that text is.
+    pub kind: TextKind,
 }
 
 /// What was generated.
@@ -50,8 +76,14 @@ pub struct Generation {
     pub prompt_tokens: Vec<u32>,
     /// The generated tokens; a token that ended the text is the last.
     pub tokens: Vec<u32>,
-    /// Their text, without special tokens.
+    /// The answer's text, without special tokens.
     pub text: String,
+    /// The thoughts before it, without special tokens.
+    pub thoughts: String,
+    /// The tools that the model calls, as it writes them: `call:name{argument:<|"|>text<|"|>}`.
+    pub tool_calls: Vec<String>,
+    /// How likely each of the tokens was, where [`GenerateOptions::logprobs`] asks for it.
+    pub logprobs: Vec<TokenLogprobs>,
     /// Why it ended.
     pub finish_reason: FinishReason,
     /// How long it took.
@@ -62,11 +94,11 @@ pub struct Generation {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
-    /// A token that ends texts.
+    /// A token or a text that ends texts.
     Stop,
     /// [`GenerateOptions::max_tokens`] or the model's last position.
     Length,
-    /// The callback said so.
+    /// The callback or [`GenerateOptions::cancellation`] said so.
     Cancelled,
 }
 
@@ -113,6 +145,7 @@ pub(crate) fn check(
 ) -> Result<usize, Gemma4Error> {
     let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
     options.sampling.validate()?;
+    stop::validate(&options.stop_strings)?;
     if options.max_tokens == 0 {
         return refuse("max_tokens", "is 0; it should be at least 1".into());
     }
@@ -165,19 +198,22 @@ pub(crate) fn run(
     let device = model.device();
     let pad = model.config().pad_token;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let mut timings = Timings {
-        prefill_tokens: (longest - cache.len()) * prompts.len(),
-        ..Timings::default()
-    };
+    let read_before = cache.len();
+    let mut timings = Timings::default();
     let mut sequences: Vec<Sequence<'_>> = prompts
         .into_iter()
         .enumerate()
         .map(|(index, prompt)| Sequence::new(index, prompt, tokenizer, options))
-        .collect();
+        .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
     let logits = prefill(model, &sequences, longest, cache, options, &device)?;
-    let mut next = choose(&mut sequences, Next::of(logits))?;
+    timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
+    let Some(logits) = logits else {
+        timings.prefill = start.elapsed();
+        return finish(sequences, timings);
+    };
+    let mut next = choose(&mut sequences, Next::of(logits), options)?;
     timings.prefill = start.elapsed();
 
     let decoding = Instant::now();
@@ -189,7 +225,7 @@ pub(crate) fn run(
         for (sequence, token) in sequences.iter_mut().zip(&next) {
             sequence.take(*token, max_tokens, options, on_token)?;
         }
-        if sequences.iter().all(|sequence| sequence.finished.is_some()) {
+        if options.is_cancelled() || sequences.iter().all(|sequence| sequence.finished.is_some()) {
             break;
         }
         // A sequence that has ended goes along until the others have.
@@ -201,17 +237,32 @@ pub(crate) fn run(
                 None => *token,
             })
             .collect();
-        next = choose(&mut sequences, decoder.step(&column)?)?;
+        next = choose(&mut sequences, decoder.step(&column)?, options)?;
     }
     timings.decode = decoding.elapsed();
+    finish(sequences, timings)
+}
 
+/// What there is of the sequences.
+fn finish(sequences: Vec<Sequence<'_>>, timings: Timings) -> Result<Vec<Generation>, Gemma4Error> {
     sequences
         .into_iter()
         .map(|sequence| sequence.finish(timings))
         .collect()
 }
 
-/// Reads what is not yet in the cache of all prompts; the logits after their last tokens.
+/// Whether work is queued on a device of its own, rather than done by the processor at once.
+fn is_accelerated(model: &Gemma4Model) -> bool {
+    #[cfg(feature = "cube")]
+    return kernel::runs(&model.device(), model.dtype());
+    #[cfg(not(feature = "cube"))]
+    {
+        let _ = model;
+        false
+    }
+}
+
+/// Reads what is not yet in the cache of all prompts; the logits after their last tokens, none where it was cancelled.
 fn prefill(
     model: &Gemma4Model,
     sequences: &[Sequence<'_>],
@@ -219,10 +270,18 @@ fn prefill(
     cache: &mut Cache,
     options: &GenerateOptions,
     device: &Device,
-) -> Result<Tensor<3>, Gemma4Error> {
+) -> Result<Option<Tensor<3>>, Gemma4Error> {
     let pad = model.config().pad_token;
-    let chunk = options.prefill_chunk.unwrap_or(longest);
+    let chunk = match (options.prefill_chunk, &options.cancellation) {
+        (Some(chunk), _) => chunk,
+        (None, None) => longest,
+        (None, Some(_)) if is_accelerated(model) => ACCELERATORS_CHUNK,
+        (None, Some(_)) => PROCESSORS_CHUNK,
+    };
     loop {
+        if options.is_cancelled() {
+            return Ok(None);
+        }
         let start = cache.len();
         let end = (start + chunk).min(longest);
         let column = |prompt: &[u32], column: usize| {
@@ -239,8 +298,15 @@ fn prefill(
             true => Logits::Last(1),
             false => Logits::None,
         };
-        if let Some(logits) = model.step_within(tokens, cache, asked)? {
+        let logits = model.step_within(tokens, cache, asked)?;
+        if logits.is_some() {
             return Ok(logits);
+        }
+        if options.cancellation.is_some() {
+            // What is only queued could not be cancelled any more.
+            device
+                .sync()
+                .map_err(|error| Gemma4Error::Device(error.to_string()))?;
         }
     }
 }
@@ -250,9 +316,14 @@ fn upload(tokens: Vec<u32>, shape: [usize; 2], device: &Device) -> Tensor<2, Int
     Tensor::from_data(TensorData::new(tokens, shape), device)
 }
 
-/// The next token of each sequence. Only what is needed leaves the device: numbers of tokens where all are greedy.
-fn choose(sequences: &mut [Sequence<'_>], next: Next<'_>) -> Result<Vec<u32>, Gemma4Error> {
-    if sequences.iter().all(|sequence| sequence.greedy) {
+/// The next token of each sequence. Only what is needed leaves the device: numbers of tokens where all are greedy and
+/// nothing else of the logits is asked for.
+fn choose(
+    sequences: &mut [Sequence<'_>],
+    next: Next<'_>,
+    options: &GenerateOptions,
+) -> Result<Vec<u32>, Gemma4Error> {
+    if options.sampling.takes_the_largest() && options.logprobs.is_none() {
         return next.likeliest();
     }
     let logits = next.logits()?;
@@ -262,7 +333,14 @@ fn choose(sequences: &mut [Sequence<'_>], next: Next<'_>) -> Result<Vec<u32>, Ge
         .zip(logits.chunks(vocabulary))
         .map(|(sequence, logits)| match sequence.finished {
             Some(_) => Ok(0),
-            None => sequence.sampler.sample(logits),
+            None => {
+                let token = sequence.sampler.sample(logits)?;
+                if let Some(count) = options.logprobs {
+                    let logprobs = TokenLogprobs::of(logits, token, count);
+                    sequence.logprobs.push(logprobs);
+                }
+                Ok(token)
+            }
         })
         .collect()
 }
@@ -271,11 +349,11 @@ fn choose(sequences: &mut [Sequence<'_>], next: Next<'_>) -> Result<Vec<u32>, Ge
 struct Sequence<'a> {
     index: usize,
     prompt: Vec<u32>,
-    greedy: bool,
     sampler: Sampler,
     tokens: Vec<u32>,
-    stream: TextStream<'a>,
-    text: String,
+    parts: Parts<'a>,
+    stop_strings: StopStrings<'a>,
+    logprobs: Vec<TokenLogprobs>,
     finished: Option<FinishReason>,
 }
 
@@ -284,18 +362,24 @@ impl<'a> Sequence<'a> {
         index: usize,
         prompt: Vec<u32>,
         tokenizer: &'a Tokenizer,
-        options: &GenerateOptions,
-    ) -> Self {
-        Self {
+        options: &'a GenerateOptions,
+    ) -> Result<Self, Gemma4Error> {
+        let seed = options.sampling.seed;
+        let mut sampler = Sampler::new(&Sampling {
+            seed: seed.map(|seed| seed.wrapping_add(index as u64)),
+            ..options.sampling.clone()
+        });
+        sampler.read(&prompt);
+        Ok(Self {
             index,
-            prompt,
-            greedy: options.sampling.is_greedy(),
-            sampler: Sampler::new(&options.sampling),
+            sampler,
             tokens: Vec::new(),
-            stream: tokenizer.stream(),
-            text: String::new(),
+            parts: Parts::after(&prompt, tokenizer)?,
+            stop_strings: StopStrings::new(&options.stop_strings, tokenizer),
+            logprobs: Vec::new(),
             finished: None,
-        }
+            prompt,
+        })
     }
 
     fn take(
@@ -313,14 +397,17 @@ impl<'a> Sequence<'a> {
             self.finished = Some(FinishReason::Stop);
             return Ok(());
         }
-        let text = self.stream.push(token)?;
-        self.text += &text;
+        let (kind, text) = self.parts.push(token)?;
+        let stops = self.stop_strings.end_with(token)?;
         let token = Token {
             id: token,
             text: &text,
+            kind,
         };
         if on_token(self.index, &token).is_break() {
             self.finished = Some(FinishReason::Cancelled);
+        } else if stops {
+            self.finished = Some(FinishReason::Stop);
         } else if self.tokens.len() == max_tokens {
             self.finished = Some(FinishReason::Length);
         }
@@ -328,13 +415,17 @@ impl<'a> Sequence<'a> {
     }
 
     fn finish(mut self, mut timings: Timings) -> Result<Generation, Gemma4Error> {
-        self.text += &self.stream.finish()?;
+        self.parts.finish()?;
         timings.decode_tokens = self.tokens.len().saturating_sub(1);
         Ok(Generation {
             prompt_tokens: self.prompt,
             tokens: self.tokens,
-            text: self.text,
-            finish_reason: self.finished.unwrap_or(FinishReason::Length),
+            text: self.parts.answer,
+            thoughts: self.parts.thoughts,
+            tool_calls: self.parts.tool_calls,
+            logprobs: self.logprobs,
+            // What did not end by itself was cancelled.
+            finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
             timings,
         })
     }

@@ -8,6 +8,7 @@ pub mod observe;
 
 mod adapter;
 mod cache;
+mod cancellation;
 mod chat;
 mod checkpoint;
 mod config;
@@ -19,14 +20,18 @@ mod generate;
 mod gradients;
 #[cfg(feature = "cube")]
 mod kernel;
+mod logprobs;
 mod loss;
 mod model;
 mod packing;
+mod parts;
 mod sampling;
+mod stop;
 mod tokenizer;
 
 pub use adapter::Adapter;
 pub use cache::Cache;
+pub use cancellation::Cancellation;
 pub use chat::{ChatOptions, ChatTemplate, Message, Role};
 pub use checkpoint::{LoadOptions, LoadProgress};
 pub use config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
@@ -35,7 +40,9 @@ pub use defaults::GenerationDefaults;
 pub use error::{Gemma4Error, TensorProblem};
 pub use gemma::{Gemma4, Prompt, Session};
 pub use generate::{FinishReason, GenerateOptions, Generation, Timings, Token};
+pub use logprobs::TokenLogprobs;
 pub use model::{Gemma4Model, Logits};
 pub use packing::Packing;
+pub use parts::TextKind;
 pub use sampling::{Sampler, Sampling};
 pub use tokenizer::{TextStream, Tokenizer};

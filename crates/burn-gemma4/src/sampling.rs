@@ -3,9 +3,11 @@
 use crate::Gemma4Error;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::cmp::Ordering;
+use std::collections::HashSet;
 
-/// How tokens are drawn: [`greedy`](Self::greedy), or at random, in the order of transformers' logits
-/// processors: temperature, then top-k, then top-p.
+/// How tokens are drawn: [`greedy`](Self::greedy), or at random. In the order of transformers' logits
+/// processors: the repetition penalty and the suppressed tokens, which greedy decoding obeys, too; then
+/// temperature, top-k, top-p, min-p.
 ///
 /// # Examples
 /// ```
@@ -15,8 +17,8 @@ use std::cmp::Ordering;
 /// let sampling = Sampling {
 ///     temperature: 0.8,
 ///     top_k: Some(2),
-///     top_p: None,
 ///     seed: Some(7),
+///     ..Sampling::greedy()
 /// };
 /// sampling.validate()?;
 /// let token = Sampler::new(&sampling).sample(&[0.0, 3.0, 2.0])?;
@@ -32,7 +34,15 @@ pub struct Sampling {
     pub top_k: Option<usize>,
     /// Only the likeliest tokens whose probabilities sum up to it are drawn.
     pub top_p: Option<f32>,
-    /// The same seed draws the same tokens from the same logits; without one, every run draws others.
+    /// Only tokens at least this likely are drawn, as a share of the likeliest one's probability.
+    pub min_p: Option<f32>,
+    /// Logits of tokens that are in the text already, its prompt included, are divided by it where they are
+    /// positive, and multiplied where they are negative: above 1, repetition is less likely. 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Tokens that are never drawn. Those that the vocabulary lacks are none to suppress.
+    pub suppress_tokens: Vec<u32>,
+    /// The same seed draws the same tokens from the same logits; without one, every run draws others. In a batch,
+    /// the first sequence draws from this seed, the second from the next number, and so on.
     pub seed: Option<u64>,
 }
 
@@ -43,20 +53,33 @@ impl Sampling {
             temperature: 0.0,
             top_k: None,
             top_p: None,
+            min_p: None,
+            repetition_penalty: 1.0,
+            suppress_tokens: Vec::new(),
             seed: None,
         }
     }
 
-    /// Whether only the likeliest token can be drawn.
+    /// Whether only the likeliest token can be drawn, of those that the penalty and the suppressed tokens leave.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 || self.top_k == Some(1)
+    }
+
+    /// Whether the token with the largest logit is always drawn, so that nothing else of the logits matters.
+    pub(crate) fn takes_the_largest(&self) -> bool {
+        self.is_greedy() && !self.changes_logits()
+    }
+
+    fn changes_logits(&self) -> bool {
+        self.repetition_penalty != 1.0 || !self.suppress_tokens.is_empty()
     }
 
     /// Whether the numbers make sense.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] for a temperature that is negative or not finite, a `top_k` of 0, and a
-    /// `top_p` that is not above 0 and at most 1.
+    /// [`Gemma4Error::Argument`] for a temperature that is negative or not finite, a `top_k` of 0, a `top_p`
+    /// that is not above 0 and at most 1, a `min_p` that is not from 0 to 1, and a repetition penalty that is not
+    /// above 0 and finite.
     pub fn validate(&self) -> Result<(), Gemma4Error> {
         let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
@@ -65,6 +88,16 @@ impl Sampling {
         }
         if self.top_k == Some(0) {
             return refuse("top_k", "0 leaves no token to draw".into());
+        }
+        if let Some(min_p) = self.min_p
+            && !(0.0..=1.0).contains(&min_p)
+        {
+            return refuse("min_p", format!("{min_p} is not from 0 to 1"));
+        }
+        let penalty = self.repetition_penalty;
+        if !(penalty.is_finite() && penalty > 0.0) {
+            let reason = format!("{penalty} is not a finite number above 0");
+            return refuse("repetition_penalty", reason);
         }
         match self.top_p {
             Some(top_p) if !(top_p > 0.0 && top_p <= 1.0) => {
@@ -80,8 +113,12 @@ impl Sampling {
 pub struct Sampler {
     sampling: Sampling,
     random: StdRng,
+    /// The tokens that the text has, where they are penalized.
+    seen: HashSet<u32>,
     /// Kept from draw to draw, to allocate once.
     candidates: Vec<Candidate>,
+    /// Kept likewise.
+    changed: Vec<f32>,
 }
 
 impl Sampler {
@@ -93,7 +130,16 @@ impl Sampler {
                 Some(seed) => StdRng::seed_from_u64(seed),
                 None => StdRng::from_os_rng(),
             },
+            seen: HashSet::new(),
             candidates: Vec::new(),
+            changed: Vec::new(),
+        }
+    }
+
+    /// Tokens that the text has without this sampler having drawn them: its prompt's.
+    pub fn read(&mut self, tokens: &[u32]) {
+        if self.sampling.repetition_penalty != 1.0 {
+            self.seen.extend(tokens);
         }
     }
 
@@ -102,6 +148,38 @@ impl Sampler {
     /// # Errors
     /// [`Gemma4Error::Argument`] where every logit is NaN or −∞, so that there is no token to draw.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
+        if !self.sampling.changes_logits() {
+            return self.choose(logits);
+        }
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.clear();
+        changed.extend_from_slice(logits);
+        self.change(&mut changed);
+        let token = self.choose(&changed)?;
+        self.changed = changed;
+        self.read(&[token]);
+        Ok(token)
+    }
+
+    /// Applies the penalty and the suppressed tokens.
+    fn change(&self, logits: &mut [f32]) {
+        let penalty = self.sampling.repetition_penalty;
+        for token in &self.seen {
+            if let Some(logit) = logits.get_mut(*token as usize) {
+                *logit = match *logit < 0.0 {
+                    true => *logit * penalty,
+                    false => *logit / penalty,
+                };
+            }
+        }
+        for token in &self.sampling.suppress_tokens {
+            if let Some(logit) = logits.get_mut(*token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+    }
+
+    fn choose(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         let likeliest = possible(logits)
             .reduce(|best, next| if next.logit > best.logit { next } else { best })
             .ok_or_else(|| Gemma4Error::no_number(logits.len()))?;
@@ -119,6 +197,11 @@ impl Sampler {
         match self.sampling.top_p {
             Some(top_p) if top_p < 1.0 => self.keep_top_p(f64::from(top_p)),
             _ => (),
+        }
+        if let Some(min_p) = self.sampling.min_p {
+            // The likeliest weighs 1.
+            self.candidates
+                .retain(|candidate| candidate.weight >= min_p);
         }
         Ok(self.draw().unwrap_or(likeliest.token))
     }
@@ -224,6 +307,7 @@ mod tests {
             top_k,
             top_p,
             seed: Some(1),
+            ..Sampling::greedy()
         }
     }
 
@@ -372,6 +456,7 @@ mod tests {
                 top_k: Some(64),
                 top_p: Some(0.95),
                 seed,
+                ..Sampling::greedy()
             };
             let mut sampler = Sampler::new(&sampling);
             let draw = |_| sampler.sample(&logits).expect("a token");

@@ -5,7 +5,10 @@ mod kind;
 use crate::Gemma4Error;
 use crate::error::read;
 use std::path::Path;
-use tokenizers::{DecoderWrapper, Model, PostProcessorWrapper};
+use tokenizers::{
+    AddedVocabulary, DecoderWrapper, Model, OffsetReferential, OffsetType, PostProcessorWrapper,
+    PreTokenizer,
+};
 
 /// The tokenizer of a checkpoint.
 ///
@@ -23,6 +26,8 @@ use tokenizers::{DecoderWrapper, Model, PostProcessorWrapper};
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// The added tokens, of which special ones in a text are taken for text.
+    spelled: AddedVocabulary,
 }
 
 impl Tokenizer {
@@ -56,6 +61,87 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The tokens of `text`, which has no special tokens: what looks like one, such as `<|turn>`, is text like any other.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the text, or has no other way to write it than a
+    /// special token.
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
+        // The steps of `encode`, with other added tokens.
+        let mut pieces = self
+            .spelled
+            .extract_and_normalize(self.inner.get_normalizer(), text);
+        if let Some(splitter) = self.inner.get_pre_tokenizer() {
+            splitter.pre_tokenize(&mut pieces).map_err(refused)?;
+        }
+        pieces
+            .tokenize(|piece| self.inner.get_model().tokenize(piece.get()))
+            .map_err(refused)?;
+        let encoding = pieces
+            .into_encoding(None, 0, OffsetType::Byte)
+            .map_err(refused)?;
+        let tokens = encoding.get_ids().to_vec();
+        match tokens.iter().find_map(|token| self.special(*token)) {
+            Some(token) => Err(Gemma4Error::Tokenizer(format!(
+                "{token:?} in a text cannot be told from the special token"
+            ))),
+            None => Ok(tokens),
+        }
+    }
+
+    /// The tokens of a text in which [`marked`](Self::marked) has marked what is not meant as a special token.
+    pub(crate) fn encode_marked(&self, text: &str, mark: char) -> Result<Vec<u32>, Gemma4Error> {
+        let pieces = self
+            .inner
+            .get_added_vocabulary()
+            .extract_and_normalize(self.inner.get_normalizer(), text);
+        let mut tokens = Vec::new();
+        let mut plain = String::new();
+        for (_, (start, end), added) in
+            pieces.get_splits(OffsetReferential::Original, OffsetType::Byte)
+        {
+            let special = added
+                .iter()
+                .flatten()
+                .find(|token| self.special(token.id).is_some());
+            match special {
+                Some(special) => {
+                    tokens.extend(self.encode_text(&plain)?);
+                    tokens.push(special.id);
+                    plain.clear();
+                }
+                None => plain.extend(text[start..end].chars().filter(|char| *char != mark)),
+            }
+        }
+        tokens.extend(self.encode_text(&plain)?);
+        Ok(tokens)
+    }
+
+    /// `text`, with `mark` in all that would become special tokens.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Tokenizer`] where the text has a special token of one character, in which nothing has room.
+    pub(crate) fn marked(&self, text: &str, mark: char) -> Result<String, Gemma4Error> {
+        let mut text = text.to_owned();
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        for token in added.values().filter(|token| token.special) {
+            let mut rest = token.content.chars();
+            let first = rest.next();
+            // Breaking one occurrence may leave another that overlapped with it.
+            while !token.content.is_empty() && text.contains(&token.content) {
+                let (Some(first), false) = (first, rest.as_str().is_empty()) else {
+                    return Err(Gemma4Error::Tokenizer(format!(
+                        "{:?} in a text cannot be told from the special token",
+                        token.content
+                    )));
+                };
+                let broken = format!("{first}{mark}{}", rest.as_str());
+                text = text.replace(&token.content, &broken);
+            }
+        }
+        Ok(text)
     }
 
     /// The text of `tokens`, with or without special tokens. Bytes that are not UTF-8 become U+FFFD; ids
@@ -136,12 +222,17 @@ impl TextStream<'_> {
         }
     }
 
+    /// The text that is held back so far.
+    pub(crate) fn held(&self) -> Result<String, Gemma4Error> {
+        self.tokenizer.decode(&self.held, true)
+    }
+
     /// The text that was held back. Bytes of a character that did not become complete are U+FFFD.
     ///
     /// # Errors
     /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the tokens.
     pub fn finish(&mut self) -> Result<String, Gemma4Error> {
-        let text = self.tokenizer.decode(&self.held, true);
+        let text = self.held();
         self.held.clear();
         text
     }
@@ -158,12 +249,19 @@ enum Kind {
 }
 
 impl Tokenizer {
+    /// The text of a special token; none of other tokens.
+    pub(crate) fn special(&self, id: u32) -> Option<String> {
+        let added = self.inner.get_added_vocabulary();
+        let token = added.simple_id_to_token(id)?;
+        added.is_special_token(&token).then_some(token)
+    }
+
     fn kind(&self, id: u32) -> Kind {
+        if self.special(id).is_some() {
+            return Kind::Silent;
+        }
         match self.inner.id_to_token(id) {
             None => Kind::Silent,
-            Some(token) if self.inner.get_added_vocabulary().is_special_token(&token) => {
-                Kind::Silent
-            }
             Some(token) if is_byte(&token) => Kind::Byte,
             Some(_) => Kind::Text,
         }
@@ -199,7 +297,9 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
     inner.with_padding(None);
     // It would add the special tokens that nobody asks for.
     inner.with_post_processor(None::<PostProcessorWrapper>);
-    Ok(Tokenizer { inner })
+    let mut spelled = inner.get_added_vocabulary().clone();
+    spelled.set_encode_special_tokens(true);
+    Ok(Tokenizer { inner, spelled })
 }
 
 /// Whether a token's text depends on no other token, except for runs of bytes. [`TextStream`] is exact for

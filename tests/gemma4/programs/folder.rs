@@ -16,6 +16,18 @@ const FILES: [&str; 4] = [
     "tokenizer.json",
 ];
 
+/// For [`Folder::that_writes`]: after `x` a thought, an answer and the call of a tool, and the end of the turn.
+pub const WRITING: [u32; 18] = [
+    304, 13, 307, 295, 301, 287, 288, 300, 34, 281, 14, 282, 283, 19, 284, 16, 20, 12,
+];
+
+/// What that says.
+pub mod written {
+    pub const THOUGHTS: &str = "a";
+    pub const ANSWER: &str = "bc";
+    pub const TOOL_CALL: &str = "d<|\"|>";
+}
+
 /// A checkpoint's folder that is gone after the test.
 pub struct Folder {
     folder: TempDir,
@@ -38,6 +50,42 @@ impl Folder {
             fs::copy(&from, folder.path().join(file)).expect("a copy");
         }
         Self { folder }
+    }
+
+    /// A checkpoint that goes on from a token of `chain` with the token after it, whatever came before. No token is in it
+    /// twice, and there are 25 at most.
+    pub fn that_writes(chain: &[u32]) -> Self {
+        let folder = Self::copy("dense-ple");
+        // A cap would make all large logits the same.
+        folder.set("config.json", "final_logit_softcapping", Value::Null);
+        folder.edit(|tensors| {
+            for (name, tensor) in tensors.iter_mut() {
+                // Nothing is added to the embedding on its way through the layers.
+                let value: Option<f32> = match name.rsplit('.').nth(1) {
+                    _ if name == "model.norm.weight" || name.ends_with("layer_scalar") => Some(1.0),
+                    Some("embed_tokens" | "o_proj" | "down_proj" | "per_layer_projection") => {
+                        Some(0.0)
+                    }
+                    _ => None,
+                };
+                if let Some(value) = value {
+                    let count = tensor.bytes.len() / 4;
+                    tensor.bytes = value.to_le_bytes().repeat(count);
+                }
+            }
+            // A token's embedding has a direction in common with the next one's, which is longer.
+            let embedding = tensors.get_mut("model.embed_tokens.weight").expect("it");
+            let columns = embedding.shape[1];
+            for (index, token) in chain.iter().enumerate() {
+                let row = 4 * columns * *token as usize;
+                let length = 4.0f32.powi(index as i32).to_le_bytes();
+                for direction in [Some(index), index.checked_sub(1)].into_iter().flatten() {
+                    let start = row + 4 * direction;
+                    embedding.bytes[start..start + 4].copy_from_slice(&length);
+                }
+            }
+        });
+        folder
     }
 
     pub fn path(&self) -> &Path {

@@ -120,7 +120,13 @@ fn configurations_of_no_gemma_4() {
 
 #[test]
 fn defaults_that_make_no_sense() {
-    for (field, value) in [("temperature", json!(-1.0)), ("top_p", json!(2.0))] {
+    for (field, value) in [
+        ("temperature", json!(-1.0)),
+        ("top_p", json!(2.0)),
+        ("min_p", json!(2.0)),
+        ("repetition_penalty", json!(0)),
+        ("stop_strings", json!("")),
+    ] {
         let set = |folder: &Folder| folder.set("generation_config.json", field, value);
         check_folder(field, set, &["generation_config.json", field]);
     }
@@ -207,6 +213,28 @@ fn conversations_that_the_template_refuses() {
 }
 
 #[test]
+fn templates_without_end() {
+    for (template, words) in [
+        (
+            "{{ messages | tojson(indent=10**12) }}",
+            ["tojson", "indent"],
+        ),
+        (
+            "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+            ["instructions", "chat_template.jinja:1"],
+        ),
+    ] {
+        let folder = Folder::copy("dense-ple");
+        folder.write(
+            "tokenizer_config.json",
+            json!({"chat_template": template}).to_string(),
+        );
+        let ended = generate(&folder, &["--chat", "--prompt", "hi"]);
+        check(template, &ended, 1, &["chat template", words[0], words[1]]);
+    }
+}
+
+#[test]
 fn arguments_that_cannot_be_right() {
     let folder = Folder::copy("dense-ple");
     for (arguments, words) in [
@@ -218,6 +246,19 @@ fn arguments_that_cannot_be_right() {
         (&["--top-p", "2"], &["2", "--top-p"]),
         (&["--top-p", "0"], &["0", "--top-p"]),
         (&["--top-k", "0"], &["0", "--top-k"]),
+        (&["--min-p", "2"], &["2", "--min-p"]),
+        (&["--min-p", "-1"], &["-1", "--min-p"]),
+        (
+            &["--repetition-penalty", "0"],
+            &["0", "--repetition-penalty"],
+        ),
+        (
+            &["--repetition-penalty", "x"],
+            &["x", "--repetition-penalty"],
+        ),
+        (&["--stop", ""], &["--stop"]),
+        (&["--logprobs", "-1"], &["-1", "--logprobs"]),
+        (&["--thinking", "maybe"], &["maybe", "--thinking"]),
         (&["--max-tokens", "0"], &["0", "--max-tokens"]),
         (&["--max-tokens", "-3"], &["-3", "--max-tokens"]),
         (&["--seed", "-1"], &["-1", "--seed"]),
@@ -257,6 +298,10 @@ fn prompts_that_cannot_be_right() {
         (
             &["--prompt-tokens", "2", "--chat"],
             &["--prompt-tokens", "--chat"],
+        ),
+        (
+            &["--prompt-tokens", "2", "--thinking", "on"],
+            &["--prompt-tokens", "--thinking"],
         ),
     ] {
         check("prompt", &generate(&folder, arguments), 2, words);

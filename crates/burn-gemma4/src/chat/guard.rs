@@ -1,0 +1,380 @@
+//! A template's steps, with those that make texts and lists replaced by ones that count what they make.
+//!
+//! Instructions bound the number of steps, but text that is doubled forty times fills any memory.
+
+use super::limits::{LIST, MOST_BYTES, assert_no_namespace, keep, length, spend, text, too_much};
+use minijinja::machinery::{Instruction, Instructions, Token, WhitespaceConfig, tokenize};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
+use minijinja::{
+    Environment, Error, ErrorKind, Expression, State, Value, context, filters, functions,
+};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use std::sync::LazyLock;
+
+/// Bytes of text that constants may be folded into.
+const LONGEST_CONSTANT: usize = 1 << 20;
+
+/// Products of constants in a template, which are computed when it is read: each makes up to 100 MB of text.
+const MOST_CONSTANT_PRODUCTS: usize = 4;
+
+/// Columns that a text is indented by, or a number's text is filled up to.
+const MOST_COLUMNS: usize = 1000;
+
+/// The steps in whose place others come, and the names of these: none is a name that a template could give to a variable.
+fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'source>> {
+    Some(match instruction {
+        Instruction::Add => Instruction::CallFunction("+", Some(2)),
+        Instruction::Mul => Instruction::CallFunction("*", Some(2)),
+        Instruction::StringConcat => Instruction::CallFunction("~", Some(2)),
+        Instruction::In => Instruction::CallFunction("in", Some(2)),
+        Instruction::Slice => Instruction::CallFunction("[:]", Some(4)),
+        Instruction::BuildList(count) => {
+            Instruction::CallFunction("[]", count.map(u16::try_from).transpose().ok()?)
+        }
+        Instruction::BuildMap(pairs) => {
+            Instruction::CallFunction("{}", Some(u16::try_from(2 * pairs).ok()?))
+        }
+        _ => return None,
+    })
+}
+
+/// The same instructions, guarded. Text of the template itself is written as values are, which count.
+///
+/// # Errors
+/// Where a constant has been folded into more text than the template has.
+pub(super) fn guard<'source>(
+    instructions: &Instructions<'source>,
+) -> Result<Instructions<'source>, Error> {
+    let count = instructions.len() as u32;
+    let all = || (0..count).filter_map(|index| Some((index, instructions.get(index)?)));
+    let mut starts = vec![0];
+    for (_, instruction) in all() {
+        let width = match instruction {
+            Instruction::EmitRaw(_) => 2,
+            Instruction::SetAttr(_) => 4,
+            _ => 1,
+        };
+        starts.push(starts[starts.len() - 1] + width);
+    }
+    let moved = |target: u32| starts[target as usize];
+
+    let mut result = Instructions::new(instructions.name(), instructions.source());
+    for (index, instruction) in all() {
+        let mut add =
+            |instruction| match (instructions.get_span(index), instructions.get_line(index)) {
+                (Some(span), _) => result.add_with_span(instruction, span),
+                (None, Some(line)) => result.add_with_line(instruction, line as u16),
+                (None, None) => result.add(instruction),
+            };
+        let instruction = match instruction {
+            Instruction::EmitRaw(raw) => {
+                add(Instruction::LoadConst(Value::from(*raw)));
+                Instruction::Emit
+            }
+            // The value is below the namespace.
+            Instruction::SetAttr(_) => {
+                add(Instruction::Swap);
+                add(Instruction::CallFunction(".", Some(1)));
+                add(Instruction::Swap);
+                instruction.clone()
+            }
+            Instruction::LoadConst(value) if length(value)? > LONGEST_CONSTANT => {
+                return Err(too_much());
+            }
+            Instruction::Iterate(target) => Instruction::Iterate(moved(*target)),
+            Instruction::Jump(target) => Instruction::Jump(moved(*target)),
+            Instruction::JumpIfFalse(target) => Instruction::JumpIfFalse(moved(*target)),
+            Instruction::JumpIfFalseOrPop(target) => Instruction::JumpIfFalseOrPop(moved(*target)),
+            Instruction::JumpIfTrueOrPop(target) => Instruction::JumpIfTrueOrPop(moved(*target)),
+            Instruction::BuildMacro(name, start, flags) => {
+                Instruction::BuildMacro(name, moved(*start), *flags)
+            }
+            other => guarded(other).unwrap_or_else(|| other.clone()),
+        };
+        add(instruction);
+    }
+    Ok(result)
+}
+
+/// Refuses a template whose constants could be too much before a step has run.
+pub(super) fn check_source(source: &str) -> Result<(), Error> {
+    let whitespace = WhitespaceConfig::default();
+    // What is no token, the parser explains.
+    let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig::default(), whitespace)
+        .map_while(Result::ok)
+        .map(|(token, _)| token)
+        .collect();
+    let products = tokens.windows(3).filter(|window| {
+        matches!(window, [before, Token::Mul, after]
+            if !matches!(before, Token::Ident(_)) && !matches!(after, Token::Ident(_)))
+    });
+    if products.count() > MOST_CONSTANT_PRODUCTS {
+        let reason = format!("it has more than {MOST_CONSTANT_PRODUCTS} products of constants");
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    Ok(())
+}
+
+/// Gives the environment the steps that [`guard`] puts in place of others, and filters and methods that count likewise.
+pub(super) fn set(environment: &mut Environment<'_>) {
+    environment.add_function("+", add);
+    environment.add_function("*", multiply);
+    environment.add_function("~", concatenate);
+    environment.add_function("in", contains);
+    environment.add_function("[:]", slice);
+    environment.add_function(".", |value: Value| {
+        assert_no_namespace(&value)?;
+        Ok::<_, Error>(value)
+    });
+    environment.add_function("[]", |state: &State<'_, '_>, elements: Rest<Value>| {
+        keep(state, Value::from(elements.0))
+    });
+    environment.add_function("{}", |state: &State<'_, '_>, pairs: Rest<Value>| {
+        let pairs = pairs
+            .0
+            .chunks(2)
+            .map(|pair| (pair[0].clone(), pair[1].clone()));
+        keep(state, pairs.collect())
+    });
+    environment.add_function("dict", |state: &State<'_, '_>, of: Rest<Value>| {
+        keep(
+            state,
+            from_args::<(Option<Value>, Kwargs)>(&of)
+                .and_then(|(of, more)| functions::dict(of, more))?,
+        )
+    });
+    environment.add_function("namespace", |state: &State<'_, '_>, of: Option<Value>| {
+        spend(state, LIST)?;
+        if let Some(of) = &of {
+            assert_no_namespace(of)?;
+        }
+        functions::namespace(of)
+    });
+    for (name, filter) in filters() {
+        environment.add_filter(
+            name,
+            move |state: &State<'_, '_>, arguments: Rest<Value>| {
+                check(name, &arguments)?;
+                keep(state, filter.call(state, &arguments.0)?)
+            },
+        );
+    }
+    environment.set_unknown_method_callback(|state, value, method, arguments| {
+        let all: Vec<Value> = [value].into_iter().chain(arguments).cloned().collect();
+        match method {
+            // The text between is the method's, the list its argument.
+            "join" if arguments.len() == 1 => check(method, &[all[1].clone(), all[0].clone()])?,
+            _ => check(method, &all)?,
+        }
+        keep(
+            state,
+            unknown_method_callback(state, value, method, arguments)?,
+        )
+    });
+}
+
+/// Operators as minijinja has them, by the names of what they work on.
+fn operator(expression: &'static str) -> Expression<'static, 'static> {
+    static PLAIN: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
+    let compiled = PLAIN.compile_expression(expression);
+    compiled.expect("an operator and its operands")
+}
+
+fn add(state: &State<'_, '_>, left: Value, right: Value) -> Result<Value, Error> {
+    static PLAIN: LazyLock<Expression<'static, 'static>> =
+        LazyLock::new(|| operator("left + right"));
+    if is_sequence(&left) && is_sequence(&right) {
+        return keep(state, left.try_iter()?.chain(right.try_iter()?).collect());
+    }
+    if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
+        spend(state, left.len() + right.len())?;
+        return Ok(Value::from([left, right].concat()));
+    }
+    PLAIN.eval(context! { left, right })
+}
+
+fn multiply(state: &State<'_, '_>, left: Value, right: Value) -> Result<Value, Error> {
+    static PLAIN: LazyLock<Expression<'static, 'static>> =
+        LazyLock::new(|| operator("left * right"));
+    for (repeated, times) in [(&left, &right), (&right, &left)] {
+        if let (Some(length), Some(times)) = (repeated.len(), times.as_usize()) {
+            let bytes = repeated.as_str().map_or(length, str::len);
+            if bytes.saturating_mul(times) > MOST_BYTES {
+                return Err(too_much());
+            }
+        }
+    }
+    keep(state, PLAIN.eval(context! { left, right })?)
+}
+
+fn concatenate(state: &State<'_, '_>, left: Value, right: Value) -> Result<Value, Error> {
+    let (left, right) = (text(&left)?, text(&right)?);
+    spend(state, left.len() + right.len())?;
+    Ok(Value::from(left + &right))
+}
+
+fn contains(value: Value, container: Value) -> Result<Value, Error> {
+    static PLAIN: LazyLock<Expression<'static, 'static>> =
+        LazyLock::new(|| operator("value in container"));
+    if container.as_str().is_some() {
+        // The value's text is looked for.
+        length(&value)?;
+    }
+    PLAIN.eval(context! { value, container })
+}
+
+fn slice(
+    state: &State<'_, '_>,
+    value: Value,
+    start: Value,
+    stop: Value,
+    step: Value,
+) -> Result<Value, Error> {
+    static PLAIN: LazyLock<Expression<'static, 'static>> =
+        LazyLock::new(|| operator("value[start:stop:step]"));
+    keep(state, PLAIN.eval(context! { value, start, stop, step })?)
+}
+
+fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
+}
+
+/// Refuses arguments of a filter or a method that would make too much of them. The first is what it is applied to.
+fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
+    let Some(first) = arguments.first() else {
+        return Ok(());
+    };
+    let number = |index: usize, option: &str| -> usize {
+        let named = || arguments.last()?.get_attr(option).ok()?.as_usize();
+        let found = arguments.get(index).and_then(Value::as_usize);
+        found.or_else(named).unwrap_or(0)
+    };
+    let times = |count: usize, bytes: usize| match count.saturating_mul(bytes) > MOST_BYTES {
+        true => Err(too_much()),
+        false => Ok(()),
+    };
+    match name {
+        "sum" => {
+            if first
+                .try_iter()
+                .is_ok_and(|mut all| all.any(|element| !element.is_number()))
+            {
+                let reason = "sum: adds up numbers only";
+                return Err(Error::new(ErrorKind::InvalidOperation, reason));
+            }
+        }
+        "join" => {
+            let separator = arguments.get(1).map_or(Ok(0), length)?;
+            let mut bytes = 0usize;
+            for element in first.try_iter()? {
+                bytes = bytes
+                    .saturating_add(length(&element)?)
+                    .saturating_add(separator);
+                times(1, bytes)?;
+            }
+        }
+        _ => (),
+    }
+    if is_sequence(first) || first.kind() == ValueKind::Map {
+        return match name {
+            // These take texts, and anything by its text.
+            "safe" | "escape" | "e" | "upper" | "lower" | "title" | "capitalize" | "replace"
+            | "trim" | "split" | "lines" | "indent" | "format" | "string" | "pprint" => {
+                length(first).map(drop)
+            }
+            "batch" | "slice" => times(number(1, "count"), size_of::<Value>()),
+            _ => Ok(()),
+        };
+    }
+    let Some(text) = first.as_str() else {
+        return Ok(());
+    };
+    match name {
+        "replace" => {
+            let [from, to] = [1, 2].map(|index| {
+                arguments
+                    .get(index)
+                    .map_or(Ok(String::new()), super::limits::text)
+            });
+            times(text.matches(&from?).count(), to?.len())
+        }
+        "indent" => times(text.lines().count() + 1, number(1, "width")),
+        "format" => {
+            let widths = text.split(|char: char| !char.is_ascii_digit());
+            let starred = text.contains('*');
+            let columns = widths
+                .filter_map(|width| width.parse().ok())
+                .max()
+                .unwrap_or(0usize);
+            if starred || columns > MOST_COLUMNS {
+                let reason =
+                    format!("format: the width is more than {MOST_COLUMNS}, or an argument");
+                return Err(Error::new(ErrorKind::InvalidOperation, reason));
+            }
+            let fields = text.matches(['%', '{']).count();
+            for argument in &arguments[1..] {
+                times(fields, length(argument)?)?;
+            }
+            Ok(())
+        }
+        "split" => match arguments.get(1).and_then(Value::as_str) {
+            Some(separator) => times(text.matches(separator).count(), size_of::<Value>()),
+            None => times(text.split_whitespace().count(), size_of::<Value>()),
+        },
+        "lines" | "splitlines" => times(text.lines().count(), size_of::<Value>()),
+        "list" | "sort" | "unique" | "map" | "select" | "reject" | "batch" | "slice" | "join"
+        | "zip" | "chain" => times(
+            text.chars().count() + number(1, "count"),
+            size_of::<Value>(),
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Jinja's filters; `tojson` bounds itself.
+fn filters() -> [(&'static str, Value); 41] {
+    [
+        ("safe", Value::from_function(filters::safe)),
+        ("escape", Value::from_function(filters::escape)),
+        ("e", Value::from_function(filters::escape)),
+        ("lower", Value::from_function(filters::lower)),
+        ("upper", Value::from_function(filters::upper)),
+        ("title", Value::from_function(filters::title)),
+        ("capitalize", Value::from_function(filters::capitalize)),
+        ("replace", Value::from_function(filters::replace)),
+        ("dictsort", Value::from_function(filters::dictsort)),
+        ("items", Value::from_function(filters::items)),
+        ("reverse", Value::from_function(filters::reverse)),
+        ("trim", Value::from_function(filters::trim)),
+        ("join", Value::from_function(filters::join)),
+        ("split", Value::from_function(filters::split)),
+        ("lines", Value::from_function(filters::lines)),
+        ("round", Value::from_function(filters::round)),
+        ("int", Value::from_function(filters::int)),
+        ("float", Value::from_function(filters::float)),
+        ("attr", Value::from_function(filters::attr)),
+        ("first", Value::from_function(filters::first)),
+        ("last", Value::from_function(filters::last)),
+        ("min", Value::from_function(filters::min)),
+        ("max", Value::from_function(filters::max)),
+        ("sort", Value::from_function(filters::sort)),
+        ("list", Value::from_function(filters::list)),
+        ("string", Value::from_function(filters::string)),
+        ("batch", Value::from_function(filters::batch)),
+        ("slice", Value::from_function(filters::slice)),
+        ("sum", Value::from_function(filters::sum)),
+        ("indent", Value::from_function(filters::indent)),
+        ("select", Value::from_function(filters::select)),
+        ("reject", Value::from_function(filters::reject)),
+        ("selectattr", Value::from_function(filters::selectattr)),
+        ("rejectattr", Value::from_function(filters::rejectattr)),
+        ("map", Value::from_function(filters::map)),
+        ("groupby", Value::from_function(filters::groupby)),
+        ("unique", Value::from_function(filters::unique)),
+        ("chain", Value::from_function(filters::chain)),
+        ("zip", Value::from_function(filters::zip)),
+        ("pprint", Value::from_function(filters::pprint)),
+        ("format", Value::from_function(filters::format)),
+    ]
+}

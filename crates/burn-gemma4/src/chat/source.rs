@@ -1,0 +1,165 @@
+//! Where a checkpoint keeps its chat template, and what templates name of its tokenizer.
+
+use crate::Gemma4Error;
+use crate::error::{existing, read};
+use serde::Deserialize;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The template of checkpoints that bring none.
+pub const GEMMA4: &str = include_str!("gemma4.jinja");
+
+/// The template that is taken where there are several.
+const DEFAULT: &str = "default";
+
+/// What templates name of the tokenizer where `tokenizer_config.json` does not say. The names are transformers', the tokens
+/// Gemma 4's.
+const SPECIAL_TOKENS: [(&str, &str); 23] = [
+    ("bos_token", "<bos>"),
+    ("eos_token", "<eos>"),
+    ("pad_token", "<pad>"),
+    ("unk_token", "<unk>"),
+    ("mask_token", "<mask>"),
+    ("sot_token", "<|turn>"),
+    ("eot_token", "<turn|>"),
+    ("soc_token", "<|channel>"),
+    ("eoc_token", "<channel|>"),
+    ("think_token", "<|think|>"),
+    ("escape_token", "<|\"|>"),
+    ("std_token", "<|tool>"),
+    ("etd_token", "<tool|>"),
+    ("stc_token", "<|tool_call>"),
+    ("etc_token", "<tool_call|>"),
+    ("str_token", "<|tool_response>"),
+    ("etr_token", "<tool_response|>"),
+    ("image_token", "<|image|>"),
+    ("boi_token", "<|image>"),
+    ("eoi_token", "<image|>"),
+    ("audio_token", "<|audio|>"),
+    ("boa_token", "<|audio>"),
+    ("eoa_token", "<audio|>"),
+];
+
+/// Special tokens by the names that templates have for them.
+#[derive(Clone, Debug)]
+pub struct SpecialTokens(BTreeMap<String, String>);
+
+impl Default for SpecialTokens {
+    fn default() -> Self {
+        let owned = SPECIAL_TOKENS.map(|(name, token)| (name.to_owned(), token.to_owned()));
+        Self(owned.into())
+    }
+}
+
+impl IntoIterator for SpecialTokens {
+    type Item = (String, String);
+    type IntoIter = std::collections::btree_map::IntoIter<String, String>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+/// The text of a file.
+pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
+    String::from_utf8(read(path)?).map_err(|error| Gemma4Error::Malformed {
+        path: path.into(),
+        reason: error.to_string(),
+    })
+}
+
+/// The file that has the template, the template, and the special tokens.
+pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
+    let config = match existing(folder, "tokenizer_config.json")? {
+        Some(path) => Some(TokenizerConfig::from_file(path)?),
+        None => None,
+    };
+    let mut tokens = SpecialTokens::default();
+    if let Some(config) = &config {
+        tokens.0.extend(config.special_tokens());
+    }
+    if let Some(path) = existing(folder, "chat_template.jinja")? {
+        let source = of_file(&path)?;
+        return Ok((path, source, tokens));
+    }
+    let (path, template) = match config {
+        Some(config) => (config.path, config.fields.chat_template),
+        None => (folder.to_owned(), None),
+    };
+    let source = template.map_or_else(|| GEMMA4.to_owned(), Templates::into_default);
+    Ok((path, source, tokens))
+}
+
+/// What is read of a `tokenizer_config.json`.
+struct TokenizerConfig {
+    path: PathBuf,
+    fields: Fields,
+}
+
+#[derive(Deserialize)]
+struct Fields {
+    chat_template: Option<Templates>,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
+}
+
+/// One template, or several by their names.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "chat_template should be a template or a list of templates with names"
+)]
+enum Templates {
+    One(String),
+    Listed(Vec<Named>),
+    Named(BTreeMap<String, String>),
+}
+
+#[derive(Deserialize)]
+struct Named {
+    name: String,
+    template: String,
+}
+
+impl TokenizerConfig {
+    fn from_file(path: PathBuf) -> Result<Self, Gemma4Error> {
+        let fields = serde_json::from_slice(&read(&path)?);
+        let fields = fields.map_err(|error| Gemma4Error::Malformed {
+            path: path.clone(),
+            reason: error.to_string(),
+        })?;
+        Ok(Self { path, fields })
+    }
+
+    /// Tokens are texts, or objects with the text as their content.
+    fn special_tokens(&self) -> impl Iterator<Item = (String, String)> {
+        self.fields.others.iter().filter_map(|(name, token)| {
+            let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
+            name.ends_with("_token")
+                .then(|| (name.clone(), text.to_owned()))
+        })
+    }
+}
+
+impl Templates {
+    /// The default one; where there is none, one that says so when a conversation comes.
+    fn into_default(self) -> String {
+        let mut named = match self {
+            Self::One(template) => return template,
+            Self::Named(named) => named,
+            Self::Listed(list) => list
+                .into_iter()
+                .map(|named| (named.name, named.template))
+                .collect(),
+        };
+        named.remove(DEFAULT).unwrap_or_else(|| {
+            let names: Vec<String> = named.into_keys().collect();
+            let reason = format!(
+                "tokenizer_config.json has the templates [{}], and none is called {DEFAULT}",
+                names.join(", ")
+            );
+            format!("{{{{ raise_exception({}) }}}}", Value::from(reason))
+        })
+    }
+}

@@ -1,0 +1,330 @@
+//! Chat templates of strangers: found where transformers finds them, and bounded in what they compute and write.
+
+use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4Error, Message};
+use serde_json::{Value, json};
+use std::fs;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+fn render(template: &ChatTemplate) -> Result<String, Gemma4Error> {
+    template.render(&[Message::user("hi")], ChatOptions::default())
+}
+
+/// A template must be refused, soon, and by words that say why.
+#[track_caller]
+fn assert_refused(source: &str, words: &[&str]) {
+    let start = Instant::now();
+    let refused = ChatTemplate::from_source(source).and_then(|template| render(&template));
+    let Err(error) = refused else {
+        panic!("{source} is rendered");
+    };
+    assert!(matches!(error, Gemma4Error::ChatTemplate(_)), "{error:?}");
+    for word in words {
+        assert!(
+            error.to_string().contains(word),
+            "{source}: no {word:?}: {error}"
+        );
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(120),
+        "{source} took {:?}",
+        start.elapsed()
+    );
+}
+
+#[test]
+fn an_indent_has_an_end() {
+    for width in ["10**12", "10**6", "-1"] {
+        assert_refused(
+            &format!("{{{{ messages | tojson(indent={width}) }}}}"),
+            &["chat_template.jinja:1"],
+        );
+    }
+    assert_refused(
+        "{{ messages | tojson(indent=10**12) }}",
+        &["tojson", "indent"],
+    );
+}
+
+#[test]
+fn loops_have_an_end() {
+    let nested = |depth: usize, body: &str| {
+        let begin: String = (0..depth)
+            .map(|level| format!("{{% for i{level} in range(100000) %}}"))
+            .collect();
+        begin + body + &"{% endfor %}".repeat(depth)
+    };
+    assert_refused(&nested(3, ""), &["instructions"]);
+    assert_refused(&nested(4, "{% set x = 1 %}"), &["instructions"]);
+    assert_refused(&nested(2, "{{ 'endless words' }}"), &["bytes"]);
+    assert_refused(&nested(2, "endless words"), &["bytes"]);
+    let kept = nested(2, "endless words");
+    assert_refused(&format!("{{% set text %}}{kept}{{% endset %}}"), &["bytes"]);
+    let written = nested(2, "{{ messages[0]['content'] * 20 }}");
+    assert_refused(
+        &format!("{{% macro f() %}}{written}{{% endmacro %}}{{% set text = f() %}}"),
+        &["bytes"],
+    );
+}
+
+#[test]
+fn recursion_has_an_end() {
+    assert_refused(
+        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+        &["recursion"],
+    );
+    let deep = "(".repeat(100_000) + "1" + &")".repeat(100_000);
+    assert_refused(&format!("{{{{ {deep} }}}}"), &["recursion"]);
+}
+
+/// A hundred lines that would fill any memory.
+#[test]
+fn text_does_not_double_without_end() {
+    let step = |step: &str| {
+        format!(
+            "{{% set text = 'endless' %}}{}{{{{ text | length }}}}",
+            step.repeat(40)
+        )
+    };
+    for doubling in [
+        "{% set text = text ~ text %}",
+        "{% set text = text + text %}",
+        "{% set text = text * 2 %}",
+        "{% set text = [text, text] | join %}",
+        "{% set text = ''.join([text, text]) %}",
+        "{% set text = text | replace('e', 'ee') %}",
+        "{% set text = text.replace('e', 'ee') %}",
+        "{% set text = '%s%s' | format(text, text) %}",
+        "{% set text = '{}{}'.format(text, text) %}",
+        "{% set text %}{{ text }}{{ text }}{% endset %}",
+        "{% set text = [text, text] | tojson %}",
+        "{% set text = [text, text] | string %}",
+        "{% set text = (text ~ '\n' ~ text) | indent(4) %}",
+    ] {
+        assert_refused(&step(doubling), &["chat template: "]);
+    }
+    let lists = |step: &str| {
+        format!(
+            "{{% set list = [1, 2] %}}{}{{{{ list | length }}}}",
+            step.repeat(40)
+        )
+    };
+    for doubling in [
+        "{% set list = list + list %}",
+        "{% set list = (list + list) | list %}",
+        "{% set list = list * 10 %}",
+        "{% set list = (list * 10) | list %}",
+    ] {
+        assert_refused(&lists(doubling), &["chat template: "]);
+    }
+}
+
+#[test]
+fn no_single_step_is_too_much() {
+    for step in [
+        "'x' * 10**12",
+        "'x' * 99999999 ~ 'x' * 99999999",
+        "('x' * 10**7) | replace('x', 'x' * 10**7)",
+        "('x' * 10**7).replace('', 'x' * 10**7)",
+        "('\n' * 10**6) | indent(10**6, true, true)",
+        "'x' | indent(10**12, true)",
+        "'%1000000000000d' | format(1)",
+        "'%.1000000000d' | format(1)",
+        "'{:1000000000000}'.format(1)",
+        "([1] * 10**12) | list",
+        "([1] * 10**12) | join",
+        "([1] * 10**12) | sort",
+        "[1] | slice(10**12) | list",
+        "[1] | batch(10**12, 0) | list",
+        "(['x' * 10**7] * 10**5) | sum",
+        "(['x' * 10**7] * 10**5) | tojson",
+        "(['x' * 10**7] * 10**5) | string",
+        "dict(x=['x' * 10**7] * 10**5) | pprint",
+    ] {
+        assert_refused(&format!("{{{{ {step} }}}}"), &["chat template: "]);
+        assert_refused(
+            &format!("{{% set text = {step} %}}{{{{ text | length }}}}"),
+            &["chat template: "],
+        );
+    }
+}
+
+/// Lists in lists, deeper than a stack.
+#[test]
+fn nesting_has_an_end() {
+    for step in [
+        "[ns.list]",
+        "{'list': ns.list}",
+        "ns.list[0:]",
+        "dict(x=ns.list)",
+        "[ns.list] | list",
+        "namespace(list=ns.list)",
+    ] {
+        assert_refused(
+            &format!(
+                "{{% set ns = namespace(list=[1]) %}}{{% for i in range(99999) %}}{{% for j in range(99) %}}\
+                 {{% set ns.list = {step} %}}{{% endfor %}}{{% endfor %}}{{{{ ns.list | length }}}}"
+            ),
+            &["chat template: "],
+        );
+    }
+}
+
+/// What has itself among its elements would be written, and compared, for ever.
+#[test]
+fn circles_are_refused() {
+    for circle in [
+        "{% set ns.self = ns %}",
+        "{% set ns.self = [1, [ns]] %}",
+        "{% set ns.self = {'self': ns} %}",
+        "{% set other = namespace(ns=ns) %}",
+    ] {
+        assert_refused(
+            &format!("{{% set ns = namespace() %}}{circle}{{{{ ns }}}}{{{{ ns == namespace() }}}}"),
+            &["namespace"],
+        );
+    }
+    // A list may be in another twice, which doubles what it has.
+    let double = "{% set list = [list, list] %}".repeat(40);
+    assert_refused(
+        &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
+        &["more than"],
+    );
+}
+
+/// A template is one, and there are no others.
+#[test]
+fn templates_do_not_include_themselves() {
+    for step in ["include", "extends"] {
+        assert_refused(
+            &format!("{{% {step} 'chat_template.jinja' %}}"),
+            &["chat_template.jinja"],
+        );
+    }
+    assert_refused(
+        "{% import 'chat_template.jinja' as all %}",
+        &["chat_template.jinja"],
+    );
+}
+
+/// A long conversation is no attack.
+#[test]
+fn long_conversations_are_rendered() {
+    let source = "{{ bos_token }}{% set ns = namespace(last=-1, texts=[]) %}\
+        {% for i in range(messages | length) %}{% if messages[i]['role'] == 'user' %}{% set ns.last = i %}{% endif %}{% endfor %}\
+        {% for message in messages %}{% set seen = namespace(found=false) %}\
+        {% for j in range(loop.index0 - 1, -1, -1) %}{% if not seen.found and messages[j]['role'] != 'tool' %}\
+        {% set seen.found = true %}{% endif %}{% endfor %}\
+        {% set ns.texts = ns.texts + [message['content'] | trim] %}\
+        {{ '<|turn>' + message['role'] + '\\n' + message['content'] + '<turn|>\\n' }}{% endfor %}{{ ns.texts | length }}";
+    let template = ChatTemplate::from_source(source).expect("a template");
+    let messages: Vec<Message> = (0..1000)
+        .map(|index| match index % 2 {
+            0 => Message::user("word ".repeat(1000)),
+            _ => Message::assistant("word ".repeat(1000)),
+        })
+        .collect();
+    let prompt = template.render(&messages, ChatOptions::default());
+    let prompt = prompt.expect("a prompt");
+    assert!(prompt.len() > 5_000_000 && prompt.ends_with("1000"));
+    assert_eq!(prompt.matches("<|turn>").count(), 1000);
+}
+
+struct Folder(TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().expect("a folder"))
+    }
+
+    fn write(&self, name: &str, contents: &str) {
+        fs::write(self.0.path().join(name), contents).expect("a file to write");
+    }
+
+    fn config(&self, config: &Value) {
+        self.write("tokenizer_config.json", &config.to_string());
+    }
+
+    fn template(&self) -> Result<ChatTemplate, Gemma4Error> {
+        ChatTemplate::from_folder(self.0.path())
+    }
+
+    #[track_caller]
+    fn rendered(&self) -> String {
+        let rendered = self.template().and_then(|template| render(&template));
+        rendered.unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+#[test]
+fn templates_of_tokenizer_configs() {
+    let folder = Folder::new();
+    assert_eq!(
+        folder.rendered(),
+        "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
+    );
+    folder.config(&json!({"tokenizer_class": "GemmaTokenizer"}));
+    assert_eq!(
+        folder.rendered(),
+        "<bos><|turn>user\nhi<turn|>\n<|turn>model\n"
+    );
+    folder.config(&json!({"chat_template": "one {{ messages[0].content }}"}));
+    assert_eq!(folder.rendered(), "one hi");
+    let named = |names: &[&str]| {
+        let list: Vec<Value> = names
+            .iter()
+            .map(|name| json!({"name": name, "template": format!("{name} {{{{ messages[0].content }}}}")}))
+            .collect();
+        json!({"chat_template": list})
+    };
+    folder.config(&named(&["tool_use", "default", "rag"]));
+    assert_eq!(folder.rendered(), "default hi");
+    folder.config(&named(&["tool_use", "rag"]));
+    let template = folder.template().expect("it may not be needed");
+    let error = render(&template)
+        .expect_err("none is the default")
+        .to_string();
+    for word in ["rag", "tool_use", "default", "tokenizer_config.json"] {
+        assert!(error.contains(word), "{error}");
+    }
+    // The file goes before.
+    folder.write("chat_template.jinja", "file");
+    assert_eq!(folder.rendered(), "file");
+}
+
+#[test]
+fn special_tokens_of_tokenizer_configs() {
+    let folder = Folder::new();
+    folder.config(&json!({
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": false},
+        "pad_token": null,
+        "my_token": "<mine>",
+        "chat_template": "{{ bos_token }}{{ eos_token }}{{ my_token }}{{ sot_token }}",
+    }));
+    assert_eq!(folder.rendered(), "<s></s><mine><|turn>");
+}
+
+#[test]
+fn tokenizer_configs_that_cannot_be() {
+    for (contents, word) in [
+        ("", "EOF"),
+        ("[1]", "invalid"),
+        (r#"{"chat_template": 3}"#, "chat_template should be"),
+        (
+            r#"{"chat_template": [{"name": "default"}]}"#,
+            "chat_template should be",
+        ),
+        (r#"{"chat_template": "{% if"}"#, "syntax error"),
+    ] {
+        let folder = Folder::new();
+        folder.write("tokenizer_config.json", contents);
+        let error = folder.template().expect_err(contents);
+        assert!(matches!(error, Gemma4Error::Malformed { .. }), "{error:?}");
+        let error = error.to_string();
+        assert!(
+            error.contains("tokenizer_config.json") && error.contains(word),
+            "{error}"
+        );
+    }
+}
