@@ -7,7 +7,8 @@
 //!
 //! ```text
 //! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \
-//!     PROPTEST_CASES=10000 cargo test --release --test operator -- --exact properties::any_combination --nocapture
+//!     PROPTEST_CASES=10000 cargo test --release --no-default-features --features cuda,flex --test operator -- \
+//!     --exact properties::any_combination --nocapture
 //! ```
 //!
 //! What is wrong is a line with the number of the problem: `ATTENTION_TEST_PROBLEM` checks that one, and makes it smaller.
@@ -74,8 +75,9 @@ fn work(sizes: Sizes) {
     let draw = |number| numbered(sizes, number, config()).1.current();
     workers::work(draw, |problem| match guarded(|| problem.check(&targets)) {
         Ok(Ok(())) => {
-            let kernels = targets.iter().flat_map(|target| problem.kernels(target));
-            Verdict::Right(kernels.collect())
+            let served = targets.iter().filter(|target| problem.is_served(target));
+            let kinds = served.flat_map(|target| problem.kinds(target));
+            Verdict::Right(kinds.collect())
         }
         Ok(Err(fault)) => Verdict::Wrong(fault),
         Err(panic) => Verdict::Panicked(panic),

@@ -120,8 +120,8 @@ impl Worker {
         }
     }
 
-    /// Has `numbers` checked; what is left of them where the worker came to an end.
-    fn check(&mut self, numbers: Range<u64>, tally: &Mutex<Tally>) -> Range<u64> {
+    /// Has `numbers` checked; what is left of them where the worker came to an end, `None` where it never began.
+    fn check(&mut self, numbers: Range<u64>, tally: &Mutex<Tally>) -> Option<Range<u64>> {
         let tally = || tally.lock().expect("no holder panics");
         let mut at = numbers.start;
         let mut begun = None;
@@ -140,25 +140,23 @@ impl Worker {
                         }
                         at += 1;
                     }
-                    "done" => return at..numbers.end,
+                    "done" => return Some(at..numbers.end),
                     _ => {}
                 }
             }
         }
         // Where it came to an end between two problems the next worker goes on.
-        if begun.is_some() || at == numbers.start {
-            let ended = self.process.try_wait();
-            let fault = match ended {
+        if let Some(problem) = begun {
+            let fault = match self.process.try_wait() {
                 Ok(Some(status)) => format!("its process ended: {status}"),
                 _ => format!("nothing for {} s", PATIENCE.as_secs()),
             };
             let mut tally = tally();
             tally.checked += 1;
-            let problem = begun.unwrap_or_default();
             tally.wrong.insert(at, format!("{fault}: {problem}"));
             at += 1;
         }
-        at..numbers.end
+        (at > numbers.start).then_some(at..numbers.end)
     }
 
     fn end(mut self) {
@@ -186,10 +184,14 @@ pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Dura
                     }
                     let mut left = first..(first + bundle).min(count);
                     while !left.is_empty() && !is_late() {
-                        left = worker.check(left, &tally);
-                        if !left.is_empty() {
+                        // Why it cannot start is on its standard error.
+                        let Some(rest) = worker.check(left, &tally) else {
+                            return worker.end();
+                        };
+                        if !rest.is_empty() {
                             std::mem::replace(&mut worker, Worker::start(test)).end();
                         }
+                        left = rest;
                     }
                 }
                 worker.end();

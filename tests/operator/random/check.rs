@@ -1,16 +1,18 @@
 //! The check of a random problem on a device: against the definition, and twice the same bits.
 
-use super::{Problem, Sizes, variant};
-use crate::case::seed;
+use super::{BOXES, Problem, Sizes, variant};
+use crate::case::{Case, Extent, seed};
 use crate::compare::Named;
 use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
-use attention_cube::plan::{DeviceProfile, Kernel, wgmma};
+use attention_cube::plan::wgmma::{ForwardTiles, Residence, WgmmaPlan};
+use attention_cube::plan::{DeviceProfile, Kernel, Layouts, Pass, select};
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Tensor};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+use std::collections::BTreeMap;
 
 /// Problems of one variant, one number after the other: kernels take longer to compile than to run.
 pub fn bundle(sizes: Sizes) -> u64 {
@@ -90,6 +92,8 @@ impl Target {
             nan(),
             AttentionOptions::new(),
         ));
+        let done = self.device.device.sync();
+        done.unwrap_or_else(|error| panic!("{}: {error:?}", self.device.name));
     }
 }
 
@@ -109,7 +113,7 @@ impl Problem {
         let mut faults = Vec::new();
         for target in targets {
             let TestDevice { name, device } = &target.device;
-            if !target.device.supports(case.dtype) {
+            if !self.is_served(target) {
                 continue;
             }
             let run = || case.run(&drawn.given, device, case.dtype, Operator::Fused);
@@ -126,48 +130,82 @@ impl Problem {
         }
     }
 
-    /// Which kernels serve it on a device, roughly, for a count of what was covered.
-    ///
-    /// # Panics
-    /// Where the case is no problem.
-    pub fn kernels(&self, target: &Target) -> Vec<String> {
-        let Self { case, data } = self;
-        let inputs = data.draw(case).given;
-        let problem = case
-            .problem(&inputs, &Device::flex())
-            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
-        let explanation = explain(&problem, &target.device.device);
-        let width = format!("{} {}/{}", case.dtype.name(), case.head_dim, case.value_dim);
-        let boxes = case.layouts[..3]
-            .iter()
-            .all(|layout| super::BOXES.contains(layout));
-        let how = match explanation.forward.kernel {
-            // What is said is said of contiguous inputs.
-            _ if !boxes => "rows that no box brings".into(),
-            Kernel::Wgmma(wgmma::WgmmaPlan::Forward(plan)) => {
-                let wgmma::ForwardPlan {
-                    tiles,
-                    heads,
-                    splits,
-                    residence,
-                    ..
-                } = plan;
-                let mut how = match tiles {
-                    wgmma::ForwardTiles::Rows(_) => String::from("wgmma by rows"),
-                    wgmma::ForwardTiles::Columns(_) => String::from("wgmma by columns"),
-                };
-                for (is_so, what) in [
-                    (heads > 1, ", heads share a tile"),
-                    (splits > 1, ", keys are split"),
-                    (residence != wgmma::Residence::Leaves, ", cubes stay"),
-                ] {
-                    how += if is_so { what } else { "" };
-                }
-                how
-            }
-            kernel => format!("{:?}", kernel.engine()).to_lowercase(),
-        };
-        vec![width, how]
+    /// Whether the device has its dtype.
+    pub fn is_served(&self, target: &Target) -> bool {
+        target.device.supports(self.case.dtype)
+    }
+
+    /// Its dtype and sizes, and the way of its forward, for a count of what was covered.
+    pub fn kinds(&self, target: &Target) -> [String; 2] {
+        let Case {
+            dtype,
+            head_dim,
+            value_dim,
+            ..
+        } = self.case;
+        let sizes = format!("{} {head_dim}/{value_dim}", dtype.name());
+        [sizes, way(&self.case, target.profile.as_ref())]
+    }
+}
+
+/// How the forward of `case` is done on a device.
+fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
+    if !case.layouts[..3]
+        .iter()
+        .all(|layout| BOXES.contains(layout))
+    {
+        // The choice depends on where rows start.
+        return "rows that no box brings".into();
+    }
+    let problem = problem(case);
+    let layouts = Layouts::contiguous(&problem);
+    let plan = match select(&problem, device, layouts, Pass::Forward).kernel {
+        Kernel::Wgmma(WgmmaPlan::Forward(plan)) => plan,
+        kernel => return format!("{:?}", kernel.engine()).to_lowercase(),
+    };
+    let tiles = match plan.tiles {
+        ForwardTiles::Rows(_) => "rows",
+        ForwardTiles::Columns(_) => "columns",
+    };
+    let particulars = [
+        (plan.heads > 1, ", heads share a tile"),
+        (plan.splits > 1, ", keys are split"),
+        (plan.residence != Residence::Leaves, ", cubes stay"),
+    ];
+    let particulars = particulars.into_iter().filter(|(is_so, _)| *is_so);
+    let particulars: String = particulars.map(|(_, what)| what).collect();
+    format!("wgmma by {tiles}{particulars}")
+}
+
+/// What a choice of kernels depends on.
+fn problem(case: &Case) -> AttentionProblem {
+    let scores = case.scores();
+    let shape = |extent: Extent| {
+        [0, 1, 2, 3].map(|dim| match extent[dim] || case.expanded {
+            true => scores[dim],
+            false => 1,
+        })
+    };
+    AttentionProblem {
+        batch: case.batch,
+        q_heads: case.q_heads,
+        kv_heads: case.kv_heads,
+        q_len: case.q_len,
+        kv_len: case.kv_len,
+        head_dim: case.head_dim,
+        value_dim: case.value_dim,
+        dtype: case.dtype,
+        scale: case.scale.unwrap_or(1.0),
+        softcap: case.softcap,
+        causal: case.causal,
+        window_left: case.window.0,
+        window_right: case.window.1,
+        mask: case.mask.map(shape),
+        bias: case.bias.map(|extent| (shape(extent), case.extras_dtype())),
+        kv_lengths: case.kv_lengths.is_some(),
+        segments: case.segments.is_some(),
+        sinks: case.sinks.then(|| case.extras_dtype()),
+        deterministic: case.deterministic,
     }
 }
 
@@ -185,4 +223,55 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     };
     let found: Vec<_> = first.iter().zip(second).filter_map(different).collect();
     (!found.is_empty()).then(|| format!("two runs differ: {}", found.join(", ")))
+}
+
+/// What is drawn for cards has every row of the tile tables, and every way that tiles have there.
+#[test]
+fn every_way_is_drawn() {
+    let h200 = DeviceProfile {
+        name: "cuda".into(),
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        shared_memory: 232_448,
+        units_per_cube: 1024,
+        bindings: 1024,
+        cube_count: i32::MAX as u32,
+        processors: None,
+        multiprocessors: Some(132),
+        hopper: true,
+    };
+    let mut ways: BTreeMap<String, Vec<[usize; 2]>> = BTreeMap::new();
+    for variant in 0..400 {
+        let number = variant * bundle(Sizes::Every);
+        let case = numbered(Sizes::Every, number, Config::default())
+            .1
+            .current()
+            .case;
+        let widths = [case.head_dim, case.value_dim];
+        ways.entry(way(&case, Some(&h200)))
+            .or_default()
+            .push(widths);
+    }
+    let of_every_kind = [
+        "",
+        ", heads share a tile",
+        ", keys are split",
+        ", cubes stay",
+    ];
+    for (tiles, widths) in [
+        ("rows", [64, 128, 192, 256]),
+        ("columns", [320, 384, 512, 576]),
+    ] {
+        for particular in of_every_kind {
+            let way = format!("wgmma by {tiles}{particular}");
+            assert!(ways.contains_key(&way), "no {way}: {:?}", ways.keys());
+        }
+        for width in widths {
+            let stay = format!("wgmma by {tiles}, cubes stay");
+            let mut drawn = ways.get(&stay).into_iter().flatten();
+            assert!(
+                drawn.any(|[head_dim, _]| *head_dim == width),
+                "no {width} in {ways:?}"
+            );
+        }
+    }
 }
