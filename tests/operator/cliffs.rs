@@ -49,7 +49,7 @@ fn chosen(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> Sel
 /// Rows that do not start at multiples of 16 bytes stay with the fastest engine.
 #[test]
 fn every_width_is_hoppers() {
-    for width in [1, 4, 33, 90, 100, 104, 250, 511] {
+    for width in [9, 12, 33, 90, 100, 104, 250, 511] {
         for pass in [Pass::Forward, Pass::Backward] {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
             let engine = selection.kernel.engine();
@@ -59,6 +59,17 @@ fn every_width_is_hoppers() {
             let copies = format!("query: {are_copied}, key: {are_copied}, value: {are_copied}");
             let plan = format!("{selection:?}");
             assert!(plan.contains(&copies), "{width}, {pass:?}: {plan}");
+        }
+    }
+}
+
+/// But for a few columns, where half precision is not enough for probabilities.
+#[test]
+fn a_few_columns_are_for_units() {
+    for width in [1, 4, 7] {
+        for pass in [Pass::Forward, Pass::Backward] {
+            let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
+            assert_eq!(selection.kernel.engine(), Engine::Unit, "{selection:?}");
         }
     }
 }

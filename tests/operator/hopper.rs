@@ -287,8 +287,8 @@ fn many_documents() {
 #[test]
 fn any_width_and_layout() {
     for (head_dim, value_dim) in [
-        (1, 1),
-        (5, 3),
+        (9, 9),
+        (13, 11),
         (33, 33),
         (90, 100),
         (100, 90),

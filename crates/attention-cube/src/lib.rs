@@ -28,6 +28,10 @@
 //! |---|---|
 //! | a query that sees no key | output 0, gradients 0, logsumexp −∞ (with a sink: the sink); never NaN |
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
+//! | NaN or infinity in keys or values that some queries see | may reach others of their head and those that share its keys; never one that sees no key |
+//! | a bias of −∞; of a precision's lowest number | hides its key; is a score like others |
+//! | a query all of whose scores are beyond ±2²⁴ | the output is right; the logsumexp is one f32, and the kernels' gradients have its rounding |
+//! | a sink of −∞ | none |
 //! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where Hopper's copy engine cannot ([`explain`] says which); same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
 //! | f16 gradients, on Hopper | the gradients of the scores are f16 there, and infinite beyond 65,504; [`explain`] warns |

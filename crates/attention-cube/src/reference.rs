@@ -46,37 +46,16 @@ pub(crate) fn forward<B: Backend>(
         return forward_of_nothing(&inputs, problem);
     }
     let scores = Scores::<B>::new(&inputs, problem);
-    let value = scores.value.clone();
-
-    // Finite for a query that sees nothing, too.
-    let lowest = match logsumexp_dtype(problem) {
-        DType::F64 => f64::MIN,
-        _ => f64::from(f32::MIN),
-    };
-    let mut max = B::float_clamp_min(B::float_max_dim(scores.scores.clone(), 3), lowest.into());
-    if let Some(sinks) = &scores.sinks {
-        max = elementwise_max::<B>(max, sinks.clone());
-    }
-    // The result does not depend on the reference maximum, so no gradient flows through it.
-    let max = B::float_detach(max);
-    let p = B::float_exp(B::float_sub(scores.scores, max.clone()));
-    let mut sum = B::float_sum_dim(p.clone(), 3);
-    let bools = bool_dtype::<B>(&sum);
-    let is_zero = |sum: &FloatTensor<B>| B::float_equal_elem(sum.clone(), 0.0.into(), bools);
-    let blind = is_zero(&sum);
-    if let Some(sinks) = scores.sinks {
-        sum = B::float_add(sum, B::float_exp(B::float_sub(sinks, max.clone())));
-    }
-    let unseeing = is_zero(&sum);
-    let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
-
-    // What a query does not see may be NaN, if others see it: neither the product nor its gradient may tell one that sees nothing.
-    let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
-    let output = from_groups::<B>(B::float_matmul(to_groups::<B>(p, problem), value), problem);
-    let output = fill_rows::<B>(output, &blind);
+    let value = scores.value;
+    let weights = Weights::<B>::new(scores.scores, scores.sinks, problem);
+    let output = from_groups::<B>(
+        B::float_matmul(to_groups::<B>(weights.p, problem), value),
+        problem,
+    );
+    let output = fill_rows::<B>(output, &weights.blind);
     let logsumexp = B::float_mask_fill(
-        B::float_add(max, B::float_log(sum)),
-        unseeing,
+        B::float_add(weights.max, B::float_log(weights.sum)),
+        weights.unseeing,
         f64::NEG_INFINITY.into(),
     );
     AttentionOutput {
@@ -121,7 +100,8 @@ pub(crate) fn backward<B: Backend>(
         let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
         delta = B::float_sub(delta, defined(gradient));
     }
-    let p = B::float_exp(B::float_sub(scores.scores, logsumexp.clone()));
+    // Not by the logsumexp: where scores are huge, one number does not keep how many there were.
+    let p = Weights::<B>::new(scores.scores, scores.sinks, problem).p;
 
     let output_gradient = to_groups::<B>(output_gradient, problem);
     let dv = request.value.then(|| {
@@ -341,6 +321,59 @@ fn widely_capped<B: Backend>(
     // The score itself, and not the sum of 1 and the correction times it, which would be rounded before.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
+}
+
+/// The softmax of scores.
+struct Weights<B: Backend> {
+    /// `[batch, q_heads, q_len, kv_len]`.
+    p: FloatTensor<B>,
+    /// The largest score of each query, `[batch, q_heads, q_len, 1]`, finite for one that sees nothing, too.
+    max: FloatTensor<B>,
+    /// The sum of `exp(score − max)`; 1 for a query without any.
+    sum: FloatTensor<B>,
+    /// The queries without any: neither keys nor a sink.
+    unseeing: BoolTensor<B>,
+    /// The queries without keys.
+    blind: BoolTensor<B>,
+}
+
+impl<B: Backend> Weights<B> {
+    fn new(
+        scores: FloatTensor<B>,
+        sinks: Option<FloatTensor<B>>,
+        problem: &AttentionProblem,
+    ) -> Self {
+        let lowest = match logsumexp_dtype(problem) {
+            DType::F64 => f64::MIN,
+            _ => f64::from(f32::MIN),
+        };
+        let mut max = B::float_clamp_min(B::float_max_dim(scores.clone(), 3), lowest.into());
+        if let Some(sinks) = &sinks {
+            max = elementwise_max::<B>(max, sinks.clone());
+        }
+        // The result does not depend on the reference maximum, so no gradient flows through it.
+        let max = B::float_detach(max);
+        let p = B::float_exp(B::float_sub(scores, max.clone()));
+        let mut sum = B::float_sum_dim(p.clone(), 3);
+        let bools = bool_dtype::<B>(&sum);
+        let is_zero = |sum: &FloatTensor<B>| B::float_equal_elem(sum.clone(), 0.0.into(), bools);
+        let blind = is_zero(&sum);
+        if let Some(sinks) = sinks {
+            sum = B::float_add(sum, B::float_exp(B::float_sub(sinks, max.clone())));
+        }
+        let unseeing = is_zero(&sum);
+        let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
+        // What a query does not see may be NaN, if others see it: neither a product with it nor the product's gradient may tell
+        // one that sees nothing.
+        let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
+        Self {
+            p,
+            max,
+            sum,
+            unseeing,
+            blind,
+        }
+    }
 }
 
 /// Which keys each query sees, broadcastable to the scores; `None` if all see all.

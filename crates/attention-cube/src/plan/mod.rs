@@ -197,6 +197,18 @@ pub enum Refusal {
         /// Columns of values.
         value_dim: usize,
     },
+    /// Of so few numbers a row is often one alone, and its probability in half precision the larger error.
+    #[error(
+        "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
+    )]
+    Narrow {
+        /// The narrowest operands that it takes.
+        narrowest: usize,
+        /// Columns of queries and keys.
+        head_dim: usize,
+        /// Columns of values.
+        value_dim: usize,
+    },
     /// The dtype cannot be read or written by kernels there.
     #[error("kernels on this device have no {0:?}")]
     Dtype(DType),
