@@ -15,7 +15,12 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Genera
 
 /// The logits after the last of `read`.
 fn logits(gemma: &Gemma4, read: &[u32]) -> Vec<f32> {
-    let logits = values(gemma.model().forward(tokens(&[read], &gemma.device())));
+    let logits = values(
+        gemma
+            .model()
+            .forward(tokens(&[read], &gemma.device()))
+            .expect("tokens of the vocabulary"),
+    );
     logits[logits.len() - gemma.config().vocab_size..].to_vec()
 }
 

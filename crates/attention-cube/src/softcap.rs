@@ -14,10 +14,10 @@ pub(crate) const NEAR: f32 = 0.625;
 
 /// `tanh(r) / r − 1` by powers of `r²` from the first on, for ratios near zero (Cephes' `tanhf`): within an ulp of f32.
 pub(crate) const SERIES: [f32; 5] = [
-    -3.333_328_2e-1,
+    -3.333_328e-1,
     1.333_144_2e-1,
     -5.373_971_5e-2,
-    2.063_908_9e-2,
+    2.063_909e-2,
     -5.704_987e-3,
 ];
 
