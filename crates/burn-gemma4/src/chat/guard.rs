@@ -101,7 +101,7 @@ pub(super) fn guard<'source>(
 pub(super) fn check_source(source: &str) -> Result<(), Error> {
     let whitespace = WhitespaceConfig::default();
     // What is no token, the parser explains.
-    let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig::default(), whitespace)
+    let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig, whitespace)
         .map_while(Result::ok)
         .map(|(token, _)| token)
         .collect();
@@ -255,14 +255,13 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
         false => Ok(()),
     };
     match name {
-        "sum" => {
+        "sum"
             if first
                 .try_iter()
-                .is_ok_and(|mut all| all.any(|element| !element.is_number()))
-            {
-                let reason = "sum: adds up numbers only";
-                return Err(Error::new(ErrorKind::InvalidOperation, reason));
-            }
+                .is_ok_and(|mut all| all.any(|element| !element.is_number())) =>
+        {
+            let reason = "sum: adds up numbers only";
+            return Err(Error::new(ErrorKind::InvalidOperation, reason));
         }
         "join" => {
             let separator = arguments.get(1).map_or(Ok(0), length)?;
