@@ -7,7 +7,8 @@
 //!
 //! ```text
 //! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \
-//!     PROPTEST_CASES=10000 cargo test --release --test operator -- --exact properties::any_combination --nocapture
+//!     PROPTEST_CASES=10000 cargo test --release --no-default-features --features cuda,flex --test operator -- \
+//!     --exact properties::any_combination --nocapture
 //! ```
 //!
 //! What is wrong is a line with the number of the problem: `ATTENTION_TEST_PROBLEM` checks that one, and makes it smaller.
