@@ -107,9 +107,11 @@ fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(one_by_one)).collect();
-        threads
+        // Every thread is waited for.
+        let held: Vec<bool> = threads
             .into_iter()
             .map(|thread| thread.join().expect("a supervisor that does not panic"))
-            .fold(true, |all, held| all && held)
+            .collect();
+        held.into_iter().all(|held| held)
     })
 }

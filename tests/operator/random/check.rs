@@ -238,6 +238,7 @@ fn every_way_is_drawn() {
         processors: None,
         multiprocessors: Some(132),
         hopper: true,
+        largest_buffer: 1 << 40,
     };
     let mut ways: BTreeMap<String, Vec<[usize; 2]>> = BTreeMap::new();
     for variant in 0..400 {
