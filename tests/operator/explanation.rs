@@ -332,7 +332,7 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     let forward = |problem: &AttentionProblem, profile: &DeviceProfile| {
         refusal(problem, profile, Pass::Forward)
     };
-    for head_dim in [1, 64, 80, 128, 256, 512] {
+    for head_dim in [8, 64, 80, 128, 256, 512] {
         assert_eq!(forward(&half(head_dim), &hopper), None);
     }
     let says = |text: Option<String>, part: &str| {
@@ -342,6 +342,7 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     says(forward(&half(64), &profile()), "Hopper GPU (sm_90)");
     says(forward(&problem(64), &hopper), "not F32");
     says(forward(&half(600), &hopper), "not for 600 and 600");
+    says(forward(&half(7), &hopper), "from 8 on, not for 7 and 7");
     assert_eq!(refusal(&half(512), &hopper, Pass::Backward), None);
     says(refusal(&half(520), &hopper, Pass::Backward), "up to 512");
     let masked = |keys| AttentionProblem {

@@ -263,8 +263,8 @@ mod tests {
         let span = |block: &[i32]| {
             let shares = |other: &&[i32]| other.iter().any(|id| block.contains(id));
             let others: Vec<&[i32]> = others.chunks(other_size).collect();
-            let first = others.iter().position(|other| shares(other));
-            let last = others.iter().rposition(|other| shares(other));
+            let first = others.iter().position(&shares);
+            let last = others.iter().rposition(shares);
             match first.zip(last) {
                 Some((first, last)) => [first as i32, last as i32 + 1],
                 None => [others.len() as i32, 0],
