@@ -259,15 +259,20 @@ fn many_documents() {
         let ends = [1, 2, 90, 91, 300, 420];
         (0..2 * length).map(move |i| ends.iter().filter(|end| i % length >= **end).count() as i64)
     };
-    for (length, width) in [(450, 64), (450, 128), (450, 192), (450, 256), (330, 512)] {
-        for causal in [None, Some(CausalAlignment::BottomRight)] {
-            let ids: Vec<i64> = uneven(length).collect();
-            check(Case {
-                causal,
-                segments: Some((ids.clone(), ids)),
-                ..Case::new([2, 48, 8, length, length, width, width])
-            });
-        }
+    let causal = Some(CausalAlignment::BottomRight);
+    for (length, width, causal) in [
+        (450, 64, causal),
+        (450, 128, None),
+        (450, 192, causal),
+        (450, 256, causal),
+        (330, 512, None),
+    ] {
+        let ids: Vec<i64> = uneven(length).collect();
+        check(Case {
+            causal,
+            segments: Some((ids.clone(), ids)),
+            ..Case::new([2, 24, 8, length, length, width, width])
+        });
     }
     // Of whole tiles; and decoded, with keys split over cubes.
     for width in [64, 128, 256, 512] {
