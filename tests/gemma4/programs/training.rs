@@ -78,12 +78,12 @@ fn a_killed_run_goes_on_where_it_was() {
     child.wait().expect("its end");
 
     let resumed = succeed(&mut train(&killed, &["--resume"]));
-    assert_eq!(
-        losses(&resumed.stdout, "  loss "),
-        of_steps[10..],
-        "{resumed:?}"
-    );
-    assert_eq!(validation(&resumed.stdout), of_validation[2..]);
+    // Checkpoints are written beside the steps: the last that was complete is that of step 10, or of 5 where the disk was slow.
+    let of_resumed = losses(&resumed.stdout, "  loss ");
+    let begun = of_steps.len() - of_resumed.len();
+    assert!([5, 10].contains(&begun), "{resumed:?}");
+    assert_eq!(of_resumed, of_steps[begun..], "{resumed:?}");
+    assert_eq!(validation(&resumed.stdout), of_validation[begun / 5..]);
     let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).expect("weights");
     assert!(weights(&whole) == weights(&killed));
 
