@@ -303,6 +303,10 @@ pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
 /// Writes a warpgroup's 64 rows of output from its fragments to `target`, subtiles `subtile_bytes` apart,
 /// and from there to the tensor. Each warp must be done with what was there, but for what the warpgroup last stored from it.
 #[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
 pub(crate) fn store_boxes<NO: Size>(
     o: Vector<f32, NO>,
     factors: Pair,
