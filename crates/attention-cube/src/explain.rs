@@ -60,11 +60,6 @@ impl fmt::Display for Explanation {
 /// ```
 pub fn explain(problem: &AttentionProblem, device: &Device) -> Explanation {
     let profile = profile(device);
-    // As the kernels are asked.
-    let problem = &match problem.has_level_bias() {
-        true => problem.without_bias(),
-        false => problem.clone(),
-    };
     let layouts = Layouts::contiguous(problem);
     let choose = |pass| select(problem, profile.as_ref(), layouts, pass);
     let (forward, backward) = (choose(Pass::Forward), choose(Pass::Backward));

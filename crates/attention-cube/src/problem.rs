@@ -286,21 +286,6 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len, self.kv_len].contains(&0)
     }
 
-    /// Whether the bias is one number a head that moves all scores of a query alike: then kernels do without it. A mask could
-    /// show a key to one head alone, and a sink does not move along.
-    pub(crate) fn has_level_bias(&self) -> bool {
-        let is_level = |([_, _, queries, keys], _): ([usize; 4], DType)| (queries, keys) == (1, 1);
-        self.bias.is_some_and(is_level) && self.mask.is_none() && self.sinks.is_none()
-    }
-
-    /// The problem without its bias.
-    pub(crate) fn without_bias(&self) -> Self {
-        Self {
-            bias: None,
-            ..self.clone()
-        }
-    }
-
     /// The shape of the output.
     pub fn output_shape(&self) -> [usize; 4] {
         [self.batch, self.q_heads, self.q_len, self.value_dim]

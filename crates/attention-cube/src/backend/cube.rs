@@ -10,7 +10,6 @@ mod hopper;
 #[cfg(feature = "cuda")]
 mod hopper_backward;
 mod integers;
-mod level_bias;
 #[cfg(feature = "cuda")]
 mod mask_bits;
 #[cfg(feature = "cuda")]
@@ -45,7 +44,6 @@ use cubecl::ir::{
 };
 use cubecl::prelude::{AddressType, CubeCount, TensorArg};
 use integers::{Blocks, Places, prepare};
-use level_bias::LevelBias;
 use std::{num::NonZero, sync::OnceLock, thread::available_parallelism};
 
 /// The profile of a device, if it runs CubeCL kernels.
@@ -105,9 +103,6 @@ impl AttentionBackend for CubeBackend {
         if problem.is_empty() {
             return reference::forward_of_nothing::<Self>(&inputs, &problem);
         }
-        if let Some(bias) = LevelBias::of(&inputs, &problem) {
-            return bias.forward(inputs, &problem);
-        }
         let inputs = rows_of(inputs);
         let layouts = Layouts {
             vectors: [&inputs.query, &inputs.key, &inputs.value]
@@ -138,9 +133,6 @@ impl AttentionBackend for CubeBackend {
     ) -> AttentionGradients<Self> {
         if problem.is_empty() {
             return reference::backward_of_nothing::<Self>(inputs, saved, &problem, request);
-        }
-        if let Some(bias) = LevelBias::of(&inputs, &problem) {
-            return bias.backward(inputs, saved, &problem, request);
         }
         let inputs = rows_of(inputs);
         let saved = AttentionSaved {
