@@ -22,9 +22,12 @@ fn thinker() -> Folder {
 fn on(name: &str, folder: &Folder, arguments: &[&str]) -> Command {
     let mut command = program(name);
     command
-        .args(["--device", "flex", "--temperature", "0", "--model"])
+        .args(["--device", "flex", "--model"])
         .arg(folder.path())
         .args(arguments);
+    if !arguments.contains(&"--temperature") {
+        command.args(["--temperature", "0"]);
+    }
     command
 }
 
