@@ -27,7 +27,7 @@ fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionProblem {
 }
 
 /// An H200.
-fn hopper() -> DeviceProfile {
+pub(crate) fn hopper() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),
         dtypes: vec![DType::F32, DType::F16, DType::BF16],

@@ -2,6 +2,7 @@
 
 use super::{BOXES, Problem, Sizes, variant};
 use crate::case::{Case, Extent, seed};
+use crate::cliffs::hopper;
 use crate::compare::Named;
 use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
@@ -228,18 +229,7 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
 /// What is drawn for cards has every row of the tile tables, and every way that tiles have there.
 #[test]
 fn every_way_is_drawn() {
-    let h200 = DeviceProfile {
-        name: "cuda".into(),
-        dtypes: vec![DType::F32, DType::F16, DType::BF16],
-        shared_memory: 232_448,
-        units_per_cube: 1024,
-        bindings: 1024,
-        cube_count: i32::MAX as u32,
-        processors: None,
-        multiprocessors: Some(132),
-        hopper: true,
-        largest_buffer: 1 << 40,
-    };
+    let h200 = hopper();
     let mut ways: BTreeMap<String, Vec<[usize; 2]>> = BTreeMap::new();
     for variant in 0..400 {
         let number = variant * bundle(Sizes::Every);
