@@ -364,6 +364,54 @@ fn narrow_biases() {
     }
 }
 
+/// A bias of one number a head hides everything from heads that share their keys with another, and from all that keys have:
+/// what these heads and keys hold is NaN.
+#[test]
+fn heads_hidden_by_a_bias() {
+    let extents = [[false, true, false, false], [true, true, false, false]];
+    for (head_dim, value_dim) in WIDTHS {
+        for (extent, causal, f32_extras) in [
+            (extents[0], None, false),
+            (extents[1], Some(CausalAlignment::BottomRight), true),
+        ] {
+            let case = Case {
+                bias: Some(extent),
+                causal,
+                f32_extras,
+                dtype: DType::BF16,
+                ..Case::new([2, 4, 2, 270, 270, head_dim, value_dim])
+            };
+            // Of a bias without a sequence of its own, every sequence's.
+            let is_hidden = move |[batch, head, _]: [usize; 3]| match head {
+                0 => false,
+                1 => true,
+                _ => batch == 1 || !extent[0],
+            };
+            check_with(
+                &case,
+                |inputs| {
+                    let bias = inputs.bias.as_mut().expect("the case has a bias");
+                    *bias = Dense::from_fn(bias.shape, |[batch, head, ..]| {
+                        match is_hidden([batch, head, 0]) {
+                            true => f64::NEG_INFINITY,
+                            false => 0.75 - head as f64 - batch as f64,
+                        }
+                    });
+                },
+                |inputs| {
+                    inputs.query.fill_rows(f64::NAN, is_hidden);
+                    inputs.output_gradient.fill_rows(f64::NAN, is_hidden);
+                    let unseen = |[batch, kv_head, _]: [usize; 3]| {
+                        is_hidden([batch, 2 * kv_head, 0]) && is_hidden([batch, 2 * kv_head + 1, 0])
+                    };
+                    inputs.key.fill_rows(f64::NAN, unseen);
+                    inputs.value.fill_rows(f64::INFINITY, unseen);
+                },
+            );
+        }
+    }
+}
+
 /// Keys and values that a mask hides from everybody are NaN, in the middle and at the end of blocks.
 #[test]
 fn nothing_hidden_is_read() {

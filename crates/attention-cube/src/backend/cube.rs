@@ -316,22 +316,11 @@ impl Extras {
         (extras, places)
     }
 
-    /// With a bias that is one number a head as a row of that number, since the Hopper kernels read rows by twos and ahead of the
-    /// scores.
+    /// Whether the bias is one number for all scores of a head.
     #[cfg(feature = "cuda")]
-    fn with_rows_of_bias(mut self) -> Self {
-        self.bias = self.bias.map(|bias| {
-            let scores = bias.meta.shape().clone();
-            if bias.meta.strides()[2..] != [0, 0] {
-                return bias;
-            }
-            let own = distinct(&bias, 4);
-            let shape = own.meta.shape();
-            let row = Shape::new([shape[0], shape[1], 1, scores[3]]);
-            let row = into_contiguous(CubeBackend::float_expand(own, row));
-            CubeBackend::float_expand(row, scores)
-        });
-        self
+    fn has_bias_of_head(&self) -> bool {
+        let strides = self.bias.as_ref().map(|bias| &bias.meta.strides()[2..]);
+        strides.is_some_and(|strides| strides == [0, 0])
     }
 
     fn mask(&self) -> Option<TensorArg> {

@@ -71,6 +71,7 @@ struct Wanted {
     causal: bool,
     structure: Structure,
     score: ScoreKind,
+    bias_of_head: bool,
     sinks: bool,
 }
 
@@ -82,7 +83,7 @@ impl Wanted {
             part.unwrap_or_else(|| panic!("{name} is not PASS-HEAD_DIM-VALUE_DIM…"))
         };
         let known = [
-            "causal", "softcap", "wide", "bias", "mask", "lengths", "segments", "sinks",
+            "causal", "softcap", "wide", "bias", "headbias", "mask", "lengths", "segments", "sinks",
         ];
         for option in parts.iter().skip(3) {
             assert!(known.contains(option), "{option} is none of {known:?}");
@@ -100,8 +101,9 @@ impl Wanted {
             score: ScoreKind {
                 softcap: has("softcap") || has("wide"),
                 wide_softcap: has("wide"),
-                bias: has("bias"),
+                bias: has("bias") || has("headbias"),
             },
+            bias_of_head: has("headbias"),
             sinks: has("sinks"),
         }
     }
@@ -113,9 +115,10 @@ impl Wanted {
                 structure: self.structure,
                 score: self.score,
                 raw: !self.score.softcap && !self.score.bias,
-                bias_reads: match self.score.bias && side == Side::Queries {
-                    true => BiasReads::Ahead(Half::Bf16),
-                    false => BiasReads::There,
+                bias_reads: match (self.bias_of_head, self.score.bias, side) {
+                    (true, _, _) => BiasReads::OnceAHead,
+                    (false, true, Side::Queries) => BiasReads::Ahead(Half::Bf16),
+                    (false, _, _) => BiasReads::There,
                 },
             },
             heads: 1,
@@ -132,7 +135,7 @@ impl Wanted {
             Half::Bf16,
             self.causal,
             masked,
-            self.score.bias,
+            self.score.bias && !self.bias_of_head,
         );
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
         let kind = self.kind(Side::Queries, tiles.boxes_output());

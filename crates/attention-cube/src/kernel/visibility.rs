@@ -294,6 +294,35 @@ pub(crate) fn share_segment(
         && id == integer(integers, key_at + 1u32)
 }
 
+/// What a block's tokens are of.
+#[cfg(feature = "cuda")]
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Documents {
+    /// They are all of one document,
+    pub is_one: bool,
+    /// and it is this.
+    pub first: i32,
+}
+
+/// The documents of a block of either side.
+#[cfg(feature = "cuda")]
+#[cube]
+pub(crate) fn documents_of(
+    extent: &Extent,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
+    block: u32,
+    #[comptime] side: Side,
+) -> Documents {
+    let at = bounds_of(extent, batch, block, side);
+    let first = integer(integers, at);
+    Documents {
+        is_one: first == integer(integers, at + 1u32),
+        first,
+    }
+}
+
 /// The document of a token that exists, of either side.
 #[cfg(feature = "cuda")]
 #[cube]

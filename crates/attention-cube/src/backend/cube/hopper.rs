@@ -49,7 +49,6 @@ pub(super) fn forward(
         held: Side::Queries,
     };
     let (extras, places) = Extras::new(&inputs, problem, &[blocks]);
-    let extras = extras.with_rows_of_bias();
     let tile_rows = (!shares_tile).then_some(tiles.rows());
     let mask = mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
@@ -93,8 +92,13 @@ pub(super) fn forward(
         .as_ref()
         .and_then(|bias| Half::of(bias.dtype))
         .filter(|_| boxes_bias || bias_vector == 2);
+    let bias_reads = match half_of_bias {
+        Some(half) => BiasReads::Ahead(half),
+        None if extras.has_bias_of_head() && !shares_tile => BiasReads::OnceAHead,
+        None => BiasReads::There,
+    };
     let fragment = FragmentKind {
-        bias_reads: half_of_bias.map_or(BiasReads::There, BiasReads::Ahead),
+        bias_reads,
         ..fragment_kind(problem, Side::Queries)
     };
     let kind = HopperKind {

@@ -8,7 +8,7 @@ use super::*;
 use crate::kernel::backward::by_columns::gradient_by_columns;
 use crate::kernel::backward::by_rows::gradient_by_rows;
 use crate::kernel::backward::held::GradientStepsLaunch;
-use crate::kernel::forward::tile::HopperKind;
+use crate::kernel::forward::{bias::BiasReads, fragment::FragmentKind, tile::HopperKind};
 use crate::plan::wgmma::{
     BackwardPlan, ColumnTiles, GradientColumnTiles, GradientTiles, PRODUCT_ROWS, Side, Sums,
 };
@@ -27,7 +27,6 @@ pub(super) fn launch(
     let of_bias = blocks_of_bias(&plan.rest, request);
     let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
-    let extras = extras.with_rows_of_bias();
     let pass = BackwardPass::new(inputs, saved, extras, problem, plan.rest.query.vector);
 
     let mut gradients = Gradients::default();
@@ -148,7 +147,13 @@ impl Gradient<'_> {
             Side::Keys => CubeBackend::float_swap_dims(bias, 2, 3),
         });
         let kind = HopperKind {
-            fragment: fragment_kind(problem, side),
+            fragment: FragmentKind {
+                bias_reads: match extras.has_bias_of_head() {
+                    true => BiasReads::OnceAHead,
+                    false => BiasReads::There,
+                },
+                ..fragment_kind(problem, side)
+            },
             heads: 1,
             split: false,
             boxes_output: false,

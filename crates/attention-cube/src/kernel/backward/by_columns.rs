@@ -274,7 +274,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         } else {
             Vector::<f32, NS>::zeroed()
         };
-        let rows = held_rows(tile, extent, row, head, side);
+        let rows = held_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
         let standing = standing_of(tile, head, side);
         let seen = view(
             &standing,

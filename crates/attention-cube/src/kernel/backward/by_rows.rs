@@ -271,7 +271,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
         await_values(places, count, tiles);
         let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
-        let seen = seen_by(
+        let seen = seen_by::<F, NB>(
             tile,
             row,
             first.head,
@@ -279,6 +279,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             extent,
             mask,
             mask_places,
+            bias,
             integers,
             tiles,
             kind,
@@ -324,7 +325,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
             await_dots(places, count + 1u32, tiles);
             let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
-            let seen = seen_by(
+            let seen = seen_by::<F, NB>(
                 tile,
                 row,
                 next_head,
@@ -332,6 +333,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 extent,
                 mask,
                 mask_places,
+                bias,
                 integers,
                 tiles,
                 kind,
@@ -399,7 +401,7 @@ struct Seen {
 }
 
 #[cube]
-fn seen_by(
+fn seen_by<F: Float, NB: Size>(
     tile: &Held,
     row: i32,
     head: u32,
@@ -407,13 +409,13 @@ fn seen_by(
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     integers: &ComptimeOption<&Tensor<i32>>,
     #[comptime] tiles: GradientRowTiles,
     #[comptime] kind: HopperKind,
 ) -> Seen {
-    let side = comptime!(kind.fragment.side);
-    let rows = held_rows(tile, extent, row, head, side);
-    let standing = standing_of(tile, head, side);
+    let rows = held_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
+    let standing = standing_of(tile, head, kind.fragment.side);
     Seen {
         rows,
         view: view(

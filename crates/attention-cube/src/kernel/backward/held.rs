@@ -3,7 +3,8 @@
 
 use super::rows::is_blind;
 use super::weights::terms_of_rows;
-use crate::kernel::forward::fragment::{Pair, RowPair, pair, rows_end};
+use crate::kernel::forward::bias::bias_of_head;
+use crate::kernel::forward::fragment::{FragmentKind, Pair, RowPair, pair, rows_end};
 use crate::kernel::forward::output::{store_boxes, without_blind, write_row};
 use crate::kernel::forward::tile::{HopperKind, Standing, load_subtiles, meets};
 use crate::kernel::mask_bits::MaskPlaces;
@@ -71,7 +72,7 @@ pub(crate) fn held(
     let exist = min(first_row + existing, sight.length);
     let run = if comptime!(side == Side::Queries) {
         // Rows that do not exist may see what the others see, but they must not read a bias.
-        let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.score.bias);
+        let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
         visible_keys(sight, first_row, first_row + existing - 1i32, full)
     } else {
         let full = first_row + comptime!(rows as i32) <= exist;
@@ -204,13 +205,15 @@ pub(crate) fn visit_from(
 
 /// Rows `first` and `first + 8` of the tile, as one of the heads sees them.
 #[cube]
-pub(crate) fn held_rows(
+pub(crate) fn held_rows<F: Float, NB: Size>(
     tile: &Held,
     extent: &Extent,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     first: i32,
     head: u32,
-    #[comptime] side: Side,
+    #[comptime] kind: FragmentKind,
 ) -> RowPair {
+    let side = comptime!(kind.side);
     let query_head = if comptime!(side == Side::Queries) {
         tile.head
     } else {
@@ -223,6 +226,7 @@ pub(crate) fn held_rows(
         head_1: query_head,
         position_0: min(tile.first_row + first, end),
         position_1: min(tile.first_row + first + 8i32, end),
+        bias_of_head: bias_of_head::<F, NB>(bias, tile.batch, query_head, kind),
     }
 }
 

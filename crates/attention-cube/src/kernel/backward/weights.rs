@@ -255,7 +255,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
         };
         let hidden = arguments.negative_infinity;
         Scored {
-            values: with_bias::<F, NB>(capped, bias, known, at, hidden, pair),
+            values: with_bias::<F, NB>(capped, bias, known, at, hidden, pair, kind),
             slopes,
         }
     }
@@ -281,7 +281,7 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Vector<u32, NP> {
     let mut ds = Vector::<u32, NP>::zeroed();
-    if whole && comptime!(!kind.score.bias) {
+    if whole && comptime!(!kind.has_own_biases()) {
         let mut delta_0 = f32::new(0.0);
         let mut delta_1 = f32::new(0.0);
         #[unroll]

@@ -24,6 +24,8 @@ pub(crate) enum BiasReads {
     /// By words of two neighbours in half precision, before the scores are there: from memory, or where the tiles have
     /// stages of biases, from boxes that the copy engine brings.
     Ahead(Half),
+    /// Once a tile, since it is one number a head. One of −∞ hides everything from its head, like a run without keys.
+    OnceAHead,
 }
 
 /// A thread's biases of a block of up to 128 columns, two in a word, in the order of its pairs of registers.
@@ -190,35 +192,73 @@ pub(crate) fn with_bias<F: Float, NB: Size>(
     at: u32,
     hidden: f32,
     #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
 ) -> Pair {
     #[comptime]
     match bias {
         ComptimeOption::Some(bias) => {
-            let row = if comptime!(is_second(2 * pair)) {
-                known.bias_1
-            } else {
-                known.bias_0
-            };
-            let vector = bias.vector_size();
-            if comptime!(vector == 2) {
-                let both = bias[(row + at as usize) / 2];
+            if comptime!(kind.has_bias_of_head()) {
                 Pair {
-                    first: plus_bias(capped.first, f32::cast_from(both.extract(0usize)), hidden),
-                    second: plus_bias(capped.second, f32::cast_from(both.extract(1usize)), hidden),
+                    first: capped.first + known.bias_of_head,
+                    second: capped.second + known.bias_of_head,
                 }
             } else {
-                let own = row + at as usize * bias.stride(3);
-                // The last column may have no neighbour.
-                let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
-                let first = f32::cast_from(bias[own].extract(0usize));
-                let second = f32::cast_from(bias[next].extract(0usize));
-                Pair {
-                    first: plus_bias(capped.first, first, hidden),
-                    second: plus_bias(capped.second, second, hidden),
+                let row = if comptime!(is_second(2 * pair)) {
+                    known.bias_1
+                } else {
+                    known.bias_0
+                };
+                let vector = bias.vector_size();
+                if comptime!(vector == 2) {
+                    let both = bias[(row + at as usize) / 2];
+                    Pair {
+                        first: plus_bias(
+                            capped.first,
+                            f32::cast_from(both.extract(0usize)),
+                            hidden,
+                        ),
+                        second: plus_bias(
+                            capped.second,
+                            f32::cast_from(both.extract(1usize)),
+                            hidden,
+                        ),
+                    }
+                } else {
+                    let own = row + at as usize * bias.stride(3);
+                    // The last column may have no neighbour.
+                    let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
+                    let first = f32::cast_from(bias[own].extract(0usize));
+                    let second = f32::cast_from(bias[next].extract(0usize));
+                    Pair {
+                        first: plus_bias(capped.first, first, hidden),
+                        second: plus_bias(capped.second, second, hidden),
+                    }
                 }
             }
         }
         ComptimeOption::None => capped,
+    }
+}
+
+/// The bias of a head, where it is one number for all of its scores; else 0.
+#[cube]
+pub(crate) fn bias_of_head<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    batch: u32,
+    head: u32,
+    #[comptime] kind: FragmentKind,
+) -> f32 {
+    #[comptime]
+    match bias {
+        ComptimeOption::Some(bias) => {
+            if comptime!(kind.has_bias_of_head()) {
+                let own = batch as usize * bias.stride(0) + head as usize * bias.stride(1);
+                f32::cast_from(bias[own].extract(0usize))
+            } else {
+                f32::new(0.0)
+            }
+        }
+        ComptimeOption::None => f32::new(0.0),
     }
 }
 

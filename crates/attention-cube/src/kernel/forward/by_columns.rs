@@ -200,7 +200,7 @@ pub(crate) fn forward_by_columns<
             );
             if assigned.exists {
                 let tile = assigned.tile;
-                let rows = row_pair(&tile, &extent, row, kind);
+                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
                 let attended = attend::<F, NB, NS, NQ, NO>(
                     &assigned,
                     &rows,

@@ -204,7 +204,7 @@ pub(crate) fn forward_by_rows<
             );
             if assigned.exists {
                 let tile = assigned.tile;
-                let rows = row_pair(&tile, &extent, row, kind);
+                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
                 let attended = attend::<F, NB, NS, NP, NO>(
                     &assigned,
                     &rows,

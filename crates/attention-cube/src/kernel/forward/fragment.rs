@@ -4,8 +4,10 @@
 use super::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
 use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
-use crate::kernel::score::{ScoreArguments, ScoreKind, widely_capped};
-use crate::kernel::visibility::{Extent, Keys, Sight, Structure, id_of, keys_of, queries_of};
+use crate::kernel::score::{ScoreArguments, ScoreKind, is_hidden, widely_capped};
+use crate::kernel::visibility::{
+    Extent, Keys, Sight, Structure, documents_of, id_of, keys_of, queries_of,
+};
 use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
 
@@ -19,6 +21,8 @@ pub(crate) struct RowPair {
     /// Queries, or keys where the fragment's rows are keys; their number, where the row does not exist.
     pub position_0: i32,
     pub position_1: i32,
+    /// Where a bias is one number a head, that of both rows' head.
+    pub bias_of_head: f32,
 }
 
 /// What is compiled in.
@@ -43,8 +47,20 @@ impl FragmentKind {
     pub(crate) fn half_of_bias(&self) -> Half {
         match self.bias_reads {
             BiasReads::Ahead(half) => half,
-            BiasReads::There => unreachable!("asked only where biases are read ahead"),
+            BiasReads::There | BiasReads::OnceAHead => {
+                unreachable!("asked only where biases are read ahead")
+            }
         }
+    }
+
+    /// Whether the bias is one number for all scores of a head.
+    pub(crate) const fn has_bias_of_head(&self) -> bool {
+        matches!(self.bias_reads, BiasReads::OnceAHead)
+    }
+
+    /// Whether scores have biases of their own, each of which may hide its key.
+    pub(crate) const fn has_own_biases(&self) -> bool {
+        self.score.bias && !self.has_bias_of_head()
     }
 }
 
@@ -166,7 +182,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
                 let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
                 let existing = min(own_column(first_column, pair) as u32, known.last_pair);
                 let hidden = arguments.negative_infinity;
-                let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair);
+                let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair, kind);
                 s.insert(comptime!(2 * pair), values.first);
                 s.insert(comptime!(2 * pair + 1), values.second);
             }
@@ -189,6 +205,7 @@ pub(crate) struct Known {
     pub run_1: Keys,
     pub bias_0: usize,
     pub bias_1: usize,
+    pub bias_of_head: f32,
     /// The last pair of columns that exists, of which the second may not.
     pub last_pair: u32,
 }
@@ -205,11 +222,19 @@ pub(crate) fn known<F: Float, NB: Size>(
     let last_row = rows_end(extent, kind.side) - 1i32;
     let row_0 = min(rows.position_0, last_row) as u32;
     let row_1 = min(rows.position_1, last_row) as u32;
+    let mut run_0 = run_of(sight, rows.position_0, kind.side);
+    let mut run_1 = run_of(sight, rows.position_1, kind.side);
+    if comptime!(kind.has_bias_of_head()) {
+        let hidden = is_hidden(rows.bias_of_head);
+        run_0.end = select(hidden, run_0.first, run_0.end);
+        run_1.end = select(hidden, run_1.first, run_1.end);
+    }
     Known {
-        run_0: run_of(sight, rows.position_0, kind.side),
-        run_1: run_of(sight, rows.position_1, kind.side),
+        run_0,
+        run_1,
         bias_0: bias_row(bias, rows.batch, rows.head_0, row_0),
         bias_1: bias_row(bias, rows.batch, rows.head_1, row_1),
+        bias_of_head: rows.bias_of_head,
         last_pair: ((columns_end(extent, kind.side) - 1i32) / 2i32 * 2i32) as u32,
     }
 }
@@ -337,8 +362,8 @@ pub(crate) fn mask_words(
     words
 }
 
-/// The words without what segments hide of `columns` keys from `first_column` on, of those that the thread has. Where the tile and
-/// the block `share` one document, this is nothing.
+/// The words without what segments hide of `columns` columns of a block from `first_column` on, of those that the thread has. Where
+/// the tile and the block `share` one document, this is nothing; where the block is of one, all or nothing of a row.
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
@@ -346,6 +371,7 @@ pub(crate) fn words_of_segments(
     rows: &RowPair,
     extent: &Extent,
     first_column: i32,
+    block: u32,
     share: bool,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
@@ -376,24 +402,35 @@ pub(crate) fn words_of_segments(
             min(rows.position_1, last_row),
             side,
         );
+        let documents = documents_of(extent, integers, rows.batch, block, other);
         let shift = UNIT_POS % 4u32 * 2u32;
+        let mut all_0 = u32::new(0);
+        let mut all_1 = u32::new(0);
+        if documents.is_one {
+            all_0 = select(documents.first == id_0, 0xffff_ffffu32, 0u32);
+            all_1 = select(documents.first == id_1, 0xffff_ffffu32, 0u32);
+        }
         #[unroll]
         for word in 0..columns.div_ceil(32) {
-            let mut own_0 = u32::new(0);
-            let mut own_1 = u32::new(0);
-            // A thread has two neighbours of every 8 columns.
-            #[unroll]
-            for index in 0..comptime!((columns - 32 * word).min(32) / 4) {
-                let bit = comptime!(index / 2 * 8 + index % 2);
-                let own = first_column + shift as i32 + comptime!((32 * word + bit) as i32);
-                let id = id_of(extent, integers, rows.batch, min(own, last_column), other);
-                own_0 |= select(id == id_0, comptime!(1u32 << bit), 0u32);
-                own_1 |= select(id == id_1, comptime!(1u32 << bit), 0u32);
+            let mut own_0 = all_0;
+            let mut own_1 = all_1;
+            if !documents.is_one {
+                // A thread has two neighbours of every 8 columns.
+                #[unroll]
+                for index in 0..comptime!((columns - 32 * word).min(32) / 4) {
+                    let bit = comptime!(index / 2 * 8 + index % 2);
+                    let own = first_column + shift as i32 + comptime!((32 * word + bit) as i32);
+                    let id = id_of(extent, integers, rows.batch, min(own, last_column), other);
+                    own_0 |= select(id == id_0, comptime!(1u32 << bit), 0u32);
+                    own_1 |= select(id == id_1, comptime!(1u32 << bit), 0u32);
+                }
+                own_0 = own_0 << shift;
+                own_1 = own_1 << shift;
             }
             let word_0 = words.extract(comptime!(2 * word));
             let word_1 = words.extract(comptime!(2 * word + 1));
-            words.insert(comptime!(2 * word), word_0 & (own_0 << shift));
-            words.insert(comptime!(2 * word + 1), word_1 & (own_1 << shift));
+            words.insert(comptime!(2 * word), word_0 & own_0);
+            words.insert(comptime!(2 * word + 1), word_1 & own_1);
         }
     }
     words

@@ -1,5 +1,6 @@
 //! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
 
+use super::bias::bias_of_head;
 use super::fragment::{FragmentKind, MaskWords, RowPair, mask_words, words_of_segments};
 use crate::kernel::mask_bits::{EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block};
 use crate::kernel::ptx::{
@@ -7,6 +8,7 @@ use crate::kernel::ptx::{
     tma_load_subtiles,
 };
 use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
+use crate::kernel::score::is_hidden;
 use crate::kernel::visibility::{
     Extent, Run, Sight, is_inside, segments_meet, share_segment, sight, visible_keys,
     within_segments,
@@ -169,7 +171,7 @@ fn tile(
     }
     // Rows that do not exist may see what the others see, but they must not read a bias.
     let mut full = true;
-    if comptime!(kind.fragment.score.bias) {
+    if comptime!(kind.fragment.has_own_biases()) {
         full = existing == comptime!(rows as i32);
     }
     let keys = visible_keys(sight, first_query, end_query - 1i32, full);
@@ -348,9 +350,10 @@ pub(crate) fn clear_other_queries(
 
 /// Rows `first` and `first + 8` of a tile.
 #[cube]
-pub(crate) fn row_pair(
+pub(crate) fn row_pair<F: Float, NB: Size>(
     tile: &Tile,
     extent: &Extent,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     first: i32,
     #[comptime] kind: HopperKind,
 ) -> RowPair {
@@ -373,6 +376,7 @@ pub(crate) fn row_pair(
         head_1,
         position_0: select(first < tile.rows, position_0, extent.q_len),
         position_1: select(second < tile.rows, position_1, extent.q_len),
+        bias_of_head: bias_of_head::<F, NB>(bias, tile.batch, tile.first_head, kind.fragment),
     }
 }
 
@@ -546,7 +550,12 @@ pub(crate) fn view(
     if comptime!(structure.mask && !kind.sums_up_mask()) {
         whole = false;
     }
-    if comptime!(kind.fragment.score.bias || (structure.mask && !kind.sums_up_mask())) {
+    if comptime!(kind.fragment.has_bias_of_head()) {
+        let hidden = is_hidden(rows.bias_of_head);
+        whole = whole && !hidden;
+        may_have_holes = may_have_holes || hidden;
+    }
+    if comptime!(kind.fragment.has_own_biases() || (structure.mask && !kind.sums_up_mask())) {
         may_have_holes = true;
     }
     let words = mask_words(
@@ -566,6 +575,7 @@ pub(crate) fn view(
             rows,
             extent,
             block * size + (first_word * 32u32) as i32,
+            block as u32,
             shared,
             columns,
             kind.fragment,

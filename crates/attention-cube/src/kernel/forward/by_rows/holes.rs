@@ -28,7 +28,7 @@ pub(super) fn first_row_hides<F: Float, NB: Size>(
     #[comptime] kind: HopperKind,
 ) -> bool {
     let mut hides = false;
-    if comptime!(kind.fragment.score.bias) {
+    if comptime!(kind.fragment.has_own_biases()) {
         if whole {
             hides = lane_hides::<F, NB>(
                 bias,
@@ -50,7 +50,7 @@ pub(super) fn may_have_holes_in(
     first_row_hides: bool,
     #[comptime] kind: HopperKind,
 ) -> bool {
-    if comptime!(kind.fragment.score.bias) {
+    if comptime!(kind.fragment.has_own_biases()) {
         !seen.whole || plane_any(first_row_hides)
     } else {
         seen.may_have_holes
