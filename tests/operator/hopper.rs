@@ -232,18 +232,21 @@ fn any_scale() {
 
 #[test]
 fn segments() {
-    let ids = |length: usize| (0..length as i64).map(|i| i / 80).collect::<Vec<_>>();
     each_width(|case| Case {
         causal: Some(CausalAlignment::BottomRight),
-        segments: Some((ids(140), ids(270))),
+        segments: Some((ids(140, 80), ids(270, 80))),
         ..case
     });
+}
+
+/// Ids of documents of `size` tokens, one after the other.
+fn ids(length: usize, size: i64) -> Vec<i64> {
+    (0..length as i64).map(|i| i / size).collect()
 }
 
 /// Documents that begin and end within blocks, alone and with a mask, and far more of them than a tile sees.
 #[test]
 fn many_documents() {
-    let ids = |length: usize, size: i64| (0..length as i64).map(|i| i / size).collect::<Vec<_>>();
     for causal in [None, Some(CausalAlignment::BottomRight)] {
         for mask in [None, Some([false, false, true, true])] {
             each_width(|case| Case {
@@ -254,7 +257,11 @@ fn many_documents() {
             });
         }
     }
-    // More tiles than multiprocessors, of documents from a token to all, so that cubes take them one by one.
+}
+
+/// More tiles than multiprocessors, of documents from a token to all, so that cubes take them one by one.
+#[test]
+fn many_tiles_of_documents() {
     let uneven = |length: usize| {
         let ends = [1, 2, 90, 91, 300, 420];
         (0..2 * length).map(move |i| ends.iter().filter(|end| i % length >= **end).count() as i64)
@@ -274,7 +281,11 @@ fn many_documents() {
             ..Case::new([2, 24, 8, length, length, width, width])
         });
     }
-    // Of whole tiles; and decoded, with keys split over cubes.
+}
+
+/// Of whole tiles; and decoded, with keys split over cubes.
+#[test]
+fn documents_of_whole_tiles() {
     for width in [64, 128, 256, 512] {
         check(Case {
             causal: Some(CausalAlignment::BottomRight),
