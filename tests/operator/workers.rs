@@ -18,6 +18,9 @@ const WORKER: &str = "ATTENTION_TEST_WORKER";
 /// A problem takes seconds where all its kernels have to be compiled; after this time it hangs.
 const PATIENCE: Duration = Duration::from_secs(150);
 
+/// After so many problems, how many there were is said.
+const PROGRESS: u64 = 500;
+
 /// What a worker says of a problem.
 pub enum Verdict {
     /// It is right; what should be counted of it.
@@ -37,6 +40,14 @@ pub struct Tally {
     pub wrong: BTreeMap<u64, String>,
     /// How many were of each kind.
     pub kinds: BTreeMap<String, u64>,
+}
+
+impl Tally {
+    /// Says it at once: a run may be stopped before its end.
+    fn add_wrong(&mut self, number: u64, fault: String) {
+        println!("problem {number} is wrong: {fault}");
+        self.wrong.insert(number, fault);
+    }
 }
 
 /// Whether this process is a worker.
@@ -121,12 +132,19 @@ impl Worker {
     }
 
     /// Has `numbers` checked; what is left of them where the worker came to an end, `None` where it never began.
-    fn check(&mut self, numbers: Range<u64>, tally: &Mutex<Tally>) -> Option<Range<u64>> {
+    fn check(
+        &mut self,
+        numbers: Range<u64>,
+        tally: &Mutex<Tally>,
+        deadline: Option<Instant>,
+    ) -> Option<Range<u64>> {
         let tally = || tally.lock().expect("no holder panics");
+        let left = || deadline.map(|end| end.saturating_duration_since(Instant::now()));
+        let patience = || left().map_or(PATIENCE, |left| left.min(PATIENCE));
         let mut at = numbers.start;
         let mut begun = None;
         if writeln!(self.orders, "{} {}", numbers.start, numbers.end).is_ok() {
-            while let Ok(line) = self.answers.recv_timeout(PATIENCE) {
+            while let Ok(line) = self.answers.recv_timeout(patience()) {
                 let (word, rest) = line.split_once(' ').unwrap_or((&line, ""));
                 match word {
                     "begin" => begun = Some(rest.to_string()),
@@ -136,7 +154,9 @@ impl Worker {
                         tally.checked += 1;
                         let problem = begun.take().unwrap_or_default();
                         if word == "wrong" {
-                            tally.wrong.insert(at, format!("{rest}: {problem}"));
+                            tally.add_wrong(at, format!("{rest}: {problem}"));
+                        } else if tally.checked.is_multiple_of(PROGRESS) {
+                            println!("{} checked", tally.checked);
                         }
                         at += 1;
                     }
@@ -145,18 +165,19 @@ impl Worker {
                 }
             }
         }
-        // Where it came to an end between two problems the next worker goes on.
-        if let Some(problem) = begun {
+        // Where it came to an end between two problems the next worker goes on, and where time is up nobody does.
+        let in_time = left().is_none_or(|left| !left.is_zero());
+        if let Some(problem) = begun.filter(|_| in_time) {
             let fault = match self.process.try_wait() {
                 Ok(Some(status)) => format!("its process ended: {status}"),
                 _ => format!("nothing for {} s", PATIENCE.as_secs()),
             };
             let mut tally = tally();
             tally.checked += 1;
-            tally.wrong.insert(at, format!("{fault}: {problem}"));
+            tally.add_wrong(at, format!("{fault}: {problem}"));
             at += 1;
         }
-        (at > numbers.start).then_some(at..numbers.end)
+        (at > numbers.start || !in_time).then_some(at..numbers.end)
     }
 
     fn end(mut self) {
@@ -171,8 +192,8 @@ impl Worker {
 /// until the time is up.
 pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Duration>) -> Tally {
     let (next, tally) = (AtomicU64::new(0), Mutex::new(Tally::default()));
-    let start = Instant::now();
-    let is_late = || time.is_some_and(|time| start.elapsed() > time);
+    let deadline = time.map(|time| Instant::now() + time);
+    let is_late = || deadline.is_some_and(|end| Instant::now() >= end);
     thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
@@ -185,10 +206,10 @@ pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Dura
                     let mut left = first..(first + bundle).min(count);
                     while !left.is_empty() && !is_late() {
                         // Why it cannot start is on its standard error.
-                        let Some(rest) = worker.check(left, &tally) else {
+                        let Some(rest) = worker.check(left, &tally, deadline) else {
                             return worker.end();
                         };
-                        if !rest.is_empty() {
+                        if !rest.is_empty() && !is_late() {
                             std::mem::replace(&mut worker, Worker::start(test)).end();
                         }
                         left = rest;

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 pub fn bundle(sizes: Sizes) -> u64 {
     match sizes {
         Sizes::Small => 1,
-        Sizes::Every => 25,
+        Sizes::Every => 40,
     }
 }
 

@@ -277,35 +277,17 @@ pub(crate) fn segments_meet(
     meet
 }
 
-/// Whether a block of a sequence's queries and one of its keys are of one and the same document.
-#[cube]
-pub(crate) fn share_segment(
-    extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    batch: u32,
-    query_block: u32,
-    key_block: u32,
-) -> bool {
-    let query_at = bounds_of(extent, batch, query_block, Side::Queries);
-    let key_at = bounds_of(extent, batch, key_block, Side::Keys);
-    let id = integer(integers, query_at);
-    id == integer(integers, query_at + 1u32)
-        && id == integer(integers, key_at)
-        && id == integer(integers, key_at + 1u32)
-}
-
-/// What a block's tokens are of.
+/// The documents of a block's tokens.
 #[cfg(feature = "cuda")]
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Documents {
-    /// They are all of one document,
-    pub is_one: bool,
-    /// and it is this.
+    /// The smallest and the largest id.
     pub first: i32,
+    pub last: i32,
 }
 
-/// The documents of a block of either side.
+/// The documents of a block of either side; without segments all are of one.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn documents_of(
@@ -314,12 +296,19 @@ pub(crate) fn documents_of(
     batch: u32,
     block: u32,
     #[comptime] side: Side,
+    #[comptime] structure: Structure,
 ) -> Documents {
-    let at = bounds_of(extent, batch, block, side);
-    let first = integer(integers, at);
-    Documents {
-        is_one: first == integer(integers, at + 1u32),
-        first,
+    if comptime!(structure.segments) {
+        let at = bounds_of(extent, batch, block, side);
+        Documents {
+            first: integer(integers, at),
+            last: integer(integers, at + 1u32),
+        }
+    } else {
+        Documents {
+            first: 0i32.runtime(),
+            last: 0i32.runtime(),
+        }
     }
 }
 

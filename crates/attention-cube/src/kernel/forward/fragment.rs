@@ -6,7 +6,7 @@ use crate::kernel::mask_bits::{MaskPlaces, bits_of_run, word_of};
 use crate::kernel::ptx::{exp2, reciprocal, smaller_or_none};
 use crate::kernel::score::{ScoreArguments, ScoreKind, is_hidden, widely_capped};
 use crate::kernel::visibility::{
-    Extent, Keys, Sight, Structure, documents_of, id_of, keys_of, queries_of,
+    Documents, Extent, Keys, Sight, Structure, id_of, keys_of, queries_of,
 };
 use crate::plan::wgmma::{Half, Side};
 use cubecl::prelude::*;
@@ -362,8 +362,9 @@ pub(crate) fn mask_words(
     words
 }
 
-/// The words without what segments hide of `columns` columns of a block from `first_column` on, of those that the thread has. Where
-/// the tile and the block `share` one document, this is nothing; where the block is of one, all or nothing of a row.
+/// The words without what segments hide of `columns` columns from `first_column` on, of those that the thread has, in a block of
+/// these `documents`. Where the tile and the block `share` one document, this is nothing; where the block is of one, all or nothing
+/// of a row.
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
@@ -371,7 +372,7 @@ pub(crate) fn words_of_segments(
     rows: &RowPair,
     extent: &Extent,
     first_column: i32,
-    block: u32,
+    documents: Documents,
     share: bool,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
@@ -402,11 +403,11 @@ pub(crate) fn words_of_segments(
             min(rows.position_1, last_row),
             side,
         );
-        let documents = documents_of(extent, integers, rows.batch, block, other);
+        let is_one = documents.first == documents.last;
         let shift = UNIT_POS % 4u32 * 2u32;
         let mut all_0 = u32::new(0);
         let mut all_1 = u32::new(0);
-        if documents.is_one {
+        if is_one {
             all_0 = select(documents.first == id_0, 0xffff_ffffu32, 0u32);
             all_1 = select(documents.first == id_1, 0xffff_ffffu32, 0u32);
         }
@@ -414,7 +415,7 @@ pub(crate) fn words_of_segments(
         for word in 0..columns.div_ceil(32) {
             let mut own_0 = all_0;
             let mut own_1 = all_1;
-            if !documents.is_one {
+            if !is_one {
                 // A thread has two neighbours of every 8 columns.
                 #[unroll]
                 for index in 0..comptime!((columns - 32 * word).min(32) / 4) {

@@ -10,7 +10,7 @@ use crate::kernel::ptx::{
 use crate::kernel::schedule::{Grid, Share, Turns, assignment, block_count};
 use crate::kernel::score::is_hidden;
 use crate::kernel::visibility::{
-    Extent, Run, Sight, is_inside, segments_meet, share_segment, sight, visible_keys,
+    Extent, Run, Sight, documents_of, is_inside, segments_meet, sight, visible_keys,
     within_segments,
 };
 use crate::plan::wgmma::{ROW_BYTES, SUBTILE, Side, WARPGROUP};
@@ -532,15 +532,34 @@ pub(crate) fn view(
     let mut whole = inside;
     // A mask and a run hide different keys from different queries, and together one from all.
     let mut may_have_holes = false;
-    let shared = if comptime!(structure.segments) {
-        let blocks = block_pair(standing, block, kind.fragment.side);
-        share_segment(extent, integers, standing.batch, blocks.query, blocks.key)
-    } else {
-        true.runtime()
-    };
+    let side = comptime!(kind.fragment.side);
+    let own = documents_of(
+        extent,
+        integers,
+        standing.batch,
+        standing.row_block,
+        side,
+        structure,
+    );
+    let other = comptime!(side.other());
+    let other = documents_of(
+        extent,
+        integers,
+        standing.batch,
+        block as u32,
+        other,
+        structure,
+    );
+    let is_one = other.first == other.last;
+    let shared = is_one && own.first == own.last && own.first == other.first;
     if comptime!(structure.segments) {
         whole = whole && shared;
         may_have_holes = !shared;
+        if comptime!(!structure.mask) {
+            // Some row is of the first of the tile's documents, and some of the last, and sees what is of it.
+            let meets = is_one && (other.first == own.first || other.first == own.last);
+            may_have_holes = !(shared || (inside && meets));
+        }
     }
     if comptime!(kind.sums_up_mask()) {
         let sight = mask_sight(standing, block, mask, mask_places);
@@ -575,7 +594,7 @@ pub(crate) fn view(
             rows,
             extent,
             block * size + (first_word * 32u32) as i32,
-            block as u32,
+            other,
             shared,
             columns,
             kind.fragment,
