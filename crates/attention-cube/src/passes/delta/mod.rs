@@ -5,12 +5,12 @@ pub(crate) mod kernel;
 use self::kernel::{MULTIPLE, ROWS, UNITS, row_terms};
 use crate::AttentionProblem;
 use crate::backend::AttentionSaved;
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::passes::backward::BackwardPass;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 /// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
 pub(crate) fn rows_of_queries(
