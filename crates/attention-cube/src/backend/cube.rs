@@ -101,7 +101,7 @@ impl AttentionBackend for CubeBackend {
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
         if problem.is_empty() {
-            return reference::forward_of_nothing::<Self>(&inputs, &problem);
+            return reference::forward_in_parts::<Self>(inputs, &problem);
         }
         let inputs = rows_of(inputs);
         let layouts = Layouts {
@@ -121,7 +121,7 @@ impl AttentionBackend for CubeBackend {
                 hopper::forward(inputs, &problem, plan)
             }
             Kernel::Unit(UnitPlan::Forward(plan)) => forward::launch(inputs, &problem, plan),
-            _ => reference::forward::<Self>(inputs, &problem),
+            _ => reference::forward_in_parts::<Self>(inputs, &problem),
         }
     }
 

@@ -5,7 +5,7 @@
 //! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
 
 use super::engine::unit::tile_row;
-use super::score::{LOWEST, probability};
+use super::score::{LOWEST, numerator};
 use crate::plan::unit::UnitTiles;
 use cubecl::prelude::*;
 
@@ -82,7 +82,7 @@ pub(crate) fn advance(
         let mut sum = sums[k] * statistics.factor[row];
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {
-            let p = probability(s[comptime!(k * tiles.columns_per_unit() + c)], reference);
+            let p = numerator(s[comptime!(k * tiles.columns_per_unit() + c)], reference);
             s[comptime!(k * tiles.columns_per_unit() + c)] = p;
             sum += p;
         }

@@ -5,7 +5,7 @@ use crate::kernel::backward::{
     BackwardKind,
     key_value::key_value_gradient,
     query::query_gradient,
-    rows::{MULTIPLE, ROWS, UNITS, row_terms},
+    rows::{MULTIPLE, ROWS, TERMS, UNITS, row_terms},
     together::{
         OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch, sum_parts,
     },
@@ -32,7 +32,7 @@ pub(super) fn launch(
     });
     let blocks: Vec<_> = of_kernels.chain(blocks_of_bias(&plan, request)).collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
-    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector);
+    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector, true);
 
     let mut gradients = Gradients::default();
     for (kernel, places) in kernels.iter().zip(&places) {
@@ -64,12 +64,13 @@ pub(super) struct Gradients {
     pub value: Option<CubeTensor>,
 }
 
-/// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
+/// The terms of every query, `[batch, q_heads, 3, padded q_len]`, with reference and logarithm apart or not.
 fn rows_of_queries(
     saved: &AttentionSaved<CubeBackend>,
     sinks: Option<&CubeTensor>,
     problem: &AttentionProblem,
     vector: usize,
+    apart: bool,
 ) -> CubeTensor {
     let AttentionProblem {
         batch,
@@ -78,7 +79,7 @@ fn rows_of_queries(
         ..
     } = *problem;
     let padded = q_len.next_multiple_of(MULTIPLE);
-    let target = empty(&saved.output, [batch, q_heads, 2, padded], DType::F32);
+    let target = empty(&saved.output, [batch, q_heads, TERMS, padded], DType::F32);
     let client = target.client.clone();
     let row_count = batch * q_heads * padded;
     let logsumexp_gradient = saved.logsumexp_gradient.as_option();
@@ -101,6 +102,7 @@ fn rows_of_queries(
             row_count as u32,
             problem.value_dim as u32,
             f32::INFINITY,
+            apart,
             dtype_to_storage_type(problem.dtype),
             dtype_to_storage_type(sinks.map_or(DType::F32, |sinks| sinks.dtype)),
             vector,
@@ -160,16 +162,17 @@ pub(super) struct BackwardPass<'a> {
 }
 
 impl<'a> BackwardPass<'a> {
-    /// With the terms of the queries, read by vectors of `vector`.
+    /// With the terms of the queries, read by vectors of `vector`; their references and logarithms `apart` or together.
     pub fn new(
         inputs: AttentionInputs<CubeBackend>,
         saved: AttentionSaved<CubeBackend>,
         extras: Extras,
         problem: &'a AttentionProblem,
         vector: usize,
+        apart: bool,
     ) -> Self {
         Self {
-            rows: rows_of_queries(&saved, inputs.sinks.as_option(), problem, vector),
+            rows: rows_of_queries(&saved, inputs.sinks.as_option(), problem, vector, apart),
             inputs,
             output_gradient: saved.output_gradient,
             logsumexp: saved.logsumexp,
@@ -482,7 +485,10 @@ impl<'a> BackwardPass<'a> {
         let problem = self.problem;
         let [batch, q_heads, q_len] = problem.logsumexp_shape();
         let rows = Shape::new([batch, q_heads, q_len, 1]);
-        let logsumexp = CubeBackend::float_reshape(self.logsumexp.clone(), rows);
+        let [references, logarithms] =
+            reference::parts::<CubeBackend>(self.logsumexp.clone(), problem);
+        let logsumexp = CubeBackend::float_add(references, logarithms);
+        let logsumexp = CubeBackend::float_reshape(logsumexp, rows);
         let deltas = CubeBackend::float_slice(
             self.rows.clone(),
             &[

@@ -46,9 +46,8 @@ pub(super) fn launch(
         [parts, q_heads, q_len, value_dim],
         output_dtype,
     );
-    // Of parts, first all references, then all logarithms of the sums by these.
-    let numbers = if split { 2 * parts } else { parts };
-    let logsumexp = empty(&inputs.query, [numbers, q_heads, q_len], DType::F32);
+    // First all references, then all logarithms of the sums by these.
+    let logsumexp = empty(&inputs.query, [2 * parts, q_heads, q_len], DType::F32);
 
     let (rows, heads) = if packed {
         (q_len * problem.group(), kv_heads)
@@ -124,7 +123,7 @@ pub(super) fn join(
     vector: usize,
 ) -> AttentionOutput<CubeBackend> {
     let output = empty(&partial_output, problem.output_shape(), problem.dtype);
-    let logsumexp = empty(&partial_output, problem.logsumexp_shape(), DType::F32);
+    let logsumexp = empty(&partial_output, problem.logsumexp_parts_shape(), DType::F32);
     let client = output.client.clone();
     let rows = problem.batch * problem.q_heads * problem.q_len;
     let row_vectors = problem.value_dim / vector;

@@ -20,7 +20,7 @@ use super::held::{
     GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
     standing_of, visit_from, write_gradient,
 };
-use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
+use super::weights::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{
     Ring, add_chunks, descriptor, free_chunk, matrix_row, multiply_chunks, take_fragment,
@@ -177,7 +177,7 @@ pub(crate) fn gradient_by_columns<
             };
             write_gradient::<E, N, NG>(
                 sums,
-                row_factors(terms, &tile, row, &extent, factor, kind.fragment.side),
+                row_factors(terms, &tile, row, &extent, factor, kind.fragment),
                 places.held_dots
                     + warpgroup
                         * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -236,7 +236,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         tile.head,
         tile.first_row + row,
         extent,
-        side,
+        kind.fragment,
     );
 
     let mut sums = Vector::<f32, NG>::zeroed();
@@ -299,12 +299,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         let own_terms = places.terms
             + count % 2u32 * comptime!(tiles.term_bytes() as u32)
             + warpgroup * comptime!(4 * HALF_COLUMNS as u32);
-        let block_terms = Terms {
-            logsumexps: row_terms.logsumexps,
-            deltas: row_terms.deltas,
-            logsumexps_at: own_terms,
-            deltas_at: own_terms + comptime!(4 * GradientColumnTiles::COLUMNS as u32),
-        };
+        let block_terms = terms_of_block(&row_terms, own_terms, GradientColumnTiles::COLUMNS);
         let made = weights::<F, NB, NS, NP>(
             s,
             &block_terms,

@@ -26,7 +26,7 @@ use super::held::{
     GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
     standing_of, visit_from, write_gradient,
 };
-use super::weights::{Terms, dot_gradients, terms_of_rows, weights};
+use super::weights::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
 use crate::kernel::engine::ring::stage_turn;
 use crate::kernel::engine::wgmma::{free_chunk, take_fragment};
 use crate::kernel::forward::fragment::{RowPair, pair};
@@ -177,14 +177,7 @@ pub(crate) fn gradient_by_rows<
             if comptime!(tiles.sums.has_dots()) {
                 write_gradient::<E, N, ND>(
                     sums.dots,
-                    row_factors(
-                        terms,
-                        &tile,
-                        row,
-                        &extent,
-                        arguments.scale,
-                        kind.fragment.side,
-                    ),
+                    row_factors(terms, &tile, row, &extent, arguments.scale, kind.fragment),
                     places.held_dots + staging,
                     tensor_map_address(dot_gradient_boxes),
                     dot_gradient,
@@ -252,7 +245,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         tile.head,
         tile.first_row + row,
         extent,
-        kind.fragment.side,
+        kind.fragment,
     );
     let mut dots = Vector::<f32, ND>::zeroed();
     let mut values = Vector::<f32, NV>::zeroed();
@@ -470,12 +463,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     );
     let dot_stage = stage_turn(count, tiles.dot_stages).stage;
     let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
-    let terms = Terms {
-        logsumexps: row_terms.logsumexps,
-        deltas: row_terms.deltas,
-        logsumexps_at: at,
-        deltas_at: at + comptime!(4 * tiles.columns as u32),
-    };
+    let terms = terms_of_block(row_terms, at, tiles.columns);
     let weights = weights::<F, NB, NS, NP>(
         s,
         &terms,

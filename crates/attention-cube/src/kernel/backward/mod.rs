@@ -64,8 +64,7 @@ pub(crate) struct ScoreGradient {
 pub(crate) fn score_gradient<F: Float>(
     dot: f32,
     dp: f32,
-    logsumexp: f32,
-    delta: f32,
+    terms: RowTerms,
     visible: bool,
     bias: &ComptimeOption<&Tensor<F>>,
     place: &Place,
@@ -78,21 +77,23 @@ pub(crate) fn score_gradient<F: Float>(
     if visible {
         let capped = capped(dot, arguments, kind);
         let score = biased(capped, bias, place, arguments.negative_infinity);
-        p = probability(score, logsumexp);
+        p = probability(score, terms.reference, terms.logarithm);
         if p != 0.0f32 {
-            ds = p * (dp - delta);
+            ds = p * (dp - terms.delta);
             ddot = ds * slope(capped, arguments, kind);
         }
     }
     ScoreGradient { p, ds, ddot }
 }
 
-/// What `rows` leaves of a query, in `[batch, q_heads, 2, padded q_len]`.
+/// What `rows` leaves of a query, in `[batch, q_heads, 3, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowTerms {
-    pub logsumexp: f32,
+    pub reference: f32,
     pub delta: f32,
+    /// Of the sum by the reference.
+    pub logarithm: f32,
 }
 
 /// A query's terms; zeros where there is no such query.
@@ -104,12 +105,18 @@ pub(crate) fn row_terms_of(
     query: i32,
     q_len: i32,
 ) -> RowTerms {
-    let mut logsumexp = 0.0f32;
+    let mut reference = 0.0f32;
     let mut delta = 0.0f32;
+    let mut logarithm = 0.0f32;
     if query < q_len {
         let at = batch as usize * rows.stride(0) + head as usize * rows.stride(1) + query as usize;
-        logsumexp = rows[at];
+        reference = rows[at];
         delta = rows[at + rows.stride(2)];
+        logarithm = rows[at + 2 * rows.stride(2)];
     }
-    RowTerms { logsumexp, delta }
+    RowTerms {
+        reference,
+        delta,
+        logarithm,
+    }
 }

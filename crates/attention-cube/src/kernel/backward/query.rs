@@ -4,7 +4,7 @@
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 
-use super::{BackwardKind, row_terms_of, rows::is_blind, score_gradient};
+use super::{BackwardKind, RowTerms, row_terms_of, rows::is_blind, score_gradient};
 use crate::kernel::engine::unit::{
     Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
     zero_output,
@@ -73,7 +73,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
             let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
-            factors[row] = select(is_blind(terms.logsumexp), 0.0f32, 1.0f32);
+            factors[row] = select(is_blind(terms.reference), 0.0f32, 1.0f32);
         }
     }
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -81,13 +81,15 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut dq = zero_output(tiles);
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    let mut logsumexp = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let mut reference = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let mut logarithm = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
     let mut delta = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = first_row + tile_row(unit_row, k, tiles) as i32;
         let terms = row_terms_of(rows, batch, head, row, extent.q_len);
-        logsumexp[k] = terms.logsumexp;
+        reference[k] = terms.reference;
+        logarithm[k] = terms.logarithm;
         delta[k] = terms.delta;
     }
 
@@ -161,8 +163,11 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     let gradient = score_gradient(
                         s[comptime!(k * tiles.columns_per_unit() + c)],
                         dp[comptime!(k * tiles.columns_per_unit() + c)],
-                        logsumexp[k],
-                        delta[k],
+                        RowTerms {
+                            reference: reference[k],
+                            delta: delta[k],
+                            logarithm: logarithm[k],
+                        },
                         visible,
                         &bias,
                         &place,

@@ -1,5 +1,6 @@
-//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: all of a head's logsumexps,
-//! and then all of its Δ, each padded with zeros to a multiple of [`MULTIPLE`].
+//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: of a head all references, then all Δ, and
+//! then all logarithms of the sums by the references, each padded with zeros to a multiple of [`MULTIPLE`]. Together a reference
+//! and a logarithm are the logsumexp; kernels that read one number of it have it as the reference.
 //!
 //! Budget: 2 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
@@ -20,6 +21,9 @@ pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32
 }
 
+/// Numbers of a query.
+pub(crate) const TERMS: usize = 3;
+
 /// Hopper's copy engine reads rows that start at multiples of 16 bytes.
 pub(crate) const MULTIPLE: usize = 4;
 
@@ -37,6 +41,7 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     row_count: u32,
     value_dim: u32,
     infinity: f32,
+    #[comptime] apart: bool,
     #[define(E)] _element: ElemType,
     #[define(F)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
@@ -77,9 +82,11 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     partly_seen[UNIT_POS as usize] = seen;
     sync_cube();
     if lane == 0u32 && row < row_count {
-        let at = (2u32 * plane) as usize * padded as usize + query as usize;
-        target[at] = 0.0f32;
-        target[at + padded as usize] = 0.0f32;
+        let at = (TERMS as u32 * plane) as usize * padded as usize + query as usize;
+        #[unroll]
+        for term in 0..TERMS {
+            target[at + term * padded as usize] = 0.0f32;
+        }
     }
     if lane == 0u32 && exists {
         let mut delta = 0.0f32;
@@ -88,9 +95,11 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
             delta += partial[UNIT_POS as usize + other];
             seen += partly_seen[UNIT_POS as usize + other];
         }
-        let logsumexp = logsumexp[batch as usize * logsumexp.stride(0)
+        let at = batch as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
-            + query as usize * logsumexp.stride(2)];
+            + query as usize * logsumexp.stride(2);
+        let reference = logsumexp[at];
+        let logarithm = logsumexp[at + logsumexp.shape(0) / 2 * logsumexp.stride(0)];
         #[comptime]
         match &logsumexp_gradient {
             ComptimeOption::Some(gradient) => {
@@ -100,19 +109,24 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
-        let constant = is_hidden(logsumexp);
+        let constant = is_hidden(reference);
         let mut blind = constant;
         #[comptime]
         match &sinks {
             ComptimeOption::Some(sinks) => {
                 // Beside the sink alone the logsumexp is the sink, and the output 0.
                 let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                blind = constant || (logsumexp == sink && seen == 0.0f32);
+                blind = constant || (reference + logarithm == sink && seen == 0.0f32);
             }
             ComptimeOption::None => {}
         }
-        let at = (2u32 * plane) as usize * padded as usize + query as usize;
-        target[at] = select(blind, infinity, logsumexp);
+        let at = (TERMS as u32 * plane) as usize * padded as usize + query as usize;
         target[at + padded as usize] = select(constant, 0.0f32, delta);
+        if comptime!(apart) {
+            target[at] = select(blind, infinity, reference);
+            target[at + 2 * padded as usize] = logarithm;
+        } else {
+            target[at] = select(blind, infinity, reference + logarithm);
+        }
     }
 }
