@@ -6,6 +6,7 @@
 //! ```
 
 use attention_cube::{explain, try_fused_attention};
+use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     accuracy::{Errors, Oracle},
@@ -61,6 +62,7 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
+    leave_out_device_selection();
     let cli = Cli::parse();
     let outcome = choose(cli.device).and_then(|chosen| {
         guarded(|| run(&cli, &chosen)).unwrap_or_else(|panic| Err(panic.into()))

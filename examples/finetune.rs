@@ -1,9 +1,9 @@
 //! Fine-tunes a Gemma 4 checkpoint on conversations or texts.
 //!
 //! ```text
-//! cargo run --release --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out adapter
+//! cargo run --release --features training --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out adapter
 //! cargo run --release --example generate -- --model gemma-4-E2B-it --adapter adapter --chat --prompt "Hello"
-//! cargo run --release --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out tuned --merge
+//! cargo run --release --features training --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out tuned --merge
 //! ```
 
 use attention_workspace::{

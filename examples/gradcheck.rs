@@ -6,6 +6,7 @@
 //! ```
 
 use attention_cube::{CausalAlignment, explain, select::Selection};
+use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
@@ -194,6 +195,7 @@ const RESULTS: [(&str, &str); 7] = [
 ];
 
 fn main() -> ExitCode {
+    leave_out_device_selection();
     let cli = Cli::parse();
     let outcome = choose(cli.device).and_then(|chosen| {
         guarded(|| run(&cli, &chosen)).unwrap_or_else(|panic| Err(panic.into()))

@@ -1,9 +1,9 @@
 //! Trains a Gemma 4 from scratch on text files.
 //!
 //! ```text
-//! cargo run --release --example train -- --out trained
-//! cargo run --release --example train -- --out trained --data texts --config 55m --steps 20000
-//! cargo run --release --example train -- --out trained --resume
+//! cargo run --release --features training --example train -- --out trained
+//! cargo run --release --features training --example train -- --out trained --data texts --config 55m --steps 20000
+//! cargo run --release --features training --example train -- --out trained --resume
 //! cargo run --release --example generate -- --model trained --prompt "fn main"
 //! ```
 

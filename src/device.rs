@@ -11,13 +11,14 @@
 
 #[cfg(feature = "cube")]
 use crate::guarded;
-use crate::{Dtype, Error};
+use crate::{Dtype, Error, terminal::note};
 use burn::tensor::Device;
 #[cfg(feature = "cube")]
 use burn::{
     backend::{CubeDevice, DispatchDevice},
     tensor::DeviceType,
 };
+use std::path::Path;
 
 /// The values of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -106,6 +107,12 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
     if name != DeviceName::Auto {
         return named(name, Drivers::All);
     }
+    if !is_built(DeviceName::Cuda) && has_nvidia_driver() {
+        note(
+            "note: this machine has an NVIDIA driver, and this program was built without CUDA, which is fastest there: \
+             `cargo xtask llvm`, then build it with --features cuda",
+        );
+    }
     for name in GPUS.into_iter().filter(|name| is_built(*name)) {
         match named(name, Drivers::OfGpus) {
             Ok(chosen) => return Ok(chosen),
@@ -117,6 +124,15 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
          software driver with --device vulkan or --device wgpu"
             .into()
     })
+}
+
+/// Whether NVIDIA's driver is there, by what it leaves where it runs.
+fn has_nvidia_driver() -> bool {
+    let traces = [
+        "/proc/driver/nvidia/version",
+        r"C:\Windows\System32\nvcuda.dll",
+    ];
+    traces.iter().any(|trace| Path::new(trace).exists())
 }
 
 /// Has CubeCL keep what it compiles, beside whatever else a `cubecl.toml` says. It finds a kernel of another build by

@@ -3,12 +3,14 @@
 
 pub mod accuracy;
 pub mod device;
+pub mod layers;
 pub mod model;
 pub mod report;
 pub mod terminal;
 #[cfg(feature = "flex")]
 pub mod testing;
 pub mod timing;
+#[cfg(feature = "training")]
 pub mod training;
 pub mod workload;
 

@@ -1,5 +1,6 @@
 //! What a program in a terminal needs: output that copes with closed pipes, Ctrl-C, exit codes.
 
+use crate::layers::leave_out_device_selection;
 use crate::{Error, guarded};
 use burn_gemma4::{Cancellation, Gemma4Error, Generation, TextKind, Token};
 use std::fmt::Display;
@@ -30,6 +31,7 @@ impl std::error::Error for WrongArgument {}
 
 /// Runs a program to its exit code: 0, 2 for wrong arguments, 1 for other failures, whose message it prints.
 pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
+    leave_out_device_selection();
     let outcome = guarded(program).unwrap_or_else(|panic| Err(panic.into()));
     let Err(error) = outcome else {
         return ExitCode::SUCCESS;

@@ -13,6 +13,7 @@ mod peers;
 mod report;
 
 use attention_cube::{AttentionProblem, Explanation, engine::Kernel, explain};
+use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     accuracy::{Errors, Oracle, Triple},
@@ -85,6 +86,7 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
+    leave_out_device_selection();
     match run(&Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

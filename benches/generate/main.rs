@@ -12,6 +12,7 @@ mod models;
 mod parts;
 mod report;
 
+use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
@@ -75,6 +76,7 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
+    leave_out_device_selection();
     match run(Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

@@ -1,4 +1,4 @@
-//! A step of training, of models of random weights: `cargo bench --bench train`.
+//! A step of training, of models of random weights: `cargo bench --features training --bench train`.
 //!
 //! Tokens a second are those of whole steps, forward, backward and optimizer, by the wall clock; the loss is on the last
 //! positions only, as in long documents that are read in full. The peak of memory is the most that was in use in one more step,
@@ -8,6 +8,7 @@
 mod memory;
 mod parts;
 
+use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
@@ -77,6 +78,7 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
+    leave_out_device_selection();
     match run(&Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

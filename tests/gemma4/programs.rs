@@ -6,6 +6,7 @@
 mod answers;
 pub mod folder;
 mod refused;
+#[cfg(feature = "training")]
 mod training;
 
 use attention_workspace::testing::program::{Ended, program, run, succeed};
@@ -63,6 +64,17 @@ fn tokens_are_those_of_transformers() {
             assert_eq!(report["device"], device.name);
         }
     }
+}
+
+/// On a machine without a display server drivers have nothing to say.
+#[test]
+fn errors_are_the_programs_own() {
+    let mut command = program("generate");
+    command
+        .env_remove("XDG_RUNTIME_DIR")
+        .args(["--max-tokens", "1"]);
+    let ended = succeed(&mut command);
+    assert!(!ended.stderr.contains("XDG_RUNTIME_DIR"), "{ended:?}");
 }
 
 #[test]

@@ -15,11 +15,6 @@ pub(crate) fn check_lowest(case: &Case, lowest: f64) {
             false => (query + key) as f64 / 64.0,
         }
     }));
-    // Of scores as large as this, one f32 of logsumexp does not keep how many there were: their gradients are not compared.
-    inputs
-        .output_gradient
-        .fill_rows(0.0, |[_, _, query]| query % 3 == 0);
-    inputs.lse_gradient = None;
     case.check_inputs(&inputs, &inputs);
 }
 

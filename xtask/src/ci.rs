@@ -90,6 +90,7 @@ fn clippy(features: &[&str]) -> Result<()> {
     process::run(
         process::cargo()
             .args(["clippy", "--workspace", "--all-targets"])
+            .args(process::PROGRAMS)
             .args(features)
             .args(["--", "-D", "warnings"]),
     )
@@ -99,6 +100,7 @@ fn documentation() -> Result<()> {
     process::run(
         process::cargo()
             .args(["doc", "--workspace", "--no-deps"])
+            .args(process::PROGRAMS)
             .env("RUSTDOCFLAGS", "-D warnings"),
     )
 }

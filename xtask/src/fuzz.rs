@@ -9,7 +9,10 @@ const SECONDS: &str = "60";
 pub fn run(args: &[String]) -> Result<()> {
     let mut command = process::cargo();
     // As the tests are built, so that dependencies are not compiled once more.
-    command.args(["test", "--release", "--workspace", "--test", "fuzz", "--"]);
+    command.args(["test", "--release", "--workspace"]);
+    command
+        .args(process::PROGRAMS)
+        .args(["--test", "fuzz", "--"]);
     if !says_how_long(args) {
         command.args(["--seconds", SECONDS]);
     }

@@ -9,6 +9,9 @@ use std::{
 /// A result whose error is the message to print: what was tried and what to do about it.
 pub type Result<T> = std::result::Result<T, String>;
 
+/// With what every program of the workspace is built, and one dependency graph serves all steps.
+pub const PROGRAMS: [&str; 2] = ["--features", "training"];
+
 pub fn workspace_root() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package)

@@ -30,7 +30,7 @@
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
 //! | NaN or infinity in keys or values that some queries see | may reach others of their head and those that share its keys; never one that sees no key |
 //! | a bias of −∞; of a precision's lowest number | hides its key; is a score like others |
-//! | a query all of whose scores are beyond ±2²⁴ | the output is right; the logsumexp is one f32, and the kernels' gradients have its rounding |
+//! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart (on Hopper where there is a bias: without one scores beyond ±2¹⁵ round the probabilities more than a half's rounding does) |
 //! | a sink of −∞ | none |
 //! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where Hopper's copy engine cannot ([`explain`] says which); same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
@@ -99,7 +99,8 @@ pub fn try_fused_attention(
     value: Tensor<4>,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    attention_with_lse(query, key, value, options).map(|(output, _)| output)
+    let (result, _) = attend(query, key, value, options)?;
+    Ok(Tensor::from_dispatch(result.output))
 }
 
 /// [`fused_attention`] and the logsumexp of every query's scores, `[batch, q_heads, q_len]` in f32,
@@ -127,13 +128,31 @@ pub fn attention_with_lse(
     value: Tensor<4>,
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let (result, problem) = attend(query, key, value, options)?;
+    let parts = Tensor::<3>::from_dispatch(result.logsumexp);
+    let [batch, q_heads, q_len] = problem.logsumexp_shape();
+    let lse = if problem.logsumexp_shape().contains(&0) {
+        parts.reshape([batch, q_heads, q_len])
+    } else {
+        let references = parts.clone().slice(0..batch);
+        references + parts.slice(batch..2 * batch)
+    };
+    Ok((Tensor::from_dispatch(result.output), lse))
+}
+
+/// The operator's results, with the logsumexp in parts, and what it was asked.
+fn attend(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    options: AttentionOptions,
+) -> Result<(AttentionOutput<Dispatch>, AttentionProblem), AttentionError> {
     let problem = AttentionProblem::new(&query, &key, &value, &options)?;
     backend::check_backend(&query.device())?;
-    let result: AttentionOutput<Dispatch> =
-        Dispatch::attention_forward(inputs(query, key, value, options), problem);
+    let inputs = inputs(query, key, value, options);
     Ok((
-        Tensor::from_dispatch(result.output),
-        Tensor::from_dispatch(result.logsumexp),
+        Dispatch::attention_forward(inputs, problem.clone()),
+        problem,
     ))
 }
 

@@ -296,6 +296,12 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
+    /// The shape in which the operator of a backend gives the logsumexps: of all sequences the references, which are scores, and
+    /// then the logarithms of the sums by these.
+    pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
+        [2 * self.batch, self.q_heads, self.q_len]
+    }
+
     /// The furthest key to the right of its own position that a query sees, if there is a limit: the
     /// causal mask is a window that ends at 0.
     pub fn right(&self) -> Option<usize> {

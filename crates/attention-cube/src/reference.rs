@@ -65,6 +65,36 @@ pub(crate) fn forward<B: Backend>(
     }
 }
 
+/// The forward, with the logsumexp in the parts that the operator of a backend gives: all of it is the first.
+pub(crate) fn forward_in_parts<B: Backend>(
+    inputs: AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> AttentionOutput<B> {
+    let AttentionOutput { output, logsumexp } = forward(inputs, problem);
+    let logarithms = B::float_zeros(
+        logsumexp.shape(),
+        &logsumexp.device(),
+        float_dtype(logsumexp.dtype()),
+    );
+    let logsumexp = match problem.logsumexp_shape().contains(&0) {
+        true => B::float_reshape(logsumexp, Shape::new(problem.logsumexp_parts_shape())),
+        false => B::float_cat(vec![logsumexp, logarithms], 0),
+    };
+    AttentionOutput { output, logsumexp }
+}
+
+/// What is of the references in a tensor like the logsumexp's parts, and what of the logarithms.
+pub(crate) fn parts<B: Backend>(
+    logsumexp: FloatTensor<B>,
+    problem: &AttentionProblem,
+) -> [FloatTensor<B>; 2] {
+    let [batch, q_heads, q_len] = problem.logsumexp_shape();
+    [0..batch, batch..2 * batch].map(|sequences| {
+        let ranges = [sequences.into(), (0..q_heads).into(), (0..q_len).into()];
+        B::float_slice(logsumexp.clone(), &ranges)
+    })
+}
+
 /// The gradients, from the probabilities that the logsumexp gives back:
 /// `ds = p ∘ (do·vᵀ − Δ)` with `Δ = rowsum(do ∘ o) − dlse` (Dao et al., FlashAttention, 2022, §B.2).
 pub(crate) fn backward<B: Backend>(
@@ -89,7 +119,8 @@ pub(crate) fn backward<B: Backend>(
         None => rows,
     };
     // Of such a query the logsumexp is the sink, if there is one, and else −∞, a constant.
-    let logsumexp = B::float_reshape(saved.logsumexp, rows.clone());
+    let [references, logarithms] = parts::<B>(saved.logsumexp, problem);
+    let logsumexp = B::float_reshape(B::float_add(references, logarithms), rows.clone());
     let bools = bool_dtype::<B>(&logsumexp);
     let constant = B::float_equal_elem(logsumexp.clone(), f64::NEG_INFINITY.into(), bools);
     let defined = |rows| fill_rows::<B>(rows, &constant);
@@ -98,6 +129,7 @@ pub(crate) fn backward<B: Backend>(
     let output = seeing(cast::<B>(saved.output, compute));
     let mut delta = B::float_sum_dim(B::float_mul(output_gradient.clone(), output), 3);
     if let Some(gradient) = saved.logsumexp_gradient.into_option() {
+        let [gradient, _] = parts::<B>(gradient, problem);
         let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
         delta = B::float_sub(delta, defined(gradient));
     }
@@ -219,6 +251,7 @@ pub(crate) fn backward_of_nothing<B: Backend>(
             .map(|sinks| match saved.logsumexp_gradient.into_option() {
                 Some(gradient) if problem.batch * problem.q_len > 0 => {
                     let per_head = Shape::new([1, problem.q_heads, 1]);
+                    let [gradient, _] = parts::<B>(gradient, problem);
                     let gradient = sum_to::<B>(gradient, &per_head);
                     cast::<B>(B::float_reshape(gradient, sinks.shape()), sinks.dtype())
                 }

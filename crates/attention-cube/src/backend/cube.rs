@@ -70,7 +70,7 @@ impl AttentionBackend for CubeBackend {
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
         if problem.is_empty() {
-            return reference::forward_of_nothing::<Self>(&inputs, &problem);
+            return reference::forward_in_parts::<Self>(inputs, &problem);
         }
         let inputs = rows_of(inputs);
         let layouts = Layouts {
@@ -92,7 +92,7 @@ impl AttentionBackend for CubeBackend {
             Kernel::Unit(UnitPlan::Forward(plan)) => {
                 unit::launch::forward::launch(inputs, &problem, plan)
             }
-            _ => reference::forward::<Self>(inputs, &problem),
+            _ => reference::forward_in_parts::<Self>(inputs, &problem),
         }
     }
 

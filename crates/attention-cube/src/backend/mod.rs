@@ -111,6 +111,8 @@ impl<B: Backend> Clone for AttentionInputs<B> {
 #[extension_type(fusion)]
 pub struct AttentionOutput<B: Backend> {
     pub output: FloatTensor<B>,
+    /// `[2 · batch, q_heads, q_len]`: a reference and, in the second half, the logarithm of the sum by it; together they are the
+    /// logsumexp. Where scores are large, one f32 would not keep what the gradients need of both.
     pub logsumexp: FloatTensor<B>,
 }
 
@@ -121,6 +123,7 @@ pub struct AttentionSaved<B: Backend> {
     pub output: FloatTensor<B>,
     pub logsumexp: FloatTensor<B>,
     pub output_gradient: FloatTensor<B>,
+    /// Like the logsumexp; what counts is that of the first half.
     #[extension_type]
     pub logsumexp_gradient: MaybeFloat<B>,
 }
@@ -190,7 +193,7 @@ mod metadata {
         AttentionOutputMetadata {
             output: TensorSpec::new(Shape::new(problem.output_shape()), inputs.query.dtype),
             logsumexp: TensorSpec::new(
-                Shape::new(problem.logsumexp_shape()),
+                Shape::new(problem.logsumexp_parts_shape()),
                 logsumexp_dtype(problem),
             ),
         }
@@ -236,7 +239,7 @@ pub trait AttentionBackend: Backend {
         #[extension_type] inputs: AttentionInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        reference::forward::<Self>(inputs, &problem)
+        reference::forward_in_parts::<Self>(inputs, &problem)
     }
 
     /// The gradients of a validated problem.

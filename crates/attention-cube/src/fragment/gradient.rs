@@ -16,16 +16,34 @@ use cube_kit::hopper::Half;
 use cube_kit::hopper::accumulator::{Pair, is_second, pair};
 use cube_kit::hopper::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
 
 /// The queries' terms: of the thread's rows, or, where the columns are queries, the places of these in shared
 /// memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Terms {
-    pub logsumexps: Pair,
+    /// Or the logsumexps themselves, where these are one number.
+    pub references: Pair,
     pub deltas: Pair,
-    pub logsumexps_at: u32,
+    /// Of the sums by the references, in powers of two.
+    pub logarithms: Pair,
+    pub references_at: u32,
     pub deltas_at: u32,
+    pub logarithms_at: u32,
+}
+
+/// The terms of blocks' queries, of `columns` of which a stage has all at `at`; or of the rows, which these `rows` are.
+#[cube]
+pub(crate) fn terms_of_block(rows: &Terms, at: u32, #[comptime] columns: usize) -> Terms {
+    Terms {
+        references: rows.references,
+        deltas: rows.deltas,
+        logarithms: rows.logarithms,
+        references_at: at,
+        deltas_at: at + comptime!(4 * columns as u32),
+        logarithms_at: at + comptime!(8 * columns as u32),
+    }
 }
 
 /// The terms of the thread's rows, `row` and the 8th after it, where these are queries.
@@ -36,27 +54,39 @@ pub(crate) fn terms_of_rows(
     head: u32,
     row: i32,
     extent: &Extent,
-    #[comptime] side: Side,
+    #[comptime] kind: FragmentKind,
 ) -> Terms {
-    if comptime!(side == Side::Queries) {
+    let zero = f32::new(0.0);
+    let mut logarithms = pair(zero, zero);
+    if comptime!(kind.side == Side::Queries) {
         let start = batch as usize * terms.stride(0) + head as usize * terms.stride(1);
         let last = extent.q_len - 1i32;
         let first = start + min(row, last) as usize;
         let second = start + min(row + 8i32, last) as usize;
         let to_deltas = terms.stride(2);
+        if comptime!(kind.has_logarithms()) {
+            let to_logarithms = 2 * to_deltas;
+            logarithms = pair(
+                terms[first + to_logarithms] * LOG2_E,
+                terms[second + to_logarithms] * LOG2_E,
+            );
+        }
         Terms {
-            logsumexps: pair(terms[first], terms[second]),
+            references: pair(terms[first], terms[second]),
             deltas: pair(terms[first + to_deltas], terms[second + to_deltas]),
-            logsumexps_at: 0u32.runtime(),
+            logarithms,
+            references_at: 0u32.runtime(),
             deltas_at: 0u32.runtime(),
+            logarithms_at: 0u32.runtime(),
         }
     } else {
-        let zero = f32::new(0.0);
         Terms {
-            logsumexps: pair(zero, zero),
+            references: pair(zero, zero),
             deltas: pair(zero, zero),
-            logsumexps_at: 0u32.runtime(),
+            logarithms,
+            references_at: 0u32.runtime(),
             deltas_at: 0u32.runtime(),
+            logarithms_at: 0u32.runtime(),
         }
     }
 }
@@ -81,6 +111,20 @@ fn terms_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side:
             first: rows.first,
             second: rows.first,
         }
+    }
+}
+
+/// The `pair`-th two registers' logarithms, in powers of two.
+#[cube]
+fn logarithms_of(terms: &Terms, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
+    let own = terms_of(terms.logarithms, terms.logarithms_at, pair, side);
+    if comptime!(side == Side::Keys) {
+        Pair {
+            first: own.first * LOG2_E,
+            second: own.second * LOG2_E,
+        }
+    } else {
+        own
     }
 }
 
@@ -115,20 +159,33 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     let mut p = Vector::<u32, NP>::zeroed();
     if whole {
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
-        let mut logsumexp_0 = f32::new(0.0);
-        let mut logsumexp_1 = f32::new(0.0);
+        let mut reference = pair(f32::new(0.0), f32::new(0.0));
+        let mut logarithm = pair(f32::new(0.0), f32::new(0.0));
         #[unroll]
         for pair in 0..columns / 4 {
             let at = own_column(first_column, pair) as u32;
             let scored = scored::<F, NB, NS>(s, bias, &known, at, arguments, pair, kind);
             // Two rows have the same columns.
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let logsumexp = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
-                logsumexp_0 = logsumexp.first;
-                logsumexp_1 = logsumexp.second;
+                reference = terms_of(terms.references, terms.references_at, pair, kind.side);
+                if comptime!(kind.has_logarithms()) {
+                    logarithm = logarithms_of(terms, pair, kind.side);
+                }
             }
-            let first = probability(scored.values.first, logsumexp_0, arguments, kind);
-            let second = probability(scored.values.second, logsumexp_1, arguments, kind);
+            let first = probability(
+                scored.values.first,
+                reference.first,
+                logarithm.first,
+                arguments,
+                kind,
+            );
+            let second = probability(
+                scored.values.second,
+                reference.second,
+                logarithm.second,
+                arguments,
+                kind,
+            );
             if comptime!(gives_p) {
                 p.insert(pair, pack(first, second, half));
             }
@@ -139,8 +196,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
         let known = known::<F, NB>(rows, bias, sight, extent, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
-        let mut logsumexp_0 = f32::new(0.0);
-        let mut logsumexp_1 = f32::new(0.0);
+        let mut reference = pair(f32::new(0.0), f32::new(0.0));
+        let mut logarithm = pair(f32::new(0.0), f32::new(0.0));
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
@@ -166,12 +223,25 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 kind,
             );
             if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                let logsumexp = terms_of(terms.logsumexps, terms.logsumexps_at, pair, kind.side);
-                logsumexp_0 = logsumexp.first;
-                logsumexp_1 = logsumexp.second;
+                reference = terms_of(terms.references, terms.references_at, pair, kind.side);
+                if comptime!(kind.has_logarithms()) {
+                    logarithm = logarithms_of(terms, pair, kind.side);
+                }
             }
-            let first = probability(values.first, logsumexp_0, arguments, kind);
-            let second = probability(values.second, logsumexp_1, arguments, kind);
+            let first = probability(
+                values.first,
+                reference.first,
+                logarithm.first,
+                arguments,
+                kind,
+            );
+            let second = probability(
+                values.second,
+                reference.second,
+                logarithm.second,
+                arguments,
+                kind,
+            );
             if comptime!(gives_p) {
                 p.insert(pair, pack(first, second, half));
             }
@@ -194,16 +264,21 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
 #[cube]
 fn probability(
     value: f32,
-    logsumexp: f32,
+    reference: f32,
+    logarithm: f32,
     arguments: &ScoreArguments,
     #[comptime] kind: FragmentKind,
 ) -> f32 {
     let difference = if comptime!(kind.raw) {
-        fma(value, arguments.scale, -logsumexp)
+        fma(value, arguments.scale, -reference)
     } else {
-        value - logsumexp
+        value - reference
     };
-    exp2(difference * comptime!(std::f32::consts::LOG2_E))
+    if comptime!(kind.has_logarithms()) {
+        exp2(fma(difference, LOG2_E, -logarithm))
+    } else {
+        exp2(difference * LOG2_E)
+    }
 }
 
 /// The probability times the slope, 0 where the probability is.

@@ -64,6 +64,11 @@ impl FragmentKind {
         matches!(self.bias_reads, BiasReads::OnceAHead)
     }
 
+    /// Whether the backward has logsumexps in two numbers: by biases scores may be so large that one does not keep how many there were.
+    pub(crate) const fn has_logarithms(&self) -> bool {
+        self.score.bias
+    }
+
     /// Whether scores have biases of their own, each of which may hide its key.
     pub(crate) const fn has_own_biases(&self) -> bool {
         self.score.bias && !self.has_bias_of_head()

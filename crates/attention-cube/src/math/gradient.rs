@@ -3,6 +3,16 @@
 use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
+/// What the backward knows of a query beforehand, in `[batch, q_heads, 3, padded q_len]`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct RowTerms {
+    pub reference: f32,
+    pub delta: f32,
+    /// Of the sum by the reference.
+    pub logarithm: f32,
+}
+
 /// The derivatives at one score.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -20,8 +30,7 @@ pub(crate) struct ScoreGradient {
 pub(crate) fn score_gradient<F: Float>(
     dot: f32,
     dp: f32,
-    logsumexp: f32,
-    delta: f32,
+    terms: RowTerms,
     visible: bool,
     bias: &ComptimeOption<&Tensor<F>>,
     place: &Place,
@@ -34,9 +43,9 @@ pub(crate) fn score_gradient<F: Float>(
     if visible {
         let capped = capped(dot, arguments, kind);
         let score = biased(capped, bias, place, arguments.negative_infinity);
-        p = probability(score, logsumexp);
+        p = probability(score, terms.reference, terms.logarithm);
         if p != 0.0f32 {
-            ds = p * (dp - delta);
+            ds = p * (dp - terms.delta);
             ddot = ds * slope(capped, arguments, kind);
         }
     }

@@ -182,8 +182,15 @@ pub(crate) fn is_visible<M: Numeric>(
     visible
 }
 
-/// The softmax's numerator; 0 for what is hidden, and for a bias of −∞. A NaN stays one.
+/// The softmax's numerator by `reference`; 0 for what is hidden, and for a bias of −∞. A NaN stays one.
 #[cube]
-pub(crate) fn probability(score: f32, reference: f32) -> f32 {
+pub(crate) fn numerator(score: f32, reference: f32) -> f32 {
     select(is_hidden(score), 0.0f32, (score - reference).exp())
+}
+
+/// The same divided by a sum of this `logarithm`.
+#[cube]
+pub(crate) fn probability(score: f32, reference: f32, logarithm: f32) -> f32 {
+    let difference = (score - reference) - logarithm;
+    select(is_hidden(score), 0.0f32, difference.exp())
 }

@@ -51,16 +51,17 @@ pub(crate) struct BackwardPass<'a> {
 }
 
 impl<'a> BackwardPass<'a> {
-    /// With the terms of the queries, read by vectors of `vector`.
+    /// With the terms of the queries, read by vectors of `vector`; their references and logarithms `apart` or together.
     pub(crate) fn new(
         inputs: AttentionInputs<CubeBackend>,
         saved: AttentionSaved<CubeBackend>,
         extras: Extras,
         problem: &'a AttentionProblem,
         vector: usize,
+        apart: bool,
     ) -> Self {
         Self {
-            rows: rows_of_queries(&saved, inputs.sinks.as_option(), problem, vector),
+            rows: rows_of_queries(&saved, inputs.sinks.as_option(), problem, vector, apart),
             inputs,
             output_gradient: saved.output_gradient,
             logsumexp: saved.logsumexp,
@@ -126,7 +127,10 @@ impl<'a> BackwardPass<'a> {
         let problem = self.problem;
         let [batch, q_heads, q_len] = problem.logsumexp_shape();
         let rows = Shape::new([batch, q_heads, q_len, 1]);
-        let logsumexp = CubeBackend::float_reshape(self.logsumexp.clone(), rows);
+        let [references, logarithms] =
+            reference::parts::<CubeBackend>(self.logsumexp.clone(), problem);
+        let logsumexp = CubeBackend::float_add(references, logarithms);
+        let logsumexp = CubeBackend::float_reshape(logsumexp, rows);
         let deltas = CubeBackend::float_slice(
             self.rows.clone(),
             &[

@@ -276,15 +276,9 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
             let at = part as usize * logsumexp.stride(0)
                 + head as usize * logsumexp.stride(1)
                 + query_index as usize;
-            let base = select(empty, score.negative_infinity, reference);
-            let logarithm = select(empty, 0.0f32, sum.ln());
-            if comptime!(kind.split) {
-                let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
-                logsumexp[at] = base;
-                logsumexp[at + to_logarithms] = logarithm;
-            } else {
-                logsumexp[at] = base + logarithm;
-            }
+            let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
+            logsumexp[at] = select(empty, score.negative_infinity, reference);
+            logsumexp[at + to_logarithms] = select(empty, 0.0f32, sum.ln());
         }
     }
     sync_cube();

@@ -6,7 +6,7 @@
 
 use super::product::tile_row;
 use crate::engine::unit::plan::UnitTiles;
-use crate::math::score::{LOWEST, probability};
+use crate::math::score::{LOWEST, numerator};
 use cubecl::prelude::*;
 
 /// What units share about the rows.
@@ -82,7 +82,7 @@ pub(crate) fn advance(
         let mut sum = sums[k] * statistics.factor[row];
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {
-            let p = probability(s[comptime!(k * tiles.columns_per_unit() + c)], reference);
+            let p = numerator(s[comptime!(k * tiles.columns_per_unit() + c)], reference);
             s[comptime!(k * tiles.columns_per_unit() + c)] = p;
             sum += p;
         }

@@ -83,7 +83,6 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             rows.head_0,
             rows.position_0,
             exists_0,
-            kind.split,
         );
         write_logsumexp(
             logsumexp,
@@ -92,7 +91,6 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             rows.head_1,
             rows.position_1,
             exists_1,
-            kind.split,
         );
     }
     let factors = Pair {
@@ -218,7 +216,7 @@ pub(crate) fn without_blind<NO: Size>(
     o
 }
 
-/// Writes a row's logsumexp: of a part, the reference and, in the tensor's second half, the logarithm.
+/// Writes a row's logsumexp: the reference and, in the tensor's second half, the logarithm.
 #[cube]
 fn write_logsumexp(
     logsumexp: &mut Tensor<f32>,
@@ -227,20 +225,15 @@ fn write_logsumexp(
     head: u32,
     query: i32,
     exists: bool,
-    #[comptime] split: bool,
 ) {
     let column = UNIT_POS % 4u32;
     if exists && column == 0u32 {
         let at = part as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
             + query as usize;
-        if comptime!(split) {
-            let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
-            logsumexp[at] = row.reference;
-            logsumexp[at + to_logarithms] = row.logarithm;
-        } else {
-            logsumexp[at] = row.reference + row.logarithm;
-        }
+        let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
+        logsumexp[at] = row.reference;
+        logsumexp[at + to_logarithms] = row.logarithm;
     }
 }
 

@@ -180,7 +180,7 @@ impl Wanted {
     }
 
     fn backward(&self, folder: &Path, name: &str) {
-        let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16);
+        let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16, self.score.bias);
         for (tiles, sums) in kernels.into_iter().zip(["query", "key", "value"]) {
             let Some(tiles) = tiles else { continue };
             let kind = self.kind(tiles.side(), false);

@@ -6,7 +6,7 @@
 //! Budget: no shared memory, a few registers; bound by memory, of which there is little: three numbers a query. A unit sums part
 //! of what one number of the bias is broadcast along.
 
-use crate::math::score::is_hidden;
+use crate::math::score::{is_hidden, probability};
 use crate::passes::delta::kernel::row_terms_of;
 use cubecl::prelude::*;
 
@@ -62,19 +62,21 @@ pub(crate) fn constant_bias_gradient<S: Float>(
             }
             ComptimeOption::None => {}
         }
-        let logsumexp = logsumexp[batch as usize * logsumexp.stride(0)
+        let at = batch as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
-            + query as usize * logsumexp.stride(2)];
+            + query as usize * logsumexp.stride(2);
+        let reference = logsumexp[at];
+        let logarithm = logsumexp[at + logsumexp.shape(0) / 2 * logsumexp.stride(0)];
         #[comptime]
         match &sinks {
             ComptimeOption::Some(sinks) => {
                 let terms = row_terms_of(rows, batch, head, query as i32, q_len as i32);
                 let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                value += terms.delta * (sink - logsumexp).exp();
+                value += terms.delta * probability(sink, reference, logarithm);
             }
             ComptimeOption::None => {}
         }
-        sum += select(is_hidden(logsumexp), 0.0f32, value);
+        sum += select(is_hidden(reference), 0.0f32, value);
         repeat += spread.parts;
     }
     gradient[index as usize] = sum;

@@ -169,8 +169,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                     let gradient = score_gradient(
                         s[comptime!(k * tiles.columns_per_unit() + c)],
                         dp[comptime!(k * tiles.columns_per_unit() + c)],
-                        terms.logsumexp,
-                        terms.delta,
+                        terms,
                         visible,
                         &bias,
                         &place,

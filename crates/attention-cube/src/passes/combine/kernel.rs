@@ -1,6 +1,6 @@
 //! Joins the parts of an attention whose keys were split: `o = Σ exp(lseₛ − lse) oₛ` with
-//! `lse = log Σ exp(lseₛ)`, and the sink as one more part without a value. A part's logsumexp comes as its reference and the
-//! logarithm of the sum by that: where scores are huge, one f32 would not keep both.
+//! `lse = log Σ exp(lseₛ)`, and the sink as one more part without a value. A logsumexp comes and goes as its
+//! reference and the logarithm of the sum by that: where scores are huge, one f32 would not keep both.
 //!
 //! Budget: no shared memory, 4 accumulators. Bound by memory: it reads `splits` partial outputs once. One
 //! unit has 4 columns of one row, and computes the row's weights for itself.
@@ -61,6 +61,7 @@ pub(crate) fn merge<O: Float, F: Float, N: Size>(
     let factor = select(empty, 0.0f32, 1.0f32 / sum);
     output[index] = rounded_vector::<O, N>(total * Vector::<f32, N>::cast_from(factor));
     if column == 0 {
-        logsumexp[row] = select(empty, negative_infinity, largest + sum.ln());
+        logsumexp[row] = select(empty, negative_infinity, largest);
+        logsumexp[row + rows as usize] = select(empty, 0.0f32, sum.ln());
     }
 }

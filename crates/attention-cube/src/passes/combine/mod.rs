@@ -21,7 +21,7 @@ pub(crate) fn join(
     vector: usize,
 ) -> AttentionOutput<CubeBackend> {
     let output = empty(&partial_output, problem.output_shape(), problem.dtype);
-    let logsumexp = empty(&partial_output, problem.logsumexp_shape(), DType::F32);
+    let logsumexp = empty(&partial_output, problem.logsumexp_parts_shape(), DType::F32);
     let client = output.client.clone();
     let rows = problem.batch * problem.q_heads * problem.q_len;
     let row_vectors = problem.value_dim / vector;

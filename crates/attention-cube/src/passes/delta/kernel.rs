@@ -1,10 +1,12 @@
-//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: all of a head's logsumexps,
-//! and then all of its Δ, each padded with zeros to a multiple of [`MULTIPLE`].
+//! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: of a head all references, then all Δ, and
+//! then all logarithms of the sums by the references, each padded with zeros to a multiple of [`MULTIPLE`]. Together a reference
+//! and a logarithm are the logsumexp; kernels that read one number of it have it as the reference.
 //!
 //! Budget: 2 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
 
 use crate::engine::unit::product::load_vec4;
+use crate::math::gradient::RowTerms;
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::score::is_hidden;
 use cubecl::prelude::*;
@@ -19,6 +21,9 @@ pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
 pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32
 }
+
+/// Numbers of a query.
+pub(crate) const TERMS: usize = 3;
 
 /// Hopper's copy engine reads rows that start at multiples of 16 bytes.
 pub(crate) const MULTIPLE: usize = 4;
@@ -37,6 +42,7 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     row_count: u32,
     value_dim: u32,
     infinity: f32,
+    #[comptime] apart: bool,
     #[define(E)] _element: ElemType,
     #[define(F)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
@@ -77,9 +83,11 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     partly_seen[UNIT_POS as usize] = seen;
     sync_cube();
     if lane == 0u32 && row < row_count {
-        let at = (2u32 * plane) as usize * padded as usize + query as usize;
-        target[at] = 0.0f32;
-        target[at + padded as usize] = 0.0f32;
+        let at = (TERMS as u32 * plane) as usize * padded as usize + query as usize;
+        #[unroll]
+        for term in 0..TERMS {
+            target[at + term * padded as usize] = 0.0f32;
+        }
     }
     if lane == 0u32 && exists {
         let mut delta = 0.0f32;
@@ -88,9 +96,11 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
             delta += partial[UNIT_POS as usize + other];
             seen += partly_seen[UNIT_POS as usize + other];
         }
-        let logsumexp = logsumexp[batch as usize * logsumexp.stride(0)
+        let at = batch as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
-            + query as usize * logsumexp.stride(2)];
+            + query as usize * logsumexp.stride(2);
+        let reference = logsumexp[at];
+        let logarithm = logsumexp[at + logsumexp.shape(0) / 2 * logsumexp.stride(0)];
         #[comptime]
         match &logsumexp_gradient {
             ComptimeOption::Some(gradient) => {
@@ -100,29 +110,26 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
             }
             ComptimeOption::None => {}
         }
-        let constant = is_hidden(logsumexp);
+        let constant = is_hidden(reference);
         let mut blind = constant;
         #[comptime]
         match &sinks {
             ComptimeOption::Some(sinks) => {
                 // Beside the sink alone the logsumexp is the sink, and the output 0.
                 let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                blind = constant || (logsumexp == sink && seen == 0.0f32);
+                blind = constant || (reference + logarithm == sink && seen == 0.0f32);
             }
             ComptimeOption::None => {}
         }
-        let at = (2u32 * plane) as usize * padded as usize + query as usize;
-        target[at] = select(blind, infinity, logsumexp);
+        let at = (TERMS as u32 * plane) as usize * padded as usize + query as usize;
         target[at + padded as usize] = select(constant, 0.0f32, delta);
+        if comptime!(apart) {
+            target[at] = select(blind, infinity, reference);
+            target[at + 2 * padded as usize] = logarithm;
+        } else {
+            target[at] = select(blind, infinity, reference + logarithm);
+        }
     }
-}
-
-/// What `row_terms` leaves of a query, in `[batch, q_heads, 2, padded q_len]`.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct RowTerms {
-    pub logsumexp: f32,
-    pub delta: f32,
 }
 
 /// A query's terms; zeros where there is no such query.
@@ -134,12 +141,18 @@ pub(crate) fn row_terms_of(
     query: i32,
     q_len: i32,
 ) -> RowTerms {
-    let mut logsumexp = 0.0f32;
+    let mut reference = 0.0f32;
     let mut delta = 0.0f32;
+    let mut logarithm = 0.0f32;
     if query < q_len {
         let at = batch as usize * rows.stride(0) + head as usize * rows.stride(1) + query as usize;
-        logsumexp = rows[at];
+        reference = rows[at];
         delta = rows[at + rows.stride(2)];
+        logarithm = rows[at + 2 * rows.stride(2)];
     }
-    RowTerms { logsumexp, delta }
+    RowTerms {
+        reference,
+        delta,
+        logarithm,
+    }
 }

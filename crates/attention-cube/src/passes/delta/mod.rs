@@ -2,7 +2,7 @@
 
 pub(crate) mod kernel;
 
-use self::kernel::{MULTIPLE, ROWS, UNITS, row_terms};
+use self::kernel::{MULTIPLE, ROWS, TERMS, UNITS, row_terms};
 use crate::AttentionProblem;
 use crate::backend::AttentionSaved;
 use crate::passes::backward::BackwardPass;
@@ -12,12 +12,13 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
-/// The logsumexp and Δ of every query, `[batch, q_heads, 2, padded q_len]`.
+/// The terms of every query, `[batch, q_heads, 3, padded q_len]`, with reference and logarithm apart or not.
 pub(crate) fn rows_of_queries(
     saved: &AttentionSaved<CubeBackend>,
     sinks: Option<&CubeTensor>,
     problem: &AttentionProblem,
     vector: usize,
+    apart: bool,
 ) -> CubeTensor {
     let AttentionProblem {
         batch,
@@ -26,7 +27,7 @@ pub(crate) fn rows_of_queries(
         ..
     } = *problem;
     let padded = q_len.next_multiple_of(MULTIPLE);
-    let target = empty(&saved.output, [batch, q_heads, 2, padded], DType::F32);
+    let target = empty(&saved.output, [batch, q_heads, TERMS, padded], DType::F32);
     let client = target.client.clone();
     let row_count = batch * q_heads * padded;
     let logsumexp_gradient = saved.logsumexp_gradient.as_option();
@@ -49,6 +50,7 @@ pub(crate) fn rows_of_queries(
             row_count as u32,
             problem.value_dim as u32,
             f32::INFINITY,
+            apart,
             dtype_to_storage_type(problem.dtype),
             dtype_to_storage_type(sinks.map_or(DType::F32, |sinks| sinks.dtype)),
             vector,

@@ -260,8 +260,7 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
             let gradient = score_gradient(
                 s[comptime!(k * tiles.columns_per_unit() + c)],
                 dp[comptime!(k * tiles.columns_per_unit() + c)],
-                terms.logsumexp,
-                terms.delta,
+                terms,
                 visible,
                 bias,
                 &place,

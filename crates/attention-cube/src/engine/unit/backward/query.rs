@@ -8,6 +8,7 @@ use crate::engine::unit::product::{
     Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
     zero_output,
 };
+use crate::math::gradient::RowTerms;
 use crate::math::gradient::score_gradient;
 use crate::math::layout::head_rows;
 use crate::math::schedule::{Grid, block_count, share};
@@ -76,7 +77,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
             let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
-            factors[row] = select(is_blind(terms.logsumexp), 0.0f32, 1.0f32);
+            factors[row] = select(is_blind(terms.reference), 0.0f32, 1.0f32);
         }
     }
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -84,13 +85,15 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut dq = zero_output(tiles);
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    let mut logsumexp = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let mut reference = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let mut logarithm = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
     let mut delta = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = first_row + tile_row(unit_row, k, tiles) as i32;
         let terms = row_terms_of(rows, batch, head, row, extent.q_len);
-        logsumexp[k] = terms.logsumexp;
+        reference[k] = terms.reference;
+        logarithm[k] = terms.logarithm;
         delta[k] = terms.delta;
     }
 
@@ -164,8 +167,11 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     let gradient = score_gradient(
                         s[comptime!(k * tiles.columns_per_unit() + c)],
                         dp[comptime!(k * tiles.columns_per_unit() + c)],
-                        logsumexp[k],
-                        delta[k],
+                        RowTerms {
+                            reference: reference[k],
+                            delta: delta[k],
+                            logarithm: logarithm[k],
+                        },
                         visible,
                         &bias,
                         &place,

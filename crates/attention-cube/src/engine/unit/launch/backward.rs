@@ -39,7 +39,7 @@ pub(crate) fn launch(
     });
     let blocks: Vec<_> = of_kernels.chain(blocks_of_bias(&plan, request)).collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
-    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector);
+    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector, true);
 
     let mut gradients = Gradients::default();
     for (kernel, places) in kernels.iter().zip(&places) {

@@ -54,9 +54,8 @@ pub(crate) fn launch(
         [parts, q_heads, q_len, value_dim],
         output_dtype,
     );
-    // Of parts, first all references, then all logarithms of the sums by these.
-    let numbers = if split { 2 * parts } else { parts };
-    let logsumexp = empty(&inputs.query, [numbers, q_heads, q_len], DType::F32);
+    // First all references, then all logarithms of the sums by these.
+    let logsumexp = empty(&inputs.query, [2 * parts, q_heads, q_len], DType::F32);
 
     let (rows, heads) = if packed {
         (q_len * problem.group(), kv_heads)

@@ -27,7 +27,7 @@ use crate::engine::wgmma::zero_fill::{
     clear_unseen, has_unseen, tell_used, used_columns, used_words,
 };
 use crate::fragment::columns_end;
-use crate::fragment::gradient::{Terms, dot_gradients, terms_of_rows, weights};
+use crate::fragment::gradient::{dot_gradients, terms_of_block, terms_of_rows, weights};
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::{Extent, Sight, sight};
@@ -179,7 +179,7 @@ pub(crate) fn gradient_by_columns<
             };
             write_gradient::<E, N, NG>(
                 sums,
-                row_factors(terms, &tile, row, &extent, factor, kind.fragment.side),
+                row_factors(terms, &tile, row, &extent, factor, kind.fragment),
                 places.held_dots
                     + warpgroup
                         * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -238,7 +238,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         tile.head,
         tile.first_row + row,
         extent,
-        side,
+        kind.fragment,
     );
 
     let mut sums = Vector::<f32, NG>::zeroed();
@@ -301,12 +301,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         let own_terms = places.terms
             + count % 2u32 * comptime!(tiles.term_bytes() as u32)
             + warpgroup * comptime!(4 * HALF_COLUMNS as u32);
-        let block_terms = Terms {
-            logsumexps: row_terms.logsumexps,
-            deltas: row_terms.deltas,
-            logsumexps_at: own_terms,
-            deltas_at: own_terms + comptime!(4 * GradientColumnTiles::COLUMNS as u32),
-        };
+        let block_terms = terms_of_block(&row_terms, own_terms, GradientColumnTiles::COLUMNS);
         let made = weights::<F, NB, NS, NP>(
             s,
             &block_terms,

@@ -29,7 +29,7 @@ use super::stationary::{
 use crate::engine::wgmma::plan::GradientRowTiles;
 use crate::engine::wgmma::tile::{HopperKind, View, view};
 use crate::fragment::RowPair;
-use crate::fragment::gradient::{Terms, dot_gradients, terms_of_rows, weights};
+use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
@@ -181,14 +181,7 @@ pub(crate) fn gradient_by_rows<
             if comptime!(tiles.sums.has_dots()) {
                 write_gradient::<E, N, ND>(
                     sums.dots,
-                    row_factors(
-                        terms,
-                        &tile,
-                        row,
-                        &extent,
-                        arguments.scale,
-                        kind.fragment.side,
-                    ),
+                    row_factors(terms, &tile, row, &extent, arguments.scale, kind.fragment),
                     places.held_dots + staging,
                     tensor_map_address(dot_gradient_boxes),
                     dot_gradient,
@@ -256,7 +249,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         tile.head,
         tile.first_row + row,
         extent,
-        kind.fragment.side,
+        kind.fragment,
     );
     let mut dots = Vector::<f32, ND>::zeroed();
     let mut values = Vector::<f32, NV>::zeroed();
@@ -474,12 +467,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     );
     let dot_stage = stage_turn(count, tiles.dot_stages).stage;
     let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
-    let terms = Terms {
-        logsumexps: row_terms.logsumexps,
-        deltas: row_terms.deltas,
-        logsumexps_at: at,
-        deltas_at: at + comptime!(4 * tiles.columns as u32),
-    };
+    let terms = terms_of_block(row_terms, at, tiles.columns);
     let weights = weights::<F, NB, NS, NP>(
         s,
         &terms,

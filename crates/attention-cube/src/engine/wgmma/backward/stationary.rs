@@ -296,15 +296,15 @@ pub(crate) fn row_factors(
     row: i32,
     extent: &Extent,
     factor: f32,
-    #[comptime] side: Side,
+    #[comptime] kind: FragmentKind,
 ) -> Pair {
     let mut factors = pair(factor, factor);
-    if comptime!(side == Side::Queries) {
+    if comptime!(kind.side == Side::Queries) {
         let first_row = tile.first_row + row;
-        let terms = terms_of_rows(terms, tile.batch, tile.head, first_row, extent, side);
+        let terms = terms_of_rows(terms, tile.batch, tile.head, first_row, extent, kind);
         factors = pair(
-            select(is_blind(terms.logsumexps.first), 0.0f32, factor),
-            select(is_blind(terms.logsumexps.second), 0.0f32, factor),
+            select(is_blind(terms.references.first), 0.0f32, factor),
+            select(is_blind(terms.references.second), 0.0f32, factor),
         );
     }
     factors

@@ -42,7 +42,14 @@ pub(crate) fn launch(
     let of_bias = blocks_of_bias(&plan.rest, request);
     let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
-    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.rest.query.vector);
+    let pass = BackwardPass::new(
+        inputs,
+        saved,
+        extras,
+        problem,
+        plan.rest.query.vector,
+        problem.bias.is_some(),
+    );
 
     let mut gradients = Gradients::default();
     // Kernels with the same blocks share their mask.
@@ -97,10 +104,10 @@ fn blocks_of(tiles: &GradientTiles) -> Blocks {
     }
 }
 
-/// How the copy engine sees the terms: both of `columns` queries are a box.
-fn term_map(terms: &CubeTensor, columns: usize) -> TensorMapArg<Tiled> {
+/// How the copy engine sees the terms: the first `count` of `columns` queries are a box.
+fn term_map(terms: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
-        tile_size: Shape::new([1, 1, 2, columns]),
+        tile_size: Shape::new([1, 1, count, columns]),
     };
     TensorMapArg::new(
         args,
@@ -220,7 +227,7 @@ impl Gradient<'_> {
                     map(held_values, [1, tiles.rows()], Some(tiles.value_subtiles())),
                     map(dots, [1, tiles.columns], Some(tiles.dot_subtiles())),
                     map(values, [1, tiles.columns], Some(tiles.value_subtiles())),
-                    term_map(terms, tiles.columns),
+                    term_map(terms, tiles.terms, tiles.columns),
                     terms.clone().into_tensor_arg(),
                     self.mask.argument().into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
@@ -261,7 +268,7 @@ impl Gradient<'_> {
                     map(dots, [1, GradientColumnTiles::COLUMNS], Some(1)),
                     map(values, [1, GradientColumnTiles::COLUMNS], Some(1)),
                     map(summed, [1, ColumnTiles::VALUE_KEYS], whole_sums),
-                    term_map(terms, GradientColumnTiles::COLUMNS),
+                    term_map(terms, tiles.terms, GradientColumnTiles::COLUMNS),
                     terms.clone().into_tensor_arg(),
                     self.mask.argument().into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),

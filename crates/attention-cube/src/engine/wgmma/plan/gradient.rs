@@ -166,7 +166,7 @@ pub(super) fn backward(
         value_dim,
         ..
     } = *problem;
-    let [query, key, value] = gradient_tiles(head_dim, value_dim, half);
+    let [query, key, value] = gradient_tiles(head_dim, value_dim, half, problem.bias.is_some());
     let (Some(query), Some(key)) = (query, key) else {
         return Err(Refusal::Width {
             widest_head: WIDEST,
@@ -226,13 +226,15 @@ const WIDEST: usize = 512;
 const STAGES: usize = 5;
 const STAGES_BESIDE_DOTS: usize = 8;
 
-/// The tiles for operands of this width: of queries, of keys, and of values where these have their own.
+/// The tiles for operands of this width, with a bias or without: of queries, of keys, and of values where these have their own.
 pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
     half: Half,
+    biased: bool,
 ) -> [Option<GradientTiles>; 3] {
     let width = head_dim.max(value_dim);
+    let terms = if biased { 3 } else { 2 };
     let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
         let tiles = |side, sums, stages| {
             Some(GradientTiles::Columns(GradientColumnTiles {
@@ -241,6 +243,7 @@ pub(crate) fn gradient_tiles(
                 head_dim,
                 value_dim,
                 half,
+                terms,
                 stages,
             }))
         };
@@ -260,6 +263,7 @@ pub(crate) fn gradient_tiles(
             head_dim,
             value_dim,
             half,
+            terms,
             warpgroups,
             columns,
             dot_stages,
@@ -311,7 +315,7 @@ mod tests {
     fn every_width_has_tiles_that_fit() {
         for head_dim in 1..=WIDEST {
             for value_dim in 1..=WIDEST {
-                let [query, key, value] = gradient_tiles(head_dim, value_dim, Half::Bf16);
+                let [query, key, value] = gradient_tiles(head_dim, value_dim, Half::Bf16, true);
                 for tiles in [query, key, value.or(query)] {
                     let tiles = tiles.unwrap_or_else(|| panic!("none for {head_dim}/{value_dim}"));
                     assert!(tiles.shared_memory() <= 232_448, "{tiles:?}");

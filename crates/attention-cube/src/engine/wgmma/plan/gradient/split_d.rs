@@ -21,6 +21,8 @@ pub struct GradientColumnTiles {
     pub value_dim: usize,
     /// The precision of the operands.
     pub half: Half,
+    /// Numbers that come with a query: its reference and Δ, and where there is a bias the logarithm of the sum by the reference.
+    pub terms: usize,
     /// Chunks in shared memory.
     pub stages: usize,
 }
@@ -96,11 +98,11 @@ impl GradientColumnTiles {
         }
     }
 
-    /// Bytes of the queries' terms that come with a block of these: two f32 each.
+    /// Bytes of the queries' terms that come with a block of these, in f32.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
-            Side::Keys => 8 * Self::COLUMNS,
+            Side::Keys => 4 * self.terms * Self::COLUMNS,
         }
     }
 

@@ -23,6 +23,8 @@ pub struct GradientRowTiles {
     pub value_dim: usize,
     /// The precision of the operands.
     pub half: Half,
+    /// Numbers that come with a query: its reference and Δ, and where there is a bias the logarithm of the sum by the reference.
+    pub terms: usize,
     /// Warpgroups that multiply.
     pub warpgroups: usize,
     /// Rows of a block of the other side: the columns of the scores.
@@ -81,11 +83,11 @@ impl GradientRowTiles {
         self.columns * self.value_subtiles() * ROW_BYTES
     }
 
-    /// Bytes of the queries' terms that come with a block of these: two f32 each.
+    /// Bytes of the queries' terms that come with a block of these, in f32.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
-            Side::Keys => 8 * self.columns,
+            Side::Keys => 4 * self.terms * self.columns,
         }
     }
 
