@@ -66,9 +66,9 @@ pub struct Layouts {
     pub vectors: bool,
     /// The operands that Hopper's copy engine can read where they lie: rows are contiguous, and start at
     /// multiples of 16 bytes.
-    pub boxes: Operands,
+    pub tma: Operands,
     /// So can the bias, whatever it is broadcast along.
-    pub bias_boxes: bool,
+    pub tma_bias: bool,
 }
 
 /// Some of attention's operands.
@@ -111,13 +111,13 @@ impl Layouts {
         let values = problem.value_dim.is_multiple_of(8);
         Self {
             vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
-            boxes: Operands {
+            tma: Operands {
                 query: dots,
                 key: dots,
                 value: values,
                 output_gradient: values,
             },
-            bias_boxes: problem.kv_len.is_multiple_of(8),
+            tma_bias: problem.kv_len.is_multiple_of(8),
         }
     }
 }

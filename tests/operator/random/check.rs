@@ -8,7 +8,7 @@ use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
 use attention_cube::engine::Kernel;
-use attention_cube::engine::wgmma::plan::{ForwardTiles, Residence, WgmmaPlan};
+use attention_cube::engine::wgmma::plan::{ForwardTiles, Scheduler, WgmmaPlan};
 use attention_cube::select::{DeviceProfile, Layouts, Pass, select};
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
@@ -166,13 +166,13 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         kernel => return format!("{:?}", kernel.engine()).to_lowercase(),
     };
     let tiles = match plan.tiles {
-        ForwardTiles::Rows(_) => "rows",
-        ForwardTiles::Columns(_) => "columns",
+        ForwardTiles::SplitM(_) => "rows",
+        ForwardTiles::SplitD(_) => "columns",
     };
     let particulars = [
         (plan.heads > 1, ", heads share a tile"),
         (plan.splits > 1, ", keys are split"),
-        (plan.residence != Residence::Leaves, ", cubes stay"),
+        (plan.scheduler != Scheduler::SingleTile, ", cubes stay"),
     ];
     let particulars = particulars.into_iter().filter(|(is_so, _)| *is_so);
     let particulars: String = particulars.map(|(_, what)| what).collect();

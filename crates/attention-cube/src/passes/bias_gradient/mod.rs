@@ -137,7 +137,7 @@ impl BackwardPass<'_> {
                 Self::arg(&self.rows),
                 extras.mask().into(),
                 extras.bias().into(),
-                extras.integers().into(),
+                extras.lengths_and_ids().into(),
                 Self::arg(target),
                 grid,
                 places.extent(problem),
