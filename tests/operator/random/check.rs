@@ -166,8 +166,8 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         kernel => return format!("{:?}", kernel.engine()).to_lowercase(),
     };
     let tiles = match plan.tiles {
-        ForwardTiles::SplitM(_) => "rows",
-        ForwardTiles::SplitD(_) => "columns",
+        ForwardTiles::SplitM(_) => "split-M",
+        ForwardTiles::SplitD(_) => "split-D",
     };
     let particulars = [
         (plan.heads > 1, ", heads share a tile"),
@@ -176,7 +176,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     ];
     let particulars = particulars.into_iter().filter(|(is_so, _)| *is_so);
     let particulars: String = particulars.map(|(_, what)| what).collect();
-    format!("wgmma by {tiles}{particulars}")
+    format!("wgmma {tiles}{particulars}")
 }
 
 /// What a choice of kernels depends on.
@@ -250,15 +250,15 @@ fn every_way_is_drawn() {
         ", cubes stay",
     ];
     for (tiles, widths) in [
-        ("rows", [64, 128, 192, 256]),
-        ("columns", [320, 384, 512, 576]),
+        ("split-M", [64, 128, 192, 256]),
+        ("split-D", [320, 384, 512, 576]),
     ] {
         for particular in of_every_kind {
-            let way = format!("wgmma by {tiles}{particular}");
+            let way = format!("wgmma {tiles}{particular}");
             assert!(ways.contains_key(&way), "no {way}: {:?}", ways.keys());
         }
         for width in widths {
-            let stay = format!("wgmma by {tiles}, cubes stay");
+            let stay = format!("wgmma {tiles}, cubes stay");
             let mut drawn = ways.get(&stay).into_iter().flatten();
             assert!(
                 drawn.any(|[head_dim, _]| *head_dim == width),

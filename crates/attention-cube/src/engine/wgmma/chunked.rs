@@ -10,7 +10,7 @@ use cube_kit::hopper::wgmma::{
 use cube_kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// Scores of a warpgroup in the arrangement by columns: 64 rows and 64 keys.
+/// Scores of a warpgroup in split-D: 64 rows and 64 keys.
 const HALF_KEYS: usize = SplitDTiles::KEYS / 2;
 
 /// How a text walks the ring: where the next chunk's barriers and data are.
@@ -231,7 +231,7 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// first chunk, the keys' last chunk's empty barrier, and who says that this is free.
 ///
 /// Where the last chunk needs the stage of the first, the text gives its own first chunk back once: the other time is
-/// `share_first_chunk`'s of the forward by columns.
+/// `share_first_chunk`'s of the split-D forward.
 fn chunked_output_text(tiles: &SplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [

@@ -106,7 +106,7 @@ const fn split_m_shape(
     }
 }
 
-/// By rows, the first that is wide enough. TFLOP/s on one H200, bf16, at 4,096 queries and keys (docs/forward-split-m.md).
+/// Split-M, the first that is wide enough. TFLOP/s on one H200, bf16, at 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
     // Causal 463 (two stages 449; 80, 112, 128 keys 414, 426, 460; without turns 450).
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
@@ -118,7 +118,7 @@ const SPLIT_M: &[SplitMShape] = &[
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
-/// By columns: the widest keys, and how many stages fit beside them.
+/// Split-D: the widest keys, and how many stages fit beside them.
 const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
 
 /// The narrowest operands. With one column, gradients of values erred by 2.2 times what the definition in bf16 does (H200, 140

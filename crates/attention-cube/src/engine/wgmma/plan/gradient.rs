@@ -55,9 +55,9 @@ impl BackwardPlan {
 /// How the warpgroups of a cube divide a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GradientTiles {
-    /// By rows.
+    /// Split-M: each warpgroup has rows.
     SplitM(GradientSplitMTiles),
-    /// By columns of the gradient.
+    /// Split-D: each warpgroup has columns of the gradient.
     SplitD(GradientSplitDTiles),
 }
 

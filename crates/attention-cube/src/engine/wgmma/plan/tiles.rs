@@ -78,9 +78,9 @@ pub(crate) const USED_WORDS: usize = 12;
 /// How the warpgroups of a cube divide a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ForwardTiles {
-    /// By rows of queries.
+    /// Split-M: each has rows of queries.
     SplitM(SplitMTiles),
-    /// By columns of the output.
+    /// Split-D: each has columns of the output.
     SplitD(SplitDTiles),
 }
 
