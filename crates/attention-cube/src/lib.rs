@@ -60,6 +60,7 @@ pub mod reference;
 pub mod select;
 #[cfg(all(test, feature = "cube"))]
 mod testing;
+pub mod tile;
 
 pub use explain::{Explanation, explain};
 pub use math::side::Side;

@@ -10,6 +10,9 @@ use crate::engine::{Engine, Kernel, unit, wgmma};
 use burn::tensor::DType;
 use std::fmt;
 
+/// The longest sequence that positions in i32 allow.
+pub(crate) const MAX_LENGTH: usize = 1 << 29;
+
 /// Which of the two passes is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {

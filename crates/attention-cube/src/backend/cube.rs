@@ -2,9 +2,12 @@
 
 use super::*;
 use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
-use crate::engine::{Kernel, unit, unit::plan::UnitPlan};
+use crate::engine::unit::plan::UnitPlan;
 #[cfg(feature = "cuda")]
-use crate::engine::{wgmma, wgmma::plan::WgmmaPlan};
+use crate::engine::wgmma;
+#[cfg(feature = "cuda")]
+use crate::engine::wgmma::plan::WgmmaPlan;
+use crate::engine::{Kernel, unit};
 #[cfg(feature = "cuda")]
 use crate::passes::aligned::{aligned, aligned_inputs};
 use crate::select::{BackwardRequest, DeviceProfile, Layouts, Pass, select};

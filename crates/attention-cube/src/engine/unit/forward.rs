@@ -3,17 +3,12 @@
 //! Budget (unit engine): [`UnitTiles::shared_memory`]; registers a unit: `4 · rows_per_unit` of S,
 //! `4 · output_rows · output_vectors` of O, the operands of one step. Work a block of keys:
 //! `2 · rows · columns · (head_dim + value_dim)` FLOP; FMA and shared-memory loads bound it, see
-//! `product.rs`. Memory: the output and one f32 a query.
+//! `tile/product.rs`. Memory: the output and one f32 a query.
 //!
 //! The same kernel decodes: `packed` puts the query heads of a group into one tile's rows, so that a key
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
 //! partial output with its logsumexp, in two numbers, which `decode/merge.rs` joins.
 
-use crate::engine::unit::plan::UnitTiles;
-use crate::engine::unit::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    zero_output,
-};
 use crate::engine::unit::softmax::{advance, row_statistics, total};
 use crate::math::layout::{group_rows, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
@@ -22,6 +17,11 @@ use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
+use crate::tile::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
+};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// What the kernel is compiled for.

@@ -6,7 +6,7 @@ mod mask;
 mod tiles;
 
 use crate::AttentionProblem;
-use crate::engine::unit::plan::MAX_LENGTH;
+use crate::select::MAX_LENGTH;
 use crate::select::{DeviceProfile, Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 

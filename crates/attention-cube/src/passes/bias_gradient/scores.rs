@@ -6,7 +6,6 @@
 //! the grid's splits, which `together`'s `sum_parts` sums in their order. One that is broadcast along keys needs no scores:
 //! `constant_bias`.
 
-use crate::engine::unit::product::{Vec4, multiply_transposed, tile_column, tile_row};
 use crate::math::gradient::score_gradient;
 use crate::math::layout::head_rows;
 use crate::math::rounding::rounded;
@@ -15,6 +14,7 @@ use crate::math::score::{Place, ScoreArguments, is_visible};
 use crate::math::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
+use crate::tile::product::{Vec4, multiply_transposed, tile_column, tile_row};
 use cubecl::prelude::*;
 
 /// The dimensions that the bias is broadcast along, known when the kernel is compiled.

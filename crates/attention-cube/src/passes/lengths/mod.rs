@@ -8,10 +8,10 @@ mod kernel;
 
 use crate::AttentionProblem;
 use crate::backend::AttentionInputs;
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, ExtentLaunch, OPEN};
 use crate::passes::lengths::kernel::{bound_segments, pack_lengths_and_ids, span_segments};
+use crate::tile::tiles::UnitTiles;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;

@@ -4,10 +4,6 @@
 //! `8 · output_rows · output_vectors` of dK and dV, which is why the tiles of wide heads are lower here.
 //! Work a block: `4 · rows · columns · (head_dim + value_dim)` FLOP; bounds as the forward.
 
-use crate::engine::unit::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    unit_factors, zero_output,
-};
 use crate::math::gradient::score_gradient;
 use crate::math::layout::{Rows, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
@@ -18,6 +14,10 @@ use crate::math::visibility::{
 };
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
+use crate::tile::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    unit_factors, zero_output,
+};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -4,10 +4,6 @@
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 
-use crate::engine::unit::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    zero_output,
-};
 use crate::math::gradient::RowTerms;
 use crate::math::gradient::score_gradient;
 use crate::math::layout::head_rows;
@@ -20,6 +16,10 @@ use crate::math::visibility::{
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::is_blind;
 use crate::passes::delta::kernel::row_terms_of;
+use crate::tile::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
+};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

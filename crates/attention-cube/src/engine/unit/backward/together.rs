@@ -15,12 +15,10 @@
 //!
 //! Budget (unit engine): shared memory for one tile; registers a unit: S and dP, then up to 128 vectors of a
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
-//! `direct.rs`.
+//! `tile/direct.rs`.
 
 use super::key_value::block_scores;
-use crate::engine::unit::direct::{Division, add_iterations, add_transposed, store_transposed};
-use crate::engine::unit::plan::{SOFTWARE_ITERATIONS, UnitTiles};
-use crate::engine::unit::product::{Vec4, store_tile};
+use crate::engine::unit::plan::SOFTWARE_ITERATIONS;
 use crate::math::layout::{Rows, head_rows, row_offset};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::ScoreArguments;
@@ -29,6 +27,9 @@ use crate::math::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, visible_queries, within_segments,
 };
 use crate::passes::backward::BackwardKind;
+use crate::tile::direct::{Division, add_iterations, add_transposed, store_transposed};
+use crate::tile::product::{Vec4, store_tile};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// Where the operands lie in their buffer, after the query, and the gradients in theirs, after the parts of

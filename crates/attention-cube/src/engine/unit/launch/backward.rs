@@ -8,12 +8,12 @@ use crate::engine::unit::backward::query::query_gradient;
 use crate::engine::unit::backward::together::{
     OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch,
 };
-use crate::engine::unit::direct::{Division, division};
-use crate::engine::unit::plan::UnitTiles;
 use crate::engine::unit::plan::{BackwardPlan, GradientKernel, Packing};
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
 use crate::select::BackwardRequest;
+use crate::tile::direct::{Division, division};
+use crate::tile::tiles::UnitTiles;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;

@@ -12,8 +12,8 @@
 //! | [`add_transposed`] | up to 16 × 32, and adds it to what lies in memory | 0.031 |
 
 use super::product::{Vec4, load_vec4, tile_column, tile_row};
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::layout::{Rows, row_offset};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// The offset of `row`, or of one that may be read where it may not.

@@ -16,9 +16,9 @@
 //! operands are read again for every block of the other side, from L2: `rows` FMA an element.
 
 use super::direct;
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::layout::{Rows, row_offset};
 use crate::math::rounding::rounded;
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// Four f32, the unit of every shared-memory access.
