@@ -1,24 +1,16 @@
 //! The model: tokens to logits.
 
-use crate::{
-    Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing,
-    layer::{
-        DecoderLayer, Embedding, Linear, RmsNorm,
-        attention::{KeyValues, Visible},
-        decoder::Observed,
-        linear,
-        rope::{Positions, Rope, Rotation},
-    },
-    loss::cross_entropy,
-    observe::{LayerSite, Observer, Site},
-};
+pub(crate) mod cache;
+pub mod layer;
+pub mod observe;
+
 #[cfg(feature = "cube")]
+use crate::generate::decode::{
+    self,
+    position::{Layers, columns_of_layers},
+};
 use crate::{
-    decode::{
-        self,
-        position::{Layers, columns_of_layers},
-    },
-    layer::flat_rows,
+    Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing, train::loss::cross_entropy,
 };
 #[cfg(feature = "cube")]
 use burn::tensor::TensorData;
@@ -26,6 +18,16 @@ use burn::{
     module::Module,
     tensor::{DType, Device, Int, Tensor},
 };
+#[cfg(feature = "cube")]
+use layer::flat_rows;
+use layer::{
+    DecoderLayer, Embedding, Linear, RmsNorm,
+    attention::{KeyValues, Visible},
+    decoder::Observed,
+    linear,
+    rope::{Positions, Rope, Rotation},
+};
+use observe::{LayerSite, Observer, Site};
 use std::sync::Arc;
 
 /// A Gemma 4 text model.

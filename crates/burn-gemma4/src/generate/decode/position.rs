@@ -6,14 +6,16 @@
 use super::Part;
 use crate::{
     Gemma4Model, LayerType,
-    cache::Target,
     kernel::{self, Added, HeadOptions, RotationTables},
-    layer::{
-        DecoderLayer, Linear,
-        attention::{KeyValues, Visible},
-        flat_rows,
+    model::{
+        Sources,
+        cache::Target,
+        layer::{
+            DecoderLayer, Linear,
+            attention::{KeyValues, Visible},
+            flat_rows,
+        },
     },
-    model::Sources,
 };
 use burn::tensor::{Int, Tensor};
 

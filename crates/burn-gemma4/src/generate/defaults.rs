@@ -2,7 +2,7 @@
 
 use crate::config::Tokens;
 use crate::error::read;
-use crate::stop;
+use crate::text::stop;
 use crate::{Gemma4Config, Gemma4Error, Sampling};
 use serde::Deserialize;
 use std::path::Path;

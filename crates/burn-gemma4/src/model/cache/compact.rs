@@ -17,7 +17,7 @@
 use crate::kernel;
 use crate::{
     Gemma4Config,
-    layer::attention::{KeyValues, Visible},
+    model::layer::attention::{KeyValues, Visible},
 };
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 

@@ -1,7 +1,7 @@
 //! Attention of one layer, through `fused_attention`.
 
 use super::{Linear, RmsNorm, norm, rope::Rotation};
-use crate::{Gemma4Config, LayerType, cache::CompactKeys};
+use crate::{Gemma4Config, LayerType, model::cache::CompactKeys};
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::{
     module::Module,

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     Gemma4Config,
-    observe::{LayerSite, Observer, Site},
+    model::observe::{LayerSite, Observer, Site},
 };
 use burn::{
     module::{Module, Param},

@@ -10,7 +10,7 @@ pub(crate) use compact::CompactKeys;
 
 use crate::{
     Gemma4Config, LayerType,
-    layer::{
+    model::layer::{
         attention::{Attention, KeyValues, Visible},
         rope::Positions,
     },

@@ -4,15 +4,15 @@
 //! context are most of the memory. Here only what goes into each layer is kept, and the backward computes layer after layer
 //! once more, the last one first.
 
+use super::attach::attach;
 use crate::{
     Gemma4Error, Gemma4Model, LayerType, Logits, Packing,
-    layer::{
+    model::layer::{
         attention::{KeyValues, Visible},
         decoder::Observed,
         linear,
         rope::{Positions, Rotation},
     },
-    loss::attach,
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},

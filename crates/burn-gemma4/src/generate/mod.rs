@@ -1,11 +1,21 @@
 //! From a prompt to text, token by token.
 
+pub(crate) mod cancellation;
+pub(crate) mod decode;
+pub(crate) mod defaults;
+pub(crate) mod logprobs;
+pub(crate) mod sampling;
+
 #[cfg(feature = "cube")]
 use crate::kernel;
 use crate::{
     Cache, Cancellation, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler,
-    Sampling, TextKind, TokenLogprobs, Tokenizer, model::Logits, parts::Parts, stop,
-    stop::StopStrings,
+    Sampling, TextKind, TokenLogprobs, Tokenizer,
+    model::Logits,
+    text::{
+        parts::Parts,
+        stop::{self, StopStrings},
+    },
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::Serialize;

@@ -1,0 +1,7 @@
+//! What training needs beside a differentiable model.
+
+pub(crate) mod loss;
+pub(crate) mod packing;
+
+mod attach;
+mod gradients;
