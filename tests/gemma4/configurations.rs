@@ -64,7 +64,7 @@ fn a_table_of_per_layer_inputs_that_is_too_short() {
             &["vocab_size_per_layer_input", "vocab_size is 320"],
         );
     }
-    // Where no layer has inputs of its own, there is no table.
+    // Without per-layer embeddings, there is no table.
     let changes = [
         ("vocab_size_per_layer_input", json!(0)),
         ("hidden_size_per_layer_input", json!(0)),

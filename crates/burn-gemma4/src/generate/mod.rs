@@ -50,9 +50,9 @@ pub struct GenerateOptions {
     pub prefill_chunk: Option<usize>,
     /// Ends the generation from another thread, also while the prompt is read.
     pub cancellation: Option<Cancellation>,
-    /// Records a token's launches once and replays them, where the device can. Programs whose other threads use the same
+    /// Captures a token's launches in a graph once and replays it, where the device can. Programs whose other threads use the same
     /// CUDA device do without: see [`Decoder`](crate::Decoder).
-    pub records: bool,
+    pub graph_capture: bool,
     /// Keeps less of keys and values, where the model has layers that can: see
     /// [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
     pub compact_keys: bool,
@@ -228,8 +228,8 @@ pub(crate) fn run(
 
     let decoding = Instant::now();
     let mut decoder = model.decoder(cache);
-    if !options.records {
-        decoder = decoder.without_recording();
+    if !options.graph_capture {
+        decoder = decoder.without_graph_capture();
     }
     loop {
         for (sequence, token) in sequences.iter_mut().zip(&next) {
@@ -334,7 +334,7 @@ fn choose(
     options: &GenerateOptions,
 ) -> Result<Vec<u32>, Gemma4Error> {
     if options.sampling.takes_the_largest() && options.logprobs.is_none() {
-        return next.likeliest();
+        return next.argmax();
     }
     let logits = next.logits()?;
     let vocabulary = logits.len() / sequences.len();

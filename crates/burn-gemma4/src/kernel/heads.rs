@@ -20,27 +20,27 @@ pub(super) struct HeadStrides {
 pub(super) enum Columns {
     /// Their own.
     Channels,
-    /// Those of values in slots that keys share: first the channels that turn.
+    /// Those of values in slots that keys share: first the rotated channels.
     CompactValues,
-    /// Those of keys there: behind the values the channels that turn, and no others.
+    /// Those of keys there: behind the values the rotated channels, and no others.
     CompactKeys,
-    /// Those of queries that read there: the channels that turn last.
+    /// Those of queries that read there: the rotated channels last.
     CompactQueries,
 }
 
-/// The column of a pair's first or second channel. `turned` pairs turn.
+/// The column of a pair's first or second channel. The first `rotated` pairs are rotated.
 #[cube]
 fn column(
     pair: u32,
     pairs: u32,
-    turned: u32,
+    rotated: u32,
     #[comptime] second: bool,
     #[comptime] columns: Columns,
 ) -> u32 {
     let behind = if comptime!(second) {
-        select(pair < turned, turned, pairs)
+        select(pair < rotated, rotated, pairs)
     } else {
-        select(pair < turned, 0u32, turned)
+        select(pair < rotated, 0u32, rotated)
     };
     let of_values = pair + behind;
     if comptime!(columns == Columns::Channels && second) {
@@ -52,7 +52,7 @@ fn column(
     } else if comptime!(columns == Columns::CompactKeys) {
         of_values + 2u32 * pairs
     } else {
-        (of_values + 2u32 * (pairs - turned)) % (2u32 * pairs)
+        (of_values + 2u32 * (pairs - rotated)) % (2u32 * pairs)
     }
 }
 
@@ -69,7 +69,7 @@ pub(super) fn place_heads<E: Float, I: Int>(
     positions_in_order: u32,
     heads: u32,
     pairs: u32,
-    turned: u32,
+    rotated: u32,
     slots: u32,
     epsilon: f32,
     #[comptime] columns: Columns,
@@ -108,7 +108,7 @@ pub(super) fn place_heads<E: Float, I: Int>(
         + head as usize * strides.head as usize
         + (position % slots) as usize * strides.slot as usize;
     let placed = if comptime!(columns == Columns::CompactKeys) {
-        turned
+        rotated
     } else {
         pairs
     };
@@ -137,17 +137,17 @@ pub(super) fn place_heads<E: Float, I: Int>(
                 match &sin {
                     ComptimeOption::Some(sin) => {
                         let s = f32::cast_from(sin[at]);
-                        let turned = first * c - second * s;
+                        let rotated = first * c - second * s;
                         second = second * c + first * s;
-                        first = turned;
+                        first = rotated;
                     }
                     ComptimeOption::None => {}
                 }
             }
             ComptimeOption::None => {}
         }
-        let low = column(pair, pairs, turned, false, columns);
-        let high = column(pair, pairs, turned, true, columns);
+        let low = column(pair, pairs, rotated, false, columns);
+        let high = column(pair, pairs, rotated, true, columns);
         target[to + low as usize] = E::cast_from(first);
         target[to + high as usize] = E::cast_from(second);
         pair += comptime!(team.units as u32);

@@ -4,9 +4,9 @@
 //! They are operators of CubeCL devices alone. Other devices and training go through Burn's own operators, which compute the
 //! same.
 
+mod argmax;
 mod cube;
 mod heads;
-mod likeliest;
 mod norm;
 mod norm_gradient;
 mod project;
@@ -147,7 +147,7 @@ pub(crate) struct RotationTables {
 /// How heads are made and where they go.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadOptions {
-    /// Where keys share their values' slots, the pairs of channels that turn: values begin with them, of keys they are
+    /// Where keys share their values' slots, the pairs of channels that are rotated: values begin with them, of keys they are
     /// written behind, and queries are in these keys' order.
     pub compact: Option<usize>,
     /// Of the norm.
@@ -155,7 +155,7 @@ pub struct HeadOptions {
 }
 
 /// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of `[rows, heads · head_dim]`: normalised by heads and
-/// turned by `positions`, one a row.
+/// rotated by `positions`, one a row.
 pub(crate) fn query_heads(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -212,7 +212,7 @@ pub(crate) fn write_keys(
     ))
 }
 
-/// Writes values into their slots as [`write_keys`] does keys: normalised without a weight, and not turned.
+/// Writes values into their slots as [`write_keys`] does keys: normalised without a weight, and not rotated.
 pub(crate) fn write_values(
     projected: Tensor<2>,
     positions: Tensor<1, Int>,
@@ -234,8 +234,8 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
 }
 
 /// The first of the largest columns of each row of `[rows, columns]`: `[rows]`. NaN counts as the smallest.
-pub(crate) fn likeliest(logits: Tensor<2>) -> Tensor<1, Int> {
-    Tensor::from_dispatch(Dispatch::likeliest(logits.into_dispatch()))
+pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
+    Tensor::from_dispatch(Dispatch::argmax(logits.into_dispatch()))
 }
 
 /// Writes `[count]` integers over as many others, which every handle to them sees.
@@ -429,7 +429,7 @@ pub trait InferenceBackend: Backend {
     fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self>;
 
     #[fusion(meta = |logits| metadata::numbers(logits))]
-    fn likeliest(logits: FloatTensor<Self>) -> IntTensor<Self>;
+    fn argmax(logits: FloatTensor<Self>) -> IntTensor<Self>;
 
     #[fusion(meta = |target, _source| target.clone())]
     fn overwrite(target: IntTensor<Self>, source: IntTensor<Self>) -> IntTensor<Self>;

@@ -73,9 +73,9 @@ use std::sync::Arc;
 pub struct Gemma4Model {
     /// Tokens to the residual stream, and back to logits.
     pub embed_tokens: Embedding,
-    /// Tokens to the inputs that layers get of their own.
+    /// Tokens to their part of the per-layer embeddings (PLE).
     pub embed_tokens_per_layer: Option<Embedding>,
-    /// The embeddings to the same.
+    /// The scaled embeddings to their part of them.
     pub per_layer_model_projection: Option<Linear>,
     /// Of the projection.
     pub per_layer_projection_norm: Option<RmsNorm>,
@@ -124,7 +124,7 @@ impl Gemma4Model {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();
         let deviation = config.initializer_range;
-        let own_inputs = config.has_per_layer_inputs();
+        let per_layer_embeddings = config.has_per_layer_embeddings();
         Self {
             embed_tokens: Embedding::new(
                 config.vocab_size,
@@ -133,7 +133,7 @@ impl Gemma4Model {
                 deviation,
                 device,
             ),
-            embed_tokens_per_layer: own_inputs.then(|| {
+            embed_tokens_per_layer: per_layer_embeddings.then(|| {
                 Embedding::new(
                     config.vocab_size_per_layer_input,
                     layers * columns,
@@ -142,9 +142,9 @@ impl Gemma4Model {
                     device,
                 )
             }),
-            per_layer_model_projection: own_inputs
+            per_layer_model_projection: per_layer_embeddings
                 .then(|| Linear::new(hidden, layers * columns, deviation, device)),
-            per_layer_projection_norm: own_inputs
+            per_layer_projection_norm: per_layer_embeddings
                 .then(|| RmsNorm::new(columns, config.rms_norm_eps, device)),
             layers: (0..layers)
                 .map(|layer| DecoderLayer::new(config, layer, device))
@@ -294,7 +294,7 @@ impl Gemma4Model {
     }
 
     /// A [`cache`](Self::cache) that keeps less, where layers make their values of what their keys are made of
-    /// ([`Gemma4Config::values_are_keys`]): of the keys, only the channels that the rotation turns. Those layers keep five eighths at
+    /// ([`Gemma4Config::values_are_keys`]): of the keys, only the rotated channels. Those layers keep five eighths at
     /// Gemma 4's shapes, and a token reads as much less. It is the same mathematics, rounded elsewhere. Models without such
     /// layers get the cache that they always get.
     pub fn compact_cache(&self, padding: Vec<usize>) -> Cache {
@@ -369,9 +369,9 @@ impl Gemma4Model {
 
         let mut stream = self.embed_tokens.forward(tokens.clone());
         observer.observe(Site::Embedding, || stream.clone());
-        let mut inputs = self.per_layer_inputs(tokens, &stream, linear::project);
+        let mut inputs = self.per_layer_embeddings(tokens, &stream, linear::project);
         if let Some(inputs) = &inputs {
-            observer.observe(Site::PerLayerInputs, || inputs.clone());
+            observer.observe(Site::PerLayerEmbeddings, || inputs.clone());
         }
 
         let positions = match &context {
@@ -390,7 +390,7 @@ impl Gemma4Model {
             Context::Packed(packing) => (Some(packing.segments(&device)), None),
             Context::After(cache) => (None, Some(cache.step(count, &device))),
         };
-        let mut sources = Sources::default();
+        let mut shared = SharedKeyValues::default();
 
         for (index, layer) in self.layers.iter().enumerate() {
             if index == self.config.first_shared_layer() && asked < count {
@@ -406,8 +406,7 @@ impl Gemma4Model {
                     let last = |tensor: Tensor<3>| flat_rows(tensor.narrow(1, count - 1, 1));
                     let inputs =
                         inputs.map(|inputs| columns_of_layers(inputs.narrow(1, count - 1, 1)));
-                    let hidden =
-                        self.rest_of_last(index, last(stream), inputs, &positions, sources);
+                    let hidden = self.rest_of_last(index, last(stream), inputs, &positions, shared);
                     cache.advance(step);
                     return hidden.unsqueeze_dim(1);
                 }
@@ -441,13 +440,13 @@ impl Gemma4Model {
                         KeyValues::new(key, value, visible)
                     }
                 };
-                sources.set(kind, key_values);
+                shared.set(kind, key_values);
             }
-            stream = layer.attention(stream, normed, rotation, sources.get(kind), &mut observed);
-            let own_inputs = inputs
+            stream = layer.attention(stream, normed, rotation, shared.get(kind), &mut observed);
+            let per_layer_embeddings = inputs
                 .as_ref()
                 .map(|inputs| inputs.clone().narrow(2, index, 1).squeeze_dim(2));
-            stream = layer.feed_forward(stream, own_inputs, &mut observed);
+            stream = layer.feed_forward(stream, per_layer_embeddings, &mut observed);
         }
         if let (Context::After(cache), Some(step)) = (context, &step) {
             cache.advance(step);
@@ -468,9 +467,9 @@ impl Gemma4Model {
         &self,
         first: usize,
         stream: Tensor<2>,
-        own_inputs: Option<Tensor<2>>,
+        per_layer_embeddings: Option<Tensor<2>>,
         positions: &Positions,
-        mut sources: Sources,
+        mut shared: SharedKeyValues,
     ) -> Tensor<2> {
         let (device, dtype) = (stream.device(), stream.dtype());
         let [batch, _] = stream.dims();
@@ -489,16 +488,16 @@ impl Gemma4Model {
             positions: Tensor::from_data(TensorData::new(last, [batch]), (&device, DType::I32)),
             sliding: tables(LayerType::Sliding),
             full: tables(LayerType::Full),
-            own_inputs,
+            per_layer_embeddings,
         };
         let norm = &self.layers[first].input_layernorm;
         let normed = norm.forward(stream.clone());
-        layers.run(first, stream, normed, &mut sources, None, &mut |_| ())
+        layers.run(first, stream, normed, &mut shared, None, &mut |_| ())
     }
 
     /// `[batch, positions, layers, columns]`: what each layer gets of its own, half from the token, half from the
     /// embedding, by `project` times the transpose of a weight.
-    pub(crate) fn per_layer_inputs(
+    pub(crate) fn per_layer_embeddings(
         &self,
         tokens: Tensor<2, Int>,
         stream: &Tensor<3>,
@@ -566,12 +565,12 @@ enum Context<'a> {
 
 /// The keys and values that layers read: of each type those of the last layer that made its own.
 #[derive(Default)]
-pub(crate) struct Sources {
+pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,
     full: Option<KeyValues>,
 }
 
-impl Sources {
+impl SharedKeyValues {
     pub fn set(&mut self, kind: LayerType, key_values: KeyValues) {
         match kind {
             LayerType::Sliding => self.sliding = Some(key_values),

@@ -8,8 +8,8 @@ use burn::tensor::Tensor;
 pub enum Site {
     /// `[batch, positions, hidden]`: the scaled embeddings.
     Embedding,
-    /// `[batch, positions, layers, columns]`: the inputs that layers get of their own.
-    PerLayerInputs,
+    /// `[batch, positions, layers, columns]`: the per-layer embeddings (PLE).
+    PerLayerEmbeddings,
     /// In a layer.
     Layer(usize, LayerSite),
     /// `[batch, positions, hidden]`: what the logits are made of.

@@ -107,7 +107,7 @@ impl Gemma4Model {
         }
 
         let stream = self.embed_tokens.forward(tokens.clone());
-        let inputs = self.per_layer_inputs(tokens, &stream, linear::project);
+        let inputs = self.per_layer_embeddings(tokens, &stream, linear::project);
         let mut objective = attach(pass.zero(), stream, of_stream);
         if let Some(inputs) = inputs {
             of_inputs.reverse();
@@ -225,7 +225,7 @@ impl<'a> Pass<'a> {
         let mut stream = plain.embed_tokens.forward(tokens.clone());
         let mut kept = Kept {
             streams: Vec::new(),
-            inputs: plain.per_layer_inputs(tokens, &stream, linear::project),
+            inputs: plain.per_layer_embeddings(tokens, &stream, linear::project),
             sources: BTreeMap::new(),
         };
         let is_read = |source| {

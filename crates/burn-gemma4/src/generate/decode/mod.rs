@@ -1,7 +1,7 @@
 //! A token at a time: what a model computes while it generates.
 
 #[cfg(feature = "cube")]
-mod captured;
+mod graph;
 #[cfg(feature = "cube")]
 pub(crate) mod position;
 
@@ -10,22 +10,22 @@ use crate::kernel;
 use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
-use captured::Captured;
+use graph::GraphCapture;
 #[cfg(feature = "cube")]
-pub(crate) use captured::serves;
+pub(crate) use graph::serves;
 use std::marker::PhantomData;
 
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
 ///
 /// On CubeCL devices it runs kernels of its own, bound by the memory's rate, for up to 8 sequences, and where the device
-/// can, it records their launches once and replays them. That holds for dense models whose parameters all have one of the
+/// can, it captures their launches in a graph once and replays it. That holds for dense models whose parameters all have one of the
 /// dtypes f32, f16 and bf16, and for sequences without padding; all else goes through [`Gemma4Model::step`], which computes
 /// the same.
 ///
-/// A recording takes milliseconds, at the third or fourth token and whenever the cache has grown. On CUDA it concerns the
+/// A capture takes milliseconds, at the third or fourth token and whenever the cache has grown. On CUDA it concerns the
 /// whole process: another thread's call that waits for the device or allocates on it ends in an error meanwhile (CubeCL
-/// 0.11 records in CUDA's global mode). A program whose threads share a CUDA device goes
-/// [`without_recording`](Self::without_recording), which is about a third as fast.
+/// 0.11 captures in CUDA's global mode). A program whose threads share a CUDA device goes
+/// [`without_graph_capture`](Self::without_graph_capture), which is about a third as fast.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -52,7 +52,7 @@ use std::marker::PhantomData;
 /// let mut decoder = model.decoder(&mut cache);
 /// let mut token = 44;
 /// for _ in 0..3 {
-///     token = decoder.step(&[token])?.likeliest()?[0];
+///     token = decoder.step(&[token])?.argmax()?[0];
 /// }
 /// assert_eq!(cache.len(), 6);
 /// # Ok(())
@@ -63,8 +63,8 @@ pub struct Decoder<'a> {
     model: &'a Gemma4Model,
     cache: &'a mut Cache,
     #[cfg(feature = "cube")]
-    captured: Option<Captured>,
-    /// A replay is ordered after what the recording thread has put on the device, and after nothing else.
+    graph: Option<GraphCapture>,
+    /// A replay is ordered after what the capturing thread has put on the device, and after nothing else.
     _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -74,7 +74,7 @@ pub struct Next<'a> {
     /// `[batch, vocabulary]`.
     logits: Tensor<2>,
     /// `[batch]`.
-    likeliest: Option<Tensor<1, Int>>,
+    argmax: Option<Tensor<1, Int>>,
     /// The next step may write over them.
     _until_the_next: PhantomData<&'a mut ()>,
 }
@@ -83,7 +83,7 @@ pub struct Next<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Part {
-    /// Embeddings, and the inputs that layers get of their own.
+    /// Embeddings, of tokens and per layer.
     Embedding,
     /// The products before and after attention.
     Projections,
@@ -93,21 +93,21 @@ pub enum Part {
     Attention,
     /// The feed-forward network.
     Mlp,
-    /// The layers' own inputs on their way into the residual stream.
-    PerLayerInputs,
+    /// The per-layer embeddings on their way into the residual stream.
+    PerLayerEmbeddings,
     /// Norms and sums of the residual stream.
     Norms,
     /// Logits.
     Head,
     /// The likeliest token.
-    Likeliest,
+    Argmax,
 }
 
 impl<'a> Decoder<'a> {
     pub(crate) fn new(model: &'a Gemma4Model, cache: &'a mut Cache) -> Self {
         Self {
             #[cfg(feature = "cube")]
-            captured: Captured::new(model, cache),
+            graph: GraphCapture::new(model, cache),
             model,
             cache,
             _of_one_thread: PhantomData,
@@ -121,11 +121,11 @@ impl<'a> Decoder<'a> {
     pub fn step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
         self.check(tokens)?;
         #[cfg(feature = "cube")]
-        if let Some(captured) = &mut self.captured
+        if let Some(graph) = &mut self.graph
             && !self.cache.is_empty()
         {
-            let (logits, likeliest) = captured.step(self.model, self.cache, tokens);
-            return Ok(Next::new(logits, Some(likeliest)));
+            let (logits, argmax) = graph.step(self.model, self.cache, tokens);
+            return Ok(Next::new(logits, Some(argmax)));
         }
         self.plain_step(tokens)
     }
@@ -142,11 +142,11 @@ impl<'a> Decoder<'a> {
     ) -> Result<Next<'_>, Gemma4Error> {
         self.check(tokens)?;
         #[cfg(feature = "cube")]
-        if let Some(captured) = &mut self.captured
+        if let Some(graph) = &mut self.graph
             && !self.cache.is_empty()
         {
-            let (logits, likeliest) = captured.step_by_parts(self.model, self.cache, tokens, after);
-            return Ok(Next::new(logits, Some(likeliest)));
+            let (logits, argmax) = graph.step_by_parts(self.model, self.cache, tokens, after);
+            return Ok(Next::new(logits, Some(argmax)));
         }
         let _ = after;
         self.plain_step(tokens)
@@ -155,17 +155,17 @@ impl<'a> Decoder<'a> {
     /// How tokens are computed at present.
     pub fn mode(&self) -> DecodeMode {
         #[cfg(feature = "cube")]
-        if let Some(captured) = &self.captured {
-            return captured.mode();
+        if let Some(graph) = &self.graph {
+            return graph.mode();
         }
         DecodeMode::Layers
     }
 
-    /// Puts every token's launches on the device one by one, rather than replay a recording of them.
-    pub fn without_recording(self) -> Self {
+    /// Puts every token's launches on the device one by one, rather than replay a graph of them.
+    pub fn without_graph_capture(self) -> Self {
         Self {
             #[cfg(feature = "cube")]
-            captured: self.captured.map(Captured::without_recording),
+            graph: self.graph.map(GraphCapture::without_graph_capture),
             ..self
         }
     }
@@ -200,15 +200,15 @@ pub enum DecodeMode {
     Layers,
     /// By kernels of its own.
     Kernels,
-    /// By the same kernels, in one launch that replays them all.
-    Recorded,
+    /// By the same kernels, captured in a graph, of which one launch replays them all.
+    Graph,
 }
 
 impl Next<'_> {
-    fn new(logits: Tensor<2>, likeliest: Option<Tensor<1, Int>>) -> Self {
+    fn new(logits: Tensor<2>, argmax: Option<Tensor<1, Int>>) -> Self {
         Self {
             logits,
-            likeliest,
+            argmax,
             _until_the_next: PhantomData,
         }
     }
@@ -223,13 +223,13 @@ impl Next<'_> {
     /// # Errors
     /// [`Gemma4Error::Argument`] where every logit of a sequence is NaN or −∞, so that none is the likeliest;
     /// [`Gemma4Error::Device`] where the device failed.
-    pub fn likeliest(self) -> Result<Vec<u32>, Gemma4Error> {
+    pub fn argmax(self) -> Result<Vec<u32>, Gemma4Error> {
         let [_, vocabulary] = self.logits.dims();
-        let tokens = match self.likeliest {
+        let tokens = match self.argmax {
             Some(tokens) => tokens,
             #[cfg(feature = "cube")]
-            None if kernel::serve(&self.logits) => kernel::likeliest(self.logits),
-            None => likeliest(self.logits),
+            None if kernel::serve(&self.logits) => kernel::argmax(self.logits),
+            None => argmax(self.logits),
         };
         let tokens = tokens.try_into_data().map_err(failed)?;
         tokens
@@ -252,8 +252,9 @@ impl Next<'_> {
     }
 }
 
-/// What the kernel of this name gives, by Burn's own operations: the likeliest column of each row, −1 where there is none.
-fn likeliest(logits: Tensor<2>) -> Tensor<1, Int> {
+/// What the kernel of this name gives, by Burn's own operations: the column of the largest number of each row, −1 where there is
+/// none.
+fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
     let nothing = f32::NEG_INFINITY;
     let numbers = logits.clone().mask_fill(logits.is_nan(), nothing);
     let (largest, columns) = numbers.max_dim_with_indices(1);

@@ -1,14 +1,14 @@
 //! One position of every sequence, by the kernels: what a layer computes in about a dozen launches.
 //!
 //! Nothing here depends on the host but the shapes. Which tokens and which position, the kernels read from the device, so
-//! that the launches can be recorded and replayed.
+//! that the launches can be captured and replayed.
 
 use super::Part;
 use crate::{
     Gemma4Model, LayerType,
     kernel::{self, Added, HeadOptions, RotationTables},
     model::{
-        Sources,
+        SharedKeyValues,
         cache::Target,
         layer::{
             DecoderLayer, Linear,
@@ -47,8 +47,8 @@ impl Position {
             let projected = kernel::project(flat_rows(input), weight, None);
             projected.unsqueeze_dim(1)
         };
-        let own_inputs = model
-            .per_layer_inputs(tokens, &embedded, project)
+        let per_layer_embeddings = model
+            .per_layer_embeddings(tokens, &embedded, project)
             .map(columns_of_layers);
         let written = positions.clone() + 1;
         let in_ring = written.clone().clamp_max(config.sliding_window as i64);
@@ -62,21 +62,21 @@ impl Position {
             positions,
             sliding: self.sliding.clone(),
             full: self.full.clone(),
-            own_inputs,
+            per_layer_embeddings,
         };
         let normed = model.layers[0].input_layernorm.forward(embedded.clone());
         after(Part::Embedding);
 
         let (stream, normed) = (flat_rows(embedded), flat_rows(normed));
-        let mut sources = Sources::default();
-        let normed = layers.run(0, stream, normed, &mut sources, Some(&targets), after);
+        let mut shared = SharedKeyValues::default();
+        let normed = layers.run(0, stream, normed, &mut shared, Some(&targets), after);
 
         let cap = config.final_logit_softcapping;
         let logits = kernel::project(normed, model.head(), cap);
         after(Part::Head);
-        let likeliest = kernel::likeliest(logits.clone());
-        after(Part::Likeliest);
-        (logits, likeliest)
+        let argmax = kernel::argmax(logits.clone());
+        after(Part::Argmax);
+        (logits, argmax)
     }
 }
 
@@ -94,7 +94,7 @@ pub(crate) struct Layers<'a> {
     pub sliding: RotationTables,
     pub full: RotationTables,
     /// `[batch, layers · columns]`.
-    pub own_inputs: Option<Tensor<2>>,
+    pub per_layer_embeddings: Option<Tensor<2>>,
 }
 
 /// Where the position's keys and values go, and what its queries see afterwards: what is written, in a ring in any order.
@@ -107,13 +107,13 @@ pub(crate) struct Targets<'a> {
 impl Layers<'_> {
     /// The last layer's stream, normalised for the logits, `[batch, hidden]`: of the layers from `first` on, which has
     /// `stream` and its norm. With `targets`, layers that have keys and values of their own write them there; without,
-    /// there are no such layers, and `sources` has what all of them read.
+    /// there are no such layers, and `shared` has what all of them read.
     pub fn run(
         &self,
         first: usize,
         mut stream: Tensor<2>,
         mut normed: Tensor<2>,
-        sources: &mut Sources,
+        shared: &mut SharedKeyValues,
         targets: Option<&Targets<'_>>,
         after: &mut dyn FnMut(Part),
     ) -> Tensor<2> {
@@ -122,8 +122,8 @@ impl Layers<'_> {
         let epsilon = config.rms_norm_eps;
         for (index, layer) in model.layers.iter().enumerate().skip(first) {
             let kind = config.layer_types[index];
-            let queries = self.queries_and_keys(index, normed, sources, targets, after);
-            let read = layer.self_attn.attend(queries, sources.get(kind));
+            let queries = self.queries_and_keys(index, normed, shared, targets, after);
+            let read = layer.self_attn.attend(queries, shared.get(kind));
             after(Part::Attention);
             let read = kernel::project(flat_rows(read), layer.self_attn.o_proj.weight.val(), None);
             after(Part::Projections);
@@ -144,7 +144,7 @@ impl Layers<'_> {
                 Some(layer) => &layer.input_layernorm,
                 None => &model.norm,
             };
-            let own_inputs = self.own_inputs.as_ref().map(|inputs| {
+            let per_layer_embeddings = self.per_layer_embeddings.as_ref().map(|inputs| {
                 let start = index * config.hidden_size_per_layer_input;
                 (inputs.clone(), start)
             });
@@ -153,7 +153,7 @@ impl Layers<'_> {
                 layer,
                 stream,
                 normed,
-                own_inputs,
+                per_layer_embeddings,
                 next_weight,
                 epsilon,
                 after,
@@ -168,7 +168,7 @@ impl Layers<'_> {
         &self,
         index: usize,
         normed: Tensor<2>,
-        sources: &mut Sources,
+        shared: &mut SharedKeyValues,
         targets: Option<&Targets<'_>>,
         after: &mut dyn FnMut(Part),
     ) -> Tensor<4> {
@@ -218,21 +218,21 @@ impl Layers<'_> {
                     visible,
                 ),
                 Target::Compact(buffer) => {
-                    let turned = Some(buffer.keys.layout.turned_pairs);
-                    let slots = write_values(values, buffer.slots, turned);
-                    let slots = write_keys(keys, slots, turned);
+                    let rotated = Some(buffer.keys.layout.rotated_pairs);
+                    let slots = write_values(values, buffer.slots, rotated);
+                    let slots = write_keys(keys, slots, rotated);
                     buffer.keys.key_values(&slots, visible)
                 }
             };
-            sources.set(kind, key_values);
+            shared.set(kind, key_values);
         }
-        let key_values = sources.get(kind);
+        let key_values = shared.get(kind);
         let weight = attention.query_weight(key_values);
         let options = HeadOptions {
             compact: key_values
                 .compact
                 .as_ref()
-                .map(|how| how.layout.turned_pairs),
+                .map(|how| how.layout.rotated_pairs),
             epsilon,
         };
         let queries = kernel::query_heads(queries, weight, tables, positions(), options);
@@ -246,7 +246,7 @@ fn feed_forward(
     layer: &DecoderLayer,
     stream: Tensor<2>,
     normed: Tensor<2>,
-    own_inputs: Option<(Tensor<2>, usize)>,
+    per_layer_embeddings: Option<(Tensor<2>, usize)>,
     next_weight: Tensor<1>,
     epsilon: f64,
     after: &mut dyn FnMut(Part),
@@ -265,7 +265,7 @@ fn feed_forward(
         &layer.per_layer_input_gate,
         &layer.per_layer_projection,
         &layer.post_per_layer_input_norm,
-        own_inputs,
+        per_layer_embeddings,
     ) {
         let stream = kernel::residual(added);
         after(Part::Norms);
@@ -276,7 +276,7 @@ fn feed_forward(
             weight: norm.weight.val(),
             epsilon,
         };
-        after(Part::PerLayerInputs);
+        after(Part::PerLayerEmbeddings);
     }
     let result = kernel::residual_and_norm(added, Some(layer.layer_scalar.val()), next_weight);
     after(Part::Norms);

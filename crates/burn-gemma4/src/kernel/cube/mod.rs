@@ -5,8 +5,8 @@ mod product;
 
 use super::{
     HeadOptions, InferenceBackend, NUMBERS, Residual,
+    argmax::{UNITS as ARGMAX_UNITS, argmax, overwrite},
     heads::{Columns, HeadStridesLaunch, place_heads},
-    likeliest::{UNITS as LIKELIEST_UNITS, likeliest, overwrite},
     sums::Team,
 };
 use burn::{
@@ -130,7 +130,7 @@ fn rows_of(tensor: CubeTensor) -> CubeTensor {
     }
 }
 
-/// What turns and scales heads.
+/// What scales and rotates heads.
 struct HeadWeights {
     weight: CubeTensor,
     cos: CubeTensor,
@@ -147,19 +147,19 @@ fn heads(projected: &CubeTensor, cos: &CubeTensor) -> [usize; 4] {
 /// Where a head's channels go.
 struct Placing {
     columns: Columns,
-    turned: usize,
+    rotated: usize,
 }
 
 impl Placing {
     const CHANNELS: Self = Self {
         columns: Columns::Channels,
-        turned: 0,
+        rotated: 0,
     };
 
-    /// In `columns`, where `compact` pairs turn; in order, where slots are not shared.
+    /// In `columns`, where `compact` pairs are rotated; in order, where slots are not shared.
     fn of(compact: Option<usize>, columns: Columns) -> Self {
         match compact {
-            Some(turned) => Self { columns, turned },
+            Some(rotated) => Self { columns, rotated },
             None => Self::CHANNELS,
         }
     }
@@ -181,7 +181,7 @@ fn launch_heads(
     let head_dim = projected.meta.shape()[1] / heads;
     let strides = target.meta.strides();
     assert_eq!(strides[3], 1, "a head's columns lie together");
-    assert!(2 * placing.turned <= head_dim, "what turns are channels");
+    assert!(2 * placing.rotated <= head_dim, "rotated are channels");
     let team = team(&client, head_dim / 2);
     let positions_in_order = match &weights {
         Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
@@ -220,7 +220,7 @@ fn launch_heads(
             positions_in_order as u32,
             heads as u32,
             (head_dim / 2) as u32,
-            placing.turned as u32,
+            placing.rotated as u32,
             slots as u32,
             epsilon as f32,
             placing.columns,
@@ -231,7 +231,7 @@ fn launch_heads(
     }
 }
 
-fn launch_likeliest(
+fn launch_argmax(
     values: CubeTensor,
     columns_of_values: Option<CubeTensor>,
     stretches: usize,
@@ -244,10 +244,10 @@ fn launch_likeliest(
     let element = dtype_to_storage_type(values.dtype);
     // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
     unsafe {
-        likeliest::launch_unchecked(
+        argmax::launch_unchecked(
             &client,
             cube_count(&client, rows * stretches),
-            CubeDim::new_1d(LIKELIEST_UNITS as u32),
+            CubeDim::new_1d(ARGMAX_UNITS as u32),
             addresses([&values]),
             values.into_tensor_arg(),
             columns_of_values.map(CubeTensor::into_tensor_arg).into(),
@@ -430,14 +430,14 @@ impl InferenceBackend for CubeBackend {
         view
     }
 
-    fn likeliest(logits: FloatTensor<Self>) -> IntTensor<Self> {
+    fn argmax(logits: FloatTensor<Self>) -> IntTensor<Self> {
         let rows = logits.meta.shape()[0];
         let columns = logits.meta.shape()[1];
-        let stretches = columns.div_ceil(16 * LIKELIEST_UNITS);
-        let [largest, numbers] = launch_likeliest(logits, None, stretches);
+        let stretches = columns.div_ceil(16 * ARGMAX_UNITS);
+        let [largest, numbers] = launch_argmax(logits, None, stretches);
         let numbers = match stretches {
             1 => numbers,
-            _ => launch_likeliest(largest, Some(numbers), 1)[1].clone(),
+            _ => launch_argmax(largest, Some(numbers), 1)[1].clone(),
         };
         burn_cubecl::ops::reshape(numbers, Shape::new([rows]))
     }

@@ -1,16 +1,16 @@
 //! Keys and values in one buffer, where both are made of the same projection.
 //!
-//! There a head's value is the normalised projection `r`, and its key `r` times the weight `w` of the keys' norm, turned by position.
-//! The rotation turns a few of the channels; in all others the key is `w` times the value, so that the query can be
-//! multiplied by `w` instead and meet the value itself. Of the key, only the channels that turn are kept:
+//! There a head's value is the normalised projection `r`, and its key `r` times the weight `w` of the keys' norm, rotated by position.
+//! The rotation is of a few of the channels; in all others the key is `w` times the value, so that the query can be
+//! multiplied by `w` instead and meet the value itself. Of the key, only the rotated channels are kept:
 //!
 //! ```text
-//! slot     value's that turn | value's that stay | key's that turn
+//! slot     value's rotated   | value's others    | key's rotated
 //! values   '-------------------------------------'
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! With Gemma 4's 512 channels, 128 of which turn, that is 640 numbers instead of 1024. It is the same mathematics; in half
+//! With Gemma 4's 512 channels, 128 of which are rotated, that is 640 numbers instead of 1024. It is the same mathematics; in half
 //! precision it is rounded elsewhere.
 
 #[cfg(feature = "cube")]
@@ -25,8 +25,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompactLayout {
     pub head_dim: usize,
-    /// Channel `p` turns with channel `p + head_dim / 2` for every `p` below.
-    pub turned_pairs: usize,
+    /// Channel `p` is rotated with channel `p + head_dim / 2` for every `p` below.
+    pub rotated_pairs: usize,
 }
 
 impl CompactLayout {
@@ -35,29 +35,29 @@ impl CompactLayout {
         let head_dim = config.head_dim(layer);
         let layout = Self {
             head_dim,
-            turned_pairs: config.global_rope.turned_pairs(head_dim),
+            rotated_pairs: config.global_rope.rotated_pairs(head_dim),
         };
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
     }
 
     /// Columns of a slot.
     pub fn width(&self) -> usize {
-        self.head_dim + self.turned()
+        self.head_dim + self.rotated()
     }
 
-    /// Channels that turn.
-    pub fn turned(&self) -> usize {
-        2 * self.turned_pairs
+    /// Rotated channels.
+    pub fn rotated(&self) -> usize {
+        2 * self.rotated_pairs
     }
 
     /// The channel in each of the values' columns.
     fn value_order(&self) -> Vec<usize> {
-        let (pairs, turned) = (self.head_dim / 2, self.turned_pairs);
+        let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
-            0..turned,
-            pairs..pairs + turned,
-            turned..pairs,
-            pairs + turned..self.head_dim,
+            0..rotated,
+            pairs..pairs + rotated,
+            rotated..pairs,
+            pairs + rotated..self.head_dim,
         ]
         .into_iter()
         .flatten()
@@ -67,14 +67,14 @@ impl CompactLayout {
     /// The channel in each of the keys' columns.
     fn key_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
-        order.rotate_left(self.turned());
+        order.rotate_left(self.rotated());
         order
     }
 
     /// What each of a slot's columns has: of a value's channels and then a key's.
     fn slot_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
-        order.extend_from_within(..self.turned());
+        order.extend_from_within(..self.rotated());
         for channel in &mut order[self.head_dim..] {
             *channel += self.head_dim;
         }
@@ -95,7 +95,7 @@ impl CompactLayout {
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
-    /// `[head_dim]`: what queries are multiplied by, beside their norm's weight: the keys' where channels stay.
+    /// `[head_dim]`: what queries are multiplied by, beside their norm's weight: the keys' where channels are not rotated.
     pub query_factor: Tensor<1>,
     slot_order: Tensor<1, Int>,
     key_order: Tensor<1, Int>,
@@ -107,14 +107,14 @@ impl CompactKeys {
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {
         let device = key_weight.device();
         let pairs = layout.head_dim / 2;
-        let turns: Vec<bool> = (0..layout.head_dim)
-            .map(|channel| channel % pairs < layout.turned_pairs)
+        let is_rotated: Vec<bool> = (0..layout.head_dim)
+            .map(|channel| channel % pairs < layout.rotated_pairs)
             .collect();
-        let turns = TensorData::new(turns, [layout.head_dim]);
-        let turns = Tensor::<1, Bool>::from_data(turns, &device);
+        let is_rotated = TensorData::new(is_rotated, [layout.head_dim]);
+        let is_rotated = Tensor::<1, Bool>::from_data(is_rotated, &device);
         Self {
             layout,
-            query_factor: key_weight.clone().mask_fill(turns, 1.0),
+            query_factor: key_weight.clone().mask_fill(is_rotated, 1.0),
             slot_order: indices(layout.slot_order(), &device),
             key_order: indices(layout.key_order(), &device),
             value_columns: indices(layout.value_columns(), &device),
@@ -128,11 +128,11 @@ impl CompactKeys {
 
     /// Keys and values of slots, read where they lie.
     pub fn key_values(&self, slots: &Tensor<4>, visible: Visible) -> KeyValues {
-        let (turned, head_dim) = (self.layout.turned(), self.layout.head_dim);
+        let (rotated, head_dim) = (self.layout.rotated(), self.layout.head_dim);
         KeyValues {
             compact: Some(self.clone()),
             ..KeyValues::new(
-                columns(slots, turned, head_dim),
+                columns(slots, rotated, head_dim),
                 columns(slots, 0, head_dim),
                 visible,
             )
@@ -172,11 +172,11 @@ mod tests {
 
     const LAYOUT: CompactLayout = CompactLayout {
         head_dim: 12,
-        turned_pairs: 2,
+        rotated_pairs: 2,
     };
 
     #[test]
-    fn keys_and_values_share_what_stays() {
+    fn keys_and_values_share_what_is_not_rotated() {
         assert_eq!(LAYOUT.width(), 16);
         assert_eq!(LAYOUT.value_order(), [0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]);
         let slot = LAYOUT.slot_order();
@@ -198,7 +198,7 @@ mod tests {
     fn gemma_4_saves_three_eighths() {
         let expected = CompactLayout {
             head_dim: 512,
-            turned_pairs: 64,
+            rotated_pairs: 64,
         };
         assert_eq!(expected.width(), 640);
         for config in [Gemma4Config::dense_12b(), Gemma4Config::dense_31b()] {

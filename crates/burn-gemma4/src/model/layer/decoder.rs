@@ -38,9 +38,9 @@ pub struct DecoderLayer {
     pub post_feedforward_layernorm_2: Option<RmsNorm>,
     /// Before the experts.
     pub pre_feedforward_layernorm_2: Option<RmsNorm>,
-    /// Opens the gate of the layer's own inputs.
+    /// Opens the gate of the per-layer embedding.
     pub per_layer_input_gate: Option<Linear>,
-    /// Brings the layer's own inputs into the residual stream.
+    /// Brings the per-layer embedding into the residual stream.
     pub per_layer_projection: Option<Linear>,
     /// Of what they add.
     pub post_per_layer_input_norm: Option<RmsNorm>,
@@ -54,7 +54,7 @@ impl DecoderLayer {
         let norm = || RmsNorm::new(hidden, config.rms_norm_eps, device);
         let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
         let experts = config.experts.as_ref();
-        let own_inputs = config.has_per_layer_inputs();
+        let per_layer_embeddings = config.has_per_layer_embeddings();
         Self {
             self_attn: Attention::new(config, layer, device),
             mlp: Mlp::new(
@@ -72,9 +72,9 @@ impl DecoderLayer {
             post_feedforward_layernorm_1: experts.map(|_| norm()),
             post_feedforward_layernorm_2: experts.map(|_| norm()),
             pre_feedforward_layernorm_2: experts.map(|_| norm()),
-            per_layer_input_gate: own_inputs.then(|| linear(hidden, inputs)),
-            per_layer_projection: own_inputs.then(|| linear(inputs, hidden)),
-            post_per_layer_input_norm: own_inputs.then(norm),
+            per_layer_input_gate: per_layer_embeddings.then(|| linear(hidden, inputs)),
+            per_layer_projection: per_layer_embeddings.then(|| linear(inputs, hidden)),
+            post_per_layer_input_norm: per_layer_embeddings.then(norm),
             layer_scalar: constant(1.0, [1], device).set_require_grad(false),
         }
     }
@@ -97,7 +97,7 @@ impl DecoderLayer {
         self.post_attention_layernorm.add_to(stream, read)
     }
 
-    /// The rest of the layer, after attention. `inputs` are the layer's own, `[batch, positions, columns]`.
+    /// The rest of the layer, after attention. `inputs` are the layer's of the per-layer embeddings, `[batch, positions, columns]`.
     pub(crate) fn feed_forward<O: Observer>(
         &self,
         stream: Tensor<3>,

@@ -18,7 +18,7 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// A projection's heads, normalised and turned: `[batch, positions, heads · head_dim]` to
+    /// A projection's heads, normalised and rotated: `[batch, positions, heads · head_dim]` to
     /// `[batch, heads, positions, head_dim]`.
     pub fn heads(&self, projected: Tensor<3>, norm: &RmsNorm) -> Tensor<4> {
         let pairs = self.cos.dims()[3];
@@ -39,7 +39,7 @@ impl Rotation {
         self.apply(norm.forward(heads).swap_dims(1, 2))
     }
 
-    /// Turns `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
+    /// Rotates `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
     fn apply(&self, input: Tensor<4>) -> Tensor<4> {
         let head_dim = input.dims()[3];
         let first = input.clone().narrow(3, 0, head_dim / 2);

@@ -1,4 +1,4 @@
-//! The largest of each row and the first column that has it; −1 for a row of which none is a number above −∞.
+//! The argmax of each row: its largest number and the first column that has it; −1 for a row of which none is a number above −∞.
 //!
 //! Budget: 8 bytes a unit in shared memory. Bound by memory: reads the logits once. Cubes reduce a stretch of a row each,
 //! then one cube a row reduces what they found.
@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 pub(super) const UNITS: usize = 128;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn likeliest<E: Float, I: Int>(
+pub(super) fn argmax<E: Float, I: Int>(
     values: &Tensor<E>,
     columns_of_values: ComptimeOption<&Tensor<I>>,
     largest: &mut Tensor<f32>,

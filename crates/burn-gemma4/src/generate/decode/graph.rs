@@ -1,4 +1,4 @@
-//! The launches of a position, recorded once and replayed for every token.
+//! The launches of a position, captured in a graph once and replayed for every token.
 
 use super::{
     DecodeMode, Part, integers,
@@ -11,44 +11,44 @@ use burn::{
 };
 use std::{fmt, rc::Rc};
 
-/// Tokens before launches are recorded: recording runs them a few times, which a short text would not earn back.
-const BEFORE_RECORDING: usize = 3;
+/// Tokens before launches are captured: capturing runs them a few times, which a short text would not earn back.
+const BEFORE_CAPTURE: usize = 3;
 
 /// The position's computation, kept as long as its buffers have room.
-pub(super) struct Captured {
-    records: bool,
+pub(super) struct GraphCapture {
+    is_allowed: bool,
     position: Option<Rc<Position>>,
     /// Since the buffers last grew.
     steps: usize,
-    graph: Option<Recording>,
+    graph: Option<PositionGraph>,
 }
 
-type Recording = Graph<Outputs, Box<dyn FnMut() -> Outputs>>;
+type PositionGraph = Graph<Outputs, Box<dyn FnMut() -> Outputs>>;
 
-impl fmt::Debug for Captured {
+impl fmt::Debug for GraphCapture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Captured")
+        f.debug_struct("GraphCapture")
             .field("steps", &self.steps)
             .field("mode", &self.mode())
             .finish_non_exhaustive()
     }
 }
 
-impl Captured {
+impl GraphCapture {
     /// `None` where the kernels do not serve the model or the cache.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
         let serves = !cache.is_padded() && serves(model, cache.batch());
         serves.then_some(Self {
-            records: true,
+            is_allowed: true,
             position: None,
             steps: 0,
             graph: None,
         })
     }
 
-    pub fn without_recording(self) -> Self {
+    pub fn without_graph_capture(self) -> Self {
         Self {
-            records: false,
+            is_allowed: false,
             graph: None,
             ..self
         }
@@ -56,7 +56,7 @@ impl Captured {
 
     pub fn mode(&self) -> DecodeMode {
         match &self.graph {
-            Some(_) => DecodeMode::Recorded,
+            Some(_) => DecodeMode::Graph,
             None => DecodeMode::Kernels,
         }
     }
@@ -65,11 +65,11 @@ impl Captured {
         let position = self.prepare(model, cache, tokens);
         self.steps += 1;
         let outputs = match &mut self.graph {
-            // SAFETY: the recording owns every tensor that it reads and writes, through its closure and as its output, but
+            // SAFETY: the graph owns every tensor that it reads and writes, through its closure and as its output, but
             // for the handles to the cache's buffers and to the inputs, which the decoder borrows or owns. The decoder
             // does not leave its thread, whose launches are ordered.
             Some(graph) => unsafe { graph.replay() }.clone(),
-            None if self.records && self.steps > BEFORE_RECORDING => self.record(position),
+            None if self.is_allowed && self.steps > BEFORE_CAPTURE => self.capture(position),
             None => position.compute(&mut |_| ()),
         };
         cache.advance_one();
@@ -88,18 +88,18 @@ impl Captured {
         outputs
     }
 
-    /// Records the launches. Their results are those of this step: computing a position once more changes nothing.
-    fn record(&mut self, position: Rc<Position>) -> Outputs {
+    /// Captures the launches. Their results are those of this step: computing a position once more changes nothing.
+    fn capture(&mut self, position: Rc<Position>) -> Outputs {
         let device = position.inputs.device();
-        let recorded = position.clone();
-        let compute: Box<dyn FnMut() -> Outputs> = Box::new(move || recorded.compute(&mut |_| ()));
+        let captured = position.clone();
+        let compute: Box<dyn FnMut() -> Outputs> = Box::new(move || captured.compute(&mut |_| ()));
         let mut graph = capture(&device, compute);
         if !graph.is_hardware() {
-            log::debug!("decode: the launches could not be recorded");
-            self.records = false;
+            log::debug!("decode: the launches could not be captured");
+            self.is_allowed = false;
             return position.compute(&mut |_| ());
         }
-        // What was recorded has not run.
+        // What was captured has not run.
         // SAFETY: as in `step`.
         let outputs = unsafe { graph.replay() }.clone();
         self.graph = Some(graph);
