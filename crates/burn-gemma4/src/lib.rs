@@ -8,9 +8,8 @@ mod config;
 mod error;
 mod gemma;
 mod generate;
-#[cfg(feature = "cube")]
-mod kernel;
 mod model;
+mod op;
 mod text;
 mod train;
 

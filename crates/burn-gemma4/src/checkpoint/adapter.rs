@@ -1,7 +1,7 @@
 //! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
 
 use super::{create, stored, upload_f32, write_file, write_tensors};
-use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, model::layer::linear::product};
+use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product};
 use burn::{
     module::{Lora, Module, ModuleMapper, Param, ParamGroup},
     tensor::{DType, Device, Tensor},

@@ -7,7 +7,7 @@ pub(crate) mod logprobs;
 pub(crate) mod sampling;
 
 #[cfg(feature = "cube")]
-use crate::kernel;
+use crate::op;
 use crate::{
     Cache, Cancellation, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler,
     Sampling, TextKind, TokenLogprobs, Tokenizer,
@@ -264,7 +264,7 @@ fn finish(sequences: Vec<Sequence<'_>>, timings: Timings) -> Result<Vec<Generati
 /// Whether work is queued on a device of its own, rather than done by the processor at once.
 fn is_accelerated(model: &Gemma4Model) -> bool {
     #[cfg(feature = "cube")]
-    return kernel::runs(&model.device(), model.dtype());
+    return op::runs(&model.device(), model.dtype());
     #[cfg(not(feature = "cube"))]
     {
         let _ = model;

@@ -9,8 +9,15 @@ use crate::generate::decode::{
     self,
     position::{Layers, columns_of_layers},
 };
+#[cfg(feature = "cube")]
+use crate::op::{flat_rows, linear::few_rows};
 use crate::{
-    Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing, train::loss::cross_entropy,
+    Cache, Decoder, Gemma4Config, Gemma4Error, LayerType, Packing,
+    op::{
+        linear,
+        rope::{Positions, Rotation, tables::Rope},
+    },
+    train::loss::cross_entropy,
 };
 #[cfg(feature = "cube")]
 use burn::tensor::TensorData;
@@ -18,14 +25,10 @@ use burn::{
     module::Module,
     tensor::{DType, Device, Int, Tensor},
 };
-#[cfg(feature = "cube")]
-use layer::flat_rows;
 use layer::{
     DecoderLayer, Embedding, Linear, RmsNorm,
     attention::{KeyValues, Visible},
     decoder::Observed,
-    linear,
-    rope::{Positions, Rope, Rotation},
 };
 use observe::{LayerSite, Observer, Site};
 use std::sync::Arc;
@@ -543,7 +546,7 @@ impl Gemma4Model {
             && decode::serves(self, batch)
         {
             let cap = self.config.final_logit_softcapping;
-            return crate::kernel::project(flat_rows(hidden), self.head(), cap).unsqueeze_dim(1);
+            return few_rows::project(flat_rows(hidden), self.head(), cap).unsqueeze_dim(1);
         }
         let logits = linear::project(hidden, self.head());
         match self.config.final_logit_softcapping {

@@ -4,12 +4,14 @@
 //! context are most of the memory. Here only what goes into each layer is kept, and the backward computes layer after layer
 //! once more, the last one first.
 
-use super::attach::attach;
 use crate::{
     Gemma4Error, Gemma4Model, LayerType, Logits, Packing,
     model::layer::{
         attention::{KeyValues, Visible},
         decoder::Observed,
+    },
+    op::{
+        attach::attach,
         linear,
         rope::{Positions, Rotation},
     },

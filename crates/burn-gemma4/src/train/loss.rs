@@ -5,8 +5,10 @@
 //! matrix, while they are there (Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989). The gradients
 //! are ready when the backward begins, which only scales them, so that no logits are computed twice.
 
-use super::attach::attach;
-use crate::model::layer::linear::{product, rows};
+use crate::op::{
+    attach::attach,
+    linear::{product, rows},
+};
 use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
 
 /// Logits that are in memory at once: 512 MB in f32.

@@ -3,5 +3,4 @@
 pub(crate) mod loss;
 pub(crate) mod packing;
 
-mod attach;
 mod gradients;

@@ -1,6 +1,6 @@
 //! Documents packed into rows, as training reads them.
 
-use crate::{Gemma4Error, model::layer::rope::Positions};
+use crate::{Gemma4Error, op::rope::Positions};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// Which tokens of a batch belong together: documents one after another in rows of one length.

@@ -4,7 +4,10 @@ use super::{
     DecodeMode, Part, integers,
     position::{Outputs, Position},
 };
-use crate::{Cache, Gemma4Model, LayerType, kernel};
+use crate::{
+    Cache, Gemma4Model, LayerType,
+    op::{self, linear::few_rows::MOST_ROWS, overwrite::overwrite},
+};
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture},
@@ -116,7 +119,7 @@ impl GraphCapture {
         let inputs = Tensor::<1, Int>::from_data(inputs, (&device, DType::I32));
         match &self.position {
             Some(position) if cache.len() < cache.room() => {
-                kernel::overwrite(position.inputs.clone(), inputs);
+                overwrite(position.inputs.clone(), inputs);
                 position.clone()
             }
             _ => {
@@ -156,8 +159,8 @@ fn make(
 pub(crate) fn serves(model: &Gemma4Model, batch: usize) -> bool {
     let dtype = model.dtype();
     model.config().experts.is_none()
-        && batch <= kernel::MOST_ROWS
-        && kernel::serves(&model.device(), dtype)
+        && batch <= MOST_ROWS
+        && op::serves(&model.device(), dtype)
         && OneDtype::is_of(model, dtype)
 }
 

@@ -5,9 +5,7 @@ mod graph;
 #[cfg(feature = "cube")]
 pub(crate) mod position;
 
-#[cfg(feature = "cube")]
-use crate::kernel;
-use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits};
+use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits, op::argmax::argmax};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
@@ -227,8 +225,6 @@ impl Next<'_> {
         let [_, vocabulary] = self.logits.dims();
         let tokens = match self.argmax {
             Some(tokens) => tokens,
-            #[cfg(feature = "cube")]
-            None if kernel::serve(&self.logits) => kernel::argmax(self.logits),
             None => argmax(self.logits),
         };
         let tokens = tokens.try_into_data().map_err(failed)?;
@@ -250,17 +246,6 @@ impl Next<'_> {
             .map_err(failed)?;
         Ok(logits.iter::<f32>().collect())
     }
-}
-
-/// What the kernel of this name gives, by Burn's own operations: the column of the largest number of each row, −1 where there is
-/// none.
-fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
-    let nothing = f32::NEG_INFINITY;
-    let numbers = logits.clone().mask_fill(logits.is_nan(), nothing);
-    let (largest, columns) = numbers.max_dim_with_indices(1);
-    columns
-        .mask_fill(largest.equal_elem(nothing), -1)
-        .squeeze_dim(1)
 }
 
 fn failed(error: impl std::fmt::Display) -> Gemma4Error {

@@ -6,14 +6,22 @@
 use super::Part;
 use crate::{
     Gemma4Model, LayerType,
-    kernel::{self, Added, HeadOptions, RotationTables},
     model::{
         SharedKeyValues,
         cache::Target,
         layer::{
             DecoderLayer, Linear,
             attention::{KeyValues, Visible},
-            flat_rows,
+        },
+    },
+    op::{
+        argmax::argmax,
+        flat_rows,
+        linear::few_rows,
+        residual::{Added, residual, residual_and_norm},
+        rope::{
+            RotationTables,
+            heads::{self, HeadOptions},
         },
     },
 };
@@ -44,7 +52,7 @@ impl Position {
 
         let embedded = model.embed_tokens.forward(tokens.clone());
         let project = |input: Tensor<3>, weight| {
-            let projected = kernel::project(flat_rows(input), weight, None);
+            let projected = few_rows::project(flat_rows(input), weight, None);
             projected.unsqueeze_dim(1)
         };
         let per_layer_embeddings = model
@@ -72,9 +80,9 @@ impl Position {
         let normed = layers.run(0, stream, normed, &mut shared, Some(&targets), after);
 
         let cap = config.final_logit_softcapping;
-        let logits = kernel::project(normed, model.head(), cap);
+        let logits = few_rows::project(normed, model.head(), cap);
         after(Part::Head);
-        let argmax = kernel::argmax(logits.clone());
+        let argmax = argmax(logits.clone());
         after(Part::Argmax);
         (logits, argmax)
     }
@@ -125,11 +133,12 @@ impl Layers<'_> {
             let queries = self.queries_and_keys(index, normed, shared, targets, after);
             let read = layer.self_attn.attend(queries, shared.get(kind));
             after(Part::Attention);
-            let read = kernel::project(flat_rows(read), layer.self_attn.o_proj.weight.val(), None);
+            let read =
+                few_rows::project(flat_rows(read), layer.self_attn.o_proj.weight.val(), None);
             after(Part::Projections);
 
             let norm = &layer.post_attention_layernorm;
-            (stream, normed) = kernel::residual_and_norm(
+            (stream, normed) = residual_and_norm(
                 Added {
                     stream,
                     added: read,
@@ -181,7 +190,8 @@ impl Layers<'_> {
             LayerType::Full => &self.full,
         };
         let positions = || self.positions.clone();
-        let project = |linear: &Linear| kernel::project(normed.clone(), linear.weight.val(), None);
+        let project =
+            |linear: &Linear| few_rows::project(normed.clone(), linear.weight.val(), None);
         let queries = project(&attention.q_proj);
         let own = attention.k_proj.as_ref().zip(attention.k_norm.as_ref());
         let own = own.map(|(k_proj, k_norm)| {
@@ -205,11 +215,11 @@ impl Layers<'_> {
             };
             let write_values = |values, buffer, compact| {
                 let options = HeadOptions { compact, epsilon };
-                kernel::write_values(values, positions(), buffer, options)
+                heads::write_values(values, positions(), buffer, options)
             };
             let write_keys = |keys, buffer, compact| {
                 let options = HeadOptions { compact, epsilon };
-                kernel::write_keys(keys, weight, tables, positions(), buffer, options)
+                heads::write_keys(keys, weight, tables, positions(), buffer, options)
             };
             let key_values = match targets.layers[index].clone() {
                 Target::Apart(buffers) => KeyValues::new(
@@ -235,7 +245,7 @@ impl Layers<'_> {
                 .map(|how| how.layout.rotated_pairs),
             epsilon,
         };
-        let queries = kernel::query_heads(queries, weight, tables, positions(), options);
+        let queries = heads::query_heads(queries, weight, tables, positions(), options);
         after(Part::Heads);
         queries
     }
@@ -252,8 +262,9 @@ fn feed_forward(
     after: &mut dyn FnMut(Part),
 ) -> (Tensor<2>, Tensor<2>) {
     let mlp = &layer.mlp;
-    let inner = kernel::project_gated(normed, mlp.gate_proj.weight.val(), mlp.up_proj.weight.val());
-    let of_mlp = kernel::project(inner, mlp.down_proj.weight.val(), None);
+    let inner =
+        few_rows::project_gated(normed, mlp.gate_proj.weight.val(), mlp.up_proj.weight.val());
+    let of_mlp = few_rows::project(inner, mlp.down_proj.weight.val(), None);
     after(Part::Mlp);
     let mut added = Added {
         stream,
@@ -267,18 +278,18 @@ fn feed_forward(
         &layer.post_per_layer_input_norm,
         per_layer_embeddings,
     ) {
-        let stream = kernel::residual(added);
+        let stream = residual(added);
         after(Part::Norms);
-        let gated = kernel::project_gate_of(stream.clone(), gate.weight.val(), inputs, start);
+        let gated = few_rows::project_gate_of(stream.clone(), gate.weight.val(), inputs, start);
         added = Added {
             stream,
-            added: kernel::project(gated, projection.weight.val(), None),
+            added: few_rows::project(gated, projection.weight.val(), None),
             weight: norm.weight.val(),
             epsilon,
         };
         after(Part::PerLayerEmbeddings);
     }
-    let result = kernel::residual_and_norm(added, Some(layer.layer_scalar.val()), next_weight);
+    let result = residual_and_norm(added, Some(layer.layer_scalar.val()), next_weight);
     after(Part::Norms);
     result
 }

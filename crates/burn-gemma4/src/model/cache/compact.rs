@@ -13,11 +13,10 @@
 //! With Gemma 4's 512 channels, 128 of which are rotated, that is 640 numbers instead of 1024. It is the same mathematics; in half
 //! precision it is rounded elsewhere.
 
-#[cfg(feature = "cube")]
-use crate::kernel;
 use crate::{
     Gemma4Config,
     model::layer::attention::{KeyValues, Visible},
+    op::columns::columns,
 };
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
@@ -132,8 +131,8 @@ impl CompactKeys {
         KeyValues {
             compact: Some(self.clone()),
             ..KeyValues::new(
-                columns(slots, rotated, head_dim),
-                columns(slots, 0, head_dim),
+                columns(slots.clone(), rotated, head_dim),
+                columns(slots.clone(), 0, head_dim),
                 visible,
             )
         }
@@ -154,15 +153,6 @@ fn indices(values: Vec<usize>, device: &Device) -> Tensor<1, Int> {
     let count = values.len();
     let values: Vec<i32> = values.into_iter().map(|value| value as i32).collect();
     Tensor::from_data(TensorData::new(values, [count]), device)
-}
-
-/// Some of the last dimension's columns, a view where the device can.
-fn columns(slots: &Tensor<4>, start: usize, count: usize) -> Tensor<4> {
-    #[cfg(feature = "cube")]
-    if kernel::serve(slots) {
-        return kernel::columns(slots.clone(), start, count);
-    }
-    slots.clone().narrow(3, start, count)
 }
 
 #[cfg(test)]

@@ -10,10 +10,8 @@ pub(crate) use compact::CompactKeys;
 
 use crate::{
     Gemma4Config, LayerType,
-    model::layer::{
-        attention::{Attention, KeyValues, Visible},
-        rope::Positions,
-    },
+    model::layer::attention::{Attention, KeyValues, Visible},
+    op::rope::Positions,
 };
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use compact::CompactLayout;

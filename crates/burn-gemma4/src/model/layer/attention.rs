@@ -1,7 +1,14 @@
 //! Attention of one layer, through `fused_attention`.
 
-use super::{Linear, RmsNorm, norm, rope::Rotation};
-use crate::{Gemma4Config, LayerType, model::cache::CompactKeys};
+use super::{Linear, RmsNorm};
+use crate::{
+    Gemma4Config, LayerType,
+    model::cache::CompactKeys,
+    op::{
+        norm::normalize,
+        rope::{Rotation, split_heads},
+    },
+};
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::{
     module::Module,
@@ -141,7 +148,7 @@ impl Attention {
         };
         let key = rotation.heads(key, k_norm);
         let value = split_heads(value, self.head_dim);
-        let value = norm::normalize(value, self.epsilon).swap_dims(1, 2);
+        let value = normalize(value, self.epsilon).swap_dims(1, 2);
         Some((key, value))
     }
 
@@ -196,10 +203,4 @@ impl Attention {
         read.swap_dims(1, 2)
             .reshape([batch, positions, heads * head_dim])
     }
-}
-
-/// `[batch, positions, heads · head_dim]` to `[batch, positions, heads, head_dim]`.
-pub(super) fn split_heads(projected: Tensor<3>, head_dim: usize) -> Tensor<4> {
-    let [batch, positions, columns] = projected.dims();
-    projected.reshape([batch, positions, columns / head_dim, head_dim])
 }

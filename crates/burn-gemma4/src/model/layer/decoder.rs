@@ -1,12 +1,10 @@
 //! One layer: attention and feed-forward networks around the residual stream.
 
-use super::{
-    Attention, Experts, Linear, Mlp, RmsNorm, Router, attention::KeyValues, constant, gelu,
-    rope::Rotation,
-};
+use super::{Attention, Experts, Linear, Mlp, RmsNorm, Router, attention::KeyValues, constant};
 use crate::{
     Gemma4Config,
     model::observe::{LayerSite, Observer, Site},
+    op::{gelu::gelu, rope::Rotation},
 };
 use burn::{
     module::{Module, Param},

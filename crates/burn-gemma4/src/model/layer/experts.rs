@@ -1,7 +1,11 @@
 //! The mixture of experts: each token goes through the few small networks that its router chooses.
 
-use super::{Linear, constant, gelu, linear, norm, random};
-use crate::{Gemma4Config, config::ExpertsConfig};
+use super::{Linear, constant, random};
+use crate::{
+    Gemma4Config,
+    config::ExpertsConfig,
+    op::{gelu::gelu, linear, norm::normalize},
+};
 use burn::{
     module::{Module, Param},
     tensor::{DType, Device, Int, Tensor, TensorData, activation::softmax},
@@ -56,9 +60,8 @@ impl Router {
         let [rows, hidden] = input.dims();
         // All in f32: rounding decides between experts whose probabilities are close.
         let scale = self.scale.val().cast(DType::F32).unsqueeze::<2>();
-        let scaled = norm::normalize(input.cast(DType::F32), self.epsilon)
-            * scale
-            * (hidden as f64).powf(-0.5);
+        let scaled =
+            normalize(input.cast(DType::F32), self.epsilon) * scale * (hidden as f64).powf(-0.5);
         let logits = linear::rows(scaled, self.proj.weight.val().cast(DType::F32));
         let probabilities = softmax(logits, 1);
 

@@ -1,6 +1,7 @@
 //! The dense feed-forward network, gated by GELU (Shazeer 2020, arXiv:2002.05202).
 
-use super::{Linear, gelu};
+use super::Linear;
+use crate::op::gelu::gelu;
 use burn::{
     module::Module,
     tensor::{Device, Tensor},

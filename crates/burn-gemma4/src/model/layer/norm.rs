@@ -1,13 +1,15 @@
-//! Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
+//! The norm as a module.
 
 use super::constant;
+use crate::op::norm::norm;
 #[cfg(feature = "cube")]
-use super::{flat_rows, norm_step};
-#[cfg(feature = "cube")]
-use crate::kernel;
+use crate::op::{
+    self, flat_rows,
+    residual::{Added, residual},
+};
 use burn::{
     module::{Module, Param},
-    tensor::{DType, Device, Tensor},
+    tensor::{Device, Tensor},
 };
 
 /// `x / √(mean(x²) + ε) · weight` over the last dimension, in f32, rounded once to the input's dtype.
@@ -42,15 +44,7 @@ impl RmsNorm {
 
     /// Normalises each row of the last dimension.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        let weight = self.weight.val();
-        #[cfg(feature = "cube")]
-        if kernel::runs(&input.device(), input.dtype()) {
-            let shape = input.dims();
-            return norm_step::norm(flat_rows(input), weight, self.epsilon).reshape(shape);
-        }
-        let dtype = input.dtype();
-        let weight = weight.cast(DType::F32).unsqueeze::<D>();
-        (normalize_f32(input, self.epsilon) * weight).cast(dtype)
+        norm(input, self.weight.val(), self.epsilon)
     }
 
     /// `stream` and what a block adds to it, normalised, `[batch, positions, columns]` each.
@@ -58,13 +52,13 @@ impl RmsNorm {
         #[cfg(feature = "cube")]
         if self.is_served_with(&stream) {
             let shape = stream.dims();
-            let added = kernel::Added {
+            let added = Added {
                 stream: flat_rows(stream),
                 added: flat_rows(added),
                 weight: self.weight.val(),
                 epsilon: self.epsilon,
             };
-            return kernel::residual(added).reshape(shape);
+            return residual(added).reshape(shape);
         }
         stream + self.forward(added)
     }
@@ -72,7 +66,7 @@ impl RmsNorm {
     /// Whether kernels read the weight beside such a tensor.
     #[cfg(feature = "cube")]
     pub(crate) fn is_served_with<const D: usize>(&self, tensor: &Tensor<D>) -> bool {
-        kernel::serve(tensor) && self.weight.val().dtype() == tensor.dtype()
+        op::serve(tensor) && self.weight.val().dtype() == tensor.dtype()
     }
 
     /// What is added to the mean of squares.
@@ -80,21 +74,4 @@ impl RmsNorm {
     pub(crate) fn epsilon(&self) -> f64 {
         self.epsilon
     }
-}
-
-/// The norm without a weight.
-pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
-    #[cfg(feature = "cube")]
-    if kernel::serve(&input) {
-        let shape = input.dims();
-        return kernel::norm_without_weight(flat_rows(input), epsilon).reshape(shape);
-    }
-    let dtype = input.dtype();
-    normalize_f32(input, epsilon).cast(dtype)
-}
-
-fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
-    let input = input.cast(DType::F32);
-    let mean = input.clone().square().mean_dim(D - 1);
-    input / (mean + epsilon).sqrt()
 }

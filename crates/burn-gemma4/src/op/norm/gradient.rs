@@ -5,7 +5,7 @@
 //! unit's, in registers. Bound by memory's rate: a cube takes every so many-th row, reads it twice, the second time from the
 //! cache, and writes it once; its sums of the weight's gradient it writes at the end.
 
-use super::sums::{Team, cube_sum, sum_of_squares};
+use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -1,97 +1,11 @@
-//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, some pairs still.
+//! The tables of cosines and sines.
 
 #[cfg(feature = "cube")]
-use super::flat_rows;
-use super::{RmsNorm, attention::split_heads};
-#[cfg(feature = "cube")]
-use crate::kernel;
+use super::RotationTables;
+use super::{Positions, Rotation};
 use crate::{Gemma4Config, LayerType};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// Cosines and sines of the positions of one call, for one type of layer.
-#[derive(Clone, Debug)]
-pub struct Rotation {
-    /// `[batch or 1, 1, positions, head_dim / 2]`.
-    cos: Tensor<4>,
-    sin: Tensor<4>,
-}
-
-impl Rotation {
-    /// A projection's heads, normalised and rotated: `[batch, positions, heads · head_dim]` to
-    /// `[batch, heads, positions, head_dim]`.
-    pub fn heads(&self, projected: Tensor<3>, norm: &RmsNorm) -> Tensor<4> {
-        let pairs = self.cos.dims()[3];
-        #[cfg(feature = "cube")]
-        if norm.is_served_with(&projected) {
-            let [batch, positions, columns] = projected.dims();
-            let tables = kernel::RotationTables {
-                cos: flat_rows(self.cos.clone()),
-                sin: flat_rows(self.sin.clone()),
-            };
-            let projected = flat_rows(projected);
-            let heads =
-                kernel::heads_in_order(projected, norm.weight.val(), &tables, norm.epsilon());
-            let shape = [batch, positions, columns / (2 * pairs), 2 * pairs];
-            return heads.reshape(shape).swap_dims(1, 2);
-        }
-        let heads = split_heads(projected, 2 * pairs);
-        self.apply(norm.forward(heads).swap_dims(1, 2))
-    }
-
-    /// Rotates `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
-    fn apply(&self, input: Tensor<4>) -> Tensor<4> {
-        let head_dim = input.dims()[3];
-        let first = input.clone().narrow(3, 0, head_dim / 2);
-        let second = input.narrow(3, head_dim / 2, head_dim / 2);
-        let (cos, sin) = (self.cos.clone(), self.sin.clone());
-        Tensor::cat(
-            vec![
-                first.clone() * cos.clone() - second.clone() * sin.clone(),
-                second * cos + first * sin,
-            ],
-            3,
-        )
-    }
-
-    /// The rotation of the last `count` positions.
-    pub fn last(&self, count: usize) -> Self {
-        let positions = self.cos.dims()[2];
-        let last = |table: &Tensor<4>| table.clone().narrow(2, positions - count, count);
-        Self {
-            cos: last(&self.cos),
-            sin: last(&self.sin),
-        }
-    }
-}
-
-/// Which positions a call computes.
-#[derive(Clone, Debug)]
-pub enum Positions {
-    /// The same for every sequence: `first .. first + count`.
-    Range {
-        /// The first position.
-        first: usize,
-        /// How many.
-        count: usize,
-    },
-    /// A list for each sequence, `[batch][count]`.
-    Each(Vec<Vec<usize>>),
-}
-
-impl Positions {
-    /// One more than the largest position.
-    pub(crate) fn end(&self) -> usize {
-        match self {
-            Self::Range { first, count } => first + count,
-            Self::Each(rows) => rows
-                .iter()
-                .flatten()
-                .max()
-                .map_or(0, |position| position + 1),
-        }
-    }
-}
 
 /// The tables of cosines and sines, made on the processor and kept on every device that asked.
 ///
@@ -126,9 +40,9 @@ impl Rope {
         positions: usize,
         dtype: DType,
         device: &Device,
-    ) -> crate::kernel::RotationTables {
+    ) -> RotationTables {
         let table = self.of(kind).reaching(positions, dtype, device);
-        crate::kernel::RotationTables {
+        RotationTables {
             cos: table.cos,
             sin: table.sin,
         }

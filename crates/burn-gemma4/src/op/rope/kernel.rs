@@ -4,7 +4,7 @@
 //! Budget: a float a part of the cube in shared memory, a pair of channels in registers. Bound by latency: one cube a head,
 //! which it reads twice, the second time from the cache.
 
-use super::sums::{Team, cube_sum};
+use crate::op::sums::{Team, cube_sum};
 use cubecl::prelude::*;
 
 /// The strides of `[rows, heads, slots, columns]`, whose columns lie together.

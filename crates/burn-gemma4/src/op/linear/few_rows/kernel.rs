@@ -5,7 +5,7 @@
 //! them in flight; the rows are read from the cache by every team. A team's units lie along the inner dimension of a few
 //! outputs, all rows of which it computes, so that one read of a weight serves them all.
 
-use super::sums::{Team, part_of_sum};
+use crate::op::sums::{Team, part_of_sum};
 use cubecl::prelude::*;
 
 /// How the product is divided.

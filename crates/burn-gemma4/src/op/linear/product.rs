@@ -129,11 +129,11 @@ impl ProductBackend for burn::backend::Flex {}
 
 /// The backward of either operator, whose gradients are its products.
 #[derive(Debug)]
-struct ProductStep<B: Backend> {
+struct ProductBackward<B: Backend> {
     product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
 }
 
-impl<B: ProductBackend> Backward<B, 2> for ProductStep<B> {
+impl<B: ProductBackend> Backward<B, 2> for ProductBackward<B> {
     /// Each matrix if the other one's gradient is wanted.
     type State = [Option<NodeId>; 2];
 
@@ -162,16 +162,16 @@ impl<B: ProductBackend> Backward<B, 2> for ProductStep<B> {
 impl<B: ProductBackend, C: CheckpointStrategy> ProductBackend for Autodiff<B, C> {
     fn product_in_f32(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
         let product = B::product_in_f32;
-        ProductStep { product }.forward::<C>(lhs, rhs)
+        ProductBackward { product }.forward::<C>(lhs, rhs)
     }
 
     fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
         let product = B::product_of_halves;
-        ProductStep { product }.forward::<C>(lhs, rhs)
+        ProductBackward { product }.forward::<C>(lhs, rhs)
     }
 }
 
-impl<B: ProductBackend> ProductStep<B> {
+impl<B: ProductBackend> ProductBackward<B> {
     fn forward<C: CheckpointStrategy>(
         self,
         lhs: FloatTensor<Autodiff<B, C>>,

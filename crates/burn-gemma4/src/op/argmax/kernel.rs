@@ -75,16 +75,3 @@ pub(super) fn argmax<E: Float, I: Int>(
         columns_of_largest[CUBE_POS] = select(missing, I::new(-1), place);
     }
 }
-
-/// Copies integers over others.
-#[cube(launch_unchecked)]
-pub(super) fn overwrite<I: Int>(
-    source: &Tensor<I>,
-    target: &mut Tensor<I>,
-    count: u32,
-    #[define(I)] _integer: ElemType,
-) {
-    if ABSOLUTE_POS < count as usize {
-        target[ABSOLUTE_POS] = source[ABSOLUTE_POS];
-    }
-}

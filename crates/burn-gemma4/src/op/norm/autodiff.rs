@@ -1,10 +1,9 @@
-//! The norm with a weight as one operator of CubeCL devices, forward and backward: as Burn's own operators, tracked one by
-//! one, it reads and writes its rows about twenty times.
+//! The backward of the norm with a weight.
 
-use crate::kernel::{NormBackend, NormGradients};
+use super::{NormBackend, NormGradients};
 use burn::{
     backend::{
-        Autodiff, Dispatch, TensorMetadata,
+        Autodiff, TensorMetadata,
         autodiff::{
             NodeId,
             checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
@@ -13,20 +12,11 @@ use burn::{
         },
         tensor::FloatTensor,
     },
-    tensor::{FloatDType, Tensor},
+    tensor::FloatDType,
 };
 
-/// `x / √(mean(x²) + ε) · weight` of each row of `[rows, columns]`, by a weight `[columns]` of any dtype.
-pub(crate) fn norm(input: Tensor<2>, weight: Tensor<1>, epsilon: f64) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::norm(
-        input.into_dispatch(),
-        weight.into_dispatch(),
-        epsilon,
-    ))
-}
-
 #[derive(Debug)]
-struct NormStep;
+struct NormBackward;
 
 #[derive(Clone, Debug)]
 struct NormState {
@@ -35,7 +25,7 @@ struct NormState {
     epsilon: f64,
 }
 
-impl<B: NormBackend> Backward<B, 2> for NormStep {
+impl<B: NormBackend> Backward<B, 2> for NormBackward {
     type State = NormState;
 
     fn backward(
@@ -70,7 +60,7 @@ impl<B: NormBackend, C: CheckpointStrategy> NormBackend for Autodiff<B, C> {
         weight: FloatTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        match NormStep
+        match NormBackward
             .prepare::<C>([input.node(), weight.node()])
             .compute_bound()
             .stateful()

@@ -53,9 +53,9 @@ impl AttachBackend for burn_cubecl::CubeBackend {}
 impl AttachBackend for burn::backend::Flex {}
 
 #[derive(Debug)]
-struct AttachStep;
+struct AttachBackward;
 
-impl<B: AttachBackend> Backward<B, 2> for AttachStep {
+impl<B: AttachBackend> Backward<B, 2> for AttachBackward {
     /// The gradient by the source.
     type State = FloatTensor<B>;
 
@@ -86,7 +86,7 @@ impl<B: AttachBackend, C: CheckpointStrategy> AttachBackend for Autodiff<B, C> {
         source: FloatTensor<Self>,
         gradient: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
-        match AttachStep
+        match AttachBackward
             .prepare::<C>([value.node(), source.node()])
             .compute_bound()
             .stateful()

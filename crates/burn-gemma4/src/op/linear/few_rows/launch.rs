@@ -1,32 +1,71 @@
 //! Launches the product of a few rows, divided so that the memory is kept busy.
 
-use super::{addresses, cube_count, empty, plane_width, rows_of, vector_size};
-use crate::kernel::{
-    MOST_ROWS,
-    project::{Epilogue, FactorPlaceLaunch, ProjectPlan, project},
+use super::{
+    FewRowsBackend, MOST_ROWS,
+    kernel::{Epilogue, FactorPlaceLaunch, ProjectPlan, project},
+};
+use crate::op::{
+    launch::{addresses, cube_count, empty, plane_width, rows_of, vector_size},
     sums::Team,
 };
-use burn::backend::cubecl::dtype_to_storage_type;
-use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::{client::Client, prelude::CubeDim};
+
+impl FewRowsBackend for CubeBackend {
+    fn project(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cap: Option<f64>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            cap,
+            ..ProductOptions::default()
+        };
+        launch(input, weight, options)
+    }
+
+    fn project_gated(
+        input: FloatTensor<Self>,
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            through: Some(through),
+            ..ProductOptions::default()
+        };
+        launch(input, gate, options)
+    }
+
+    fn project_gate_of(
+        input: FloatTensor<Self>,
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+        start: usize,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            factor: Some((through, start)),
+            ..ProductOptions::default()
+        };
+        launch(input, gate, options)
+    }
+}
 
 /// What a product does beside adding up.
 #[derive(Default)]
-pub(super) struct ProductOptions {
-    pub gelu: bool,
+struct ProductOptions {
+    gelu: bool,
     /// The weights that the first ones open the gates of.
-    pub through: Option<CubeTensor>,
+    through: Option<CubeTensor>,
     /// A factor of the output, and its first column.
-    pub factor: Option<(CubeTensor, usize)>,
-    pub cap: Option<f64>,
+    factor: Option<(CubeTensor, usize)>,
+    cap: Option<f64>,
 }
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
-pub(super) fn launch_product(
-    input: CubeTensor,
-    weight: CubeTensor,
-    options: ProductOptions,
-) -> CubeTensor {
+fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> CubeTensor {
     let client = input.client.clone();
     let (input, weight) = (into_contiguous(input), rows_of(weight));
     let through = options.through.map(rows_of);

@@ -1,10 +1,9 @@
-//! Launches norms and their gradients, alone or with sums of the residual stream.
+//! Launches norms and their gradients.
 
-use super::{addresses, at_least, cube_count, empty, team, vector_size};
-use crate::kernel::{
-    NORM_PARTS, NormBackend, NormGradients, Residual, norm::norm, norm_gradient::norm_gradient,
-    residual::residual,
+use super::{
+    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm,
 };
+use crate::op::launch::{addresses, at_least, cube_count, empty, team, vector_size};
 use burn::{
     backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor},
     tensor::DType,
@@ -12,59 +11,7 @@ use burn::{
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cubecl::prelude::CubeDim;
 
-pub(super) fn launch_residual(
-    stream: CubeTensor,
-    added: CubeTensor,
-    weight: CubeTensor,
-    scalar: Option<CubeTensor>,
-    next_weight: Option<CubeTensor>,
-    epsilon: f64,
-) -> Residual<CubeBackend> {
-    let client = stream.client.clone();
-    let (stream, added) = (into_contiguous(stream), into_contiguous(added));
-    let shape = [stream.meta.shape()[0], stream.meta.shape()[1]];
-    let [rows, columns] = shape;
-    let vector = vector_size(&client, stream.dtype.size(), &[columns]);
-    let vectors = columns / vector;
-    let sum = empty(&stream, shape, stream.dtype);
-    let normed = empty(&stream, shape, stream.dtype);
-    let element = dtype_to_storage_type(stream.dtype);
-    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
-    unsafe {
-        residual::launch_unchecked(
-            &client,
-            at_least(&client, rows),
-            CubeDim::new_1d(team(&client, vectors).units as u32),
-            addresses([&stream]),
-            stream.into_tensor_arg(),
-            added.into_tensor_arg(),
-            into_contiguous(weight).into_tensor_arg(),
-            scalar.map(CubeTensor::into_tensor_arg).into(),
-            next_weight
-                .map(|weight| into_contiguous(weight).into_tensor_arg())
-                .into(),
-            sum.clone().into_tensor_arg(),
-            normed.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
-            team(&client, vectors),
-            element,
-            vector,
-        );
-    }
-    Residual {
-        stream: sum,
-        normed,
-    }
-}
-
-pub(super) fn launch_norm(
-    input: CubeTensor,
-    weight: Option<CubeTensor>,
-    epsilon: f64,
-) -> CubeTensor {
+fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
     let client = input.client.clone();
     let input = into_contiguous(input);
     let shape = [input.meta.shape()[0], input.meta.shape()[1]];
@@ -111,7 +58,7 @@ fn launch_norm_gradient(
     let vector = vector_size(&client, size_of::<f32>(), &[columns]);
     let vectors = columns / vector;
     let team = team(&client, vectors);
-    let parts = NORM_PARTS.min(rows);
+    let parts = PARTS.min(rows);
     let of_input = empty(&input, shape, input.dtype);
     let of_weight = empty(&input, [parts, columns], DType::F32);
     let element = dtype_to_storage_type(input.dtype);
@@ -161,5 +108,11 @@ impl NormBackend for CubeBackend {
         epsilon: f64,
     ) -> NormGradients<Self> {
         launch_norm_gradient(input, weight, gradient, epsilon)
+    }
+}
+
+impl NormalizeBackend for CubeBackend {
+    fn normalize(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self> {
+        launch_norm(input, None, epsilon)
     }
 }

@@ -4,7 +4,7 @@
 //! a few KB, which one cube reads three times, two of them from the cache. Every intermediate is rounded to the stream's
 //! dtype where the model was trained with it so.
 
-use super::sums::{Team, cube_sum, sum_of_squares};
+use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

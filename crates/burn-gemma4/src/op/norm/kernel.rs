@@ -3,7 +3,7 @@
 //! Budget: a float a part of the cube in shared memory, one vector of each operand in registers. Bound by memory's rate
 //! where there are many rows: a cube reads its row twice, the second time from the cache, and writes it once.
 
-use super::sums::{Team, cube_sum, sum_of_squares};
+use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

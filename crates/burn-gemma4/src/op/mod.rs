@@ -1,0 +1,61 @@
+//! The model's operators: each with its kernels, their launches and its gradients.
+//!
+//! Kernels are for CubeCL devices: what lies between products, of any rows, in as few launches as possible, and for inference
+//! products of a few rows, bound by the memory's rate. Other devices, and training but for norms and products, go through Burn's own operators, which
+//! compute the same.
+
+pub(crate) mod argmax;
+pub(crate) mod attach;
+pub(crate) mod columns;
+pub(crate) mod gelu;
+pub(crate) mod linear;
+pub(crate) mod norm;
+#[cfg(feature = "cube")]
+pub(crate) mod overwrite;
+#[cfg(feature = "cube")]
+pub(crate) mod residual;
+pub(crate) mod rope;
+
+#[cfg(feature = "cube")]
+mod launch;
+#[cfg(feature = "cube")]
+mod sums;
+
+use burn::tensor::Tensor;
+#[cfg(feature = "cube")]
+use burn::{
+    backend::DispatchDevice,
+    tensor::{DType, Device},
+};
+
+/// Whether the kernels serve tensors of `dtype` on `device`.
+#[cfg(feature = "cube")]
+pub(crate) fn serves(device: &Device, dtype: DType) -> bool {
+    !device.is_autodiff() && runs(device, dtype)
+}
+
+/// Whether the device, tracking gradients or not, runs kernels on `dtype`: those with a backward of their own serve it.
+#[cfg(feature = "cube")]
+pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
+    match device.clone().without_autodiff().as_dispatch() {
+        DispatchDevice::Cube(device) => launch::serves(device, dtype),
+        #[allow(
+            unreachable_patterns,
+            reason = "without other backends it is the only device"
+        )]
+        _ => false,
+    }
+}
+
+/// Whether the kernels serve this tensor.
+#[cfg(feature = "cube")]
+pub(crate) fn serve<const D: usize>(tensor: &Tensor<D>) -> bool {
+    serves(&tensor.device(), tensor.dtype())
+}
+
+/// All dimensions but the last as one.
+pub(crate) fn flat_rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
+    let shape = tensor.dims();
+    let columns = shape[D - 1];
+    tensor.reshape([shape.iter().product::<usize>() / columns, columns])
+}
