@@ -20,12 +20,12 @@ pub use gemma::{Gemma4, Prompt, Session};
 pub use generate::{
     FinishReason, GenerateOptions, Generation, Timings, Token,
     cancellation::Cancellation,
-    decode::{DecodeMode, Decoder, Next, Part},
+    decode::{DecodeMode, Decoder, Next},
     defaults::GenerationDefaults,
     logprobs::TokenLogprobs,
     sampling::{Sampler, Sampling},
 };
-pub use model::{Gemma4Model, Logits, cache::Cache, layer, observe};
+pub use model::{Gemma4Model, Logits, cache::Cache, layer, observe, observe::Part};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},
     parts::TextKind,

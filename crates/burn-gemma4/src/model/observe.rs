@@ -51,3 +51,27 @@ pub trait Observer {
 impl Observer for () {
     fn observe<const D: usize>(&mut self, _site: Site, _tensor: impl FnOnce() -> Tensor<D>) {}
 }
+
+/// A part of a token's computation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Part {
+    /// Embeddings, of tokens and per layer.
+    Embedding,
+    /// The products before and after attention.
+    Projections,
+    /// Norms and rotation of heads, and writes into the cache.
+    Heads,
+    /// Attention.
+    Attention,
+    /// The feed-forward network.
+    Mlp,
+    /// The per-layer embeddings on their way into the residual stream.
+    PerLayerEmbeddings,
+    /// Norms and sums of the residual stream.
+    Norms,
+    /// Logits.
+    Head,
+    /// The likeliest token.
+    Argmax,
+}

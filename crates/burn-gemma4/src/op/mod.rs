@@ -12,7 +12,6 @@ pub(crate) mod linear;
 pub(crate) mod norm;
 #[cfg(feature = "cube")]
 pub(crate) mod overwrite;
-#[cfg(feature = "cube")]
 pub(crate) mod residual;
 pub(crate) mod rope;
 
@@ -51,6 +50,12 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
 #[cfg(feature = "cube")]
 pub(crate) fn serve<const D: usize>(tensor: &Tensor<D>) -> bool {
     serves(&tensor.device(), tensor.dtype())
+}
+
+/// Whether the kernels serve this tensor with a weight beside it, which they read in the same dtype.
+#[cfg(feature = "cube")]
+pub(crate) fn serve_with<const D: usize>(tensor: &Tensor<D>, weight: &Tensor<1>) -> bool {
+    serve(tensor) && weight.dtype() == tensor.dtype()
 }
 
 /// All dimensions but the last as one.

@@ -5,16 +5,14 @@
 //! once more, the last one first.
 
 use crate::{
-    Gemma4Error, Gemma4Model, LayerType, Logits, Packing,
-    model::layer::{
-        attention::{KeyValues, Visible},
-        decoder::Observed,
+    Gemma4Error, Gemma4Model, Logits, Packing,
+    model::{
+        any_rows::{AnyRows, Rotations},
+        cache::key_values::{KeyValues, SharedKeyValues},
+        forward::last_positions,
+        layer::operators::{PerLayerEmbedding, Stream},
     },
-    op::{
-        attach::attach,
-        linear,
-        rope::{Positions, Rotation},
-    },
+    op::{attach::attach, flat_rows, linear, rope::Positions},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -84,36 +82,38 @@ impl Gemma4Model {
         let (mut kept, stream) = pass.forward(&plain, tokens.clone());
         let mut sum = GradientsParams::new();
 
+        let [_, hidden] = stream.dims();
         let stream = pass.leaf(stream);
-        let loss = loss(self.norm.forward(stream.clone()))?;
+        let states = self.norm.forward(stream.clone());
+        let loss = loss(states.reshape([pass.batch, pass.asked, hidden]))?;
         let mut gradients = loss.backward();
         let mut of_stream = of_leaf(&stream, &mut gradients);
         add(&mut sum, gradients, self);
 
-        let mut of_sources = BTreeMap::new();
-        let mut of_inputs = Vec::new();
+        let mut of_shared = BTreeMap::new();
+        let mut of_embeddings = Vec::new();
         while let Some(input) = kept.streams.pop() {
             let layer = kept.streams.len();
-            let of_output = padded(of_stream, pass.computed(layer));
+            let of_output = pass.padded(of_stream, pass.computed(layer));
             let objective = Objective {
                 layer,
                 input: pass.leaf(input),
-                own_input: kept
-                    .own_input(layer, pass.computed(layer))
-                    .map(|input| pass.leaf(input)),
+                embedding: pass
+                    .embedding(&kept, layer)
+                    .map(|embedding| pass.leaf(embedding)),
                 of_output,
             };
-            let of_own_input;
-            (of_stream, of_own_input) = pass.backward(objective, &kept, &mut of_sources, &mut sum);
-            of_inputs.extend(of_own_input.map(|gradient| padded(gradient, pass.count)));
+            let of_embedding;
+            (of_stream, of_embedding) = pass.backward(objective, &kept, &mut of_shared, &mut sum);
+            of_embeddings.extend(of_embedding.map(|gradient| pass.padded(gradient, pass.count)));
         }
 
-        let stream = self.embed_tokens.forward(tokens.clone());
-        let inputs = self.per_layer_embeddings(tokens, &stream, linear::project);
+        let stream = flat_rows(self.embed_tokens.forward(tokens.clone()));
+        let embeddings = self.per_layer_embeddings(tokens, &stream, linear::rows);
         let mut objective = attach(pass.zero(), stream, of_stream);
-        if let Some(inputs) = inputs {
-            of_inputs.reverse();
-            objective = attach(objective, inputs, Tensor::stack(of_inputs, 2));
+        if let Some(embeddings) = embeddings {
+            of_embeddings.reverse();
+            objective = attach(objective, embeddings, Tensor::cat(of_embeddings, 1));
         }
         // With frozen tables, nothing is left to be trained.
         if objective.is_tracked() {
@@ -128,44 +128,36 @@ struct Pass<'a> {
     /// With autodiff.
     model: &'a Gemma4Model,
     strategy: GradientCheckpointingStrategy,
+    batch: usize,
     /// Positions of the text.
     count: usize,
     /// How many of the last ones are asked for.
     asked: usize,
-    /// Of all positions, and of those asked for.
-    sliding: [Rotation; 2],
-    full: [Rotation; 2],
+    /// Of all positions.
+    rotations: Rotations,
+    /// Of those asked for.
+    last_rotations: Rotations,
     segments: Option<Tensor<2, Int>>,
 }
 
 /// What the backward needs of the forward, without autodiff.
 struct Kept {
-    /// What goes into each layer.
-    streams: Vec<Tensor<3>>,
-    /// `[batch, positions, layers, columns]`.
-    inputs: Option<Tensor<4>>,
-    /// The keys and values that later layers read, by the layer that made them.
-    sources: BTreeMap<usize, KeyValues>,
+    /// What goes into each layer, `[rows, hidden]`.
+    streams: Vec<Tensor<2>>,
+    /// `[rows, layers · columns]`.
+    embeddings: Option<Tensor<2>>,
+    /// The keys and values that later layers read.
+    shared: SharedKeyValues,
 }
 
 /// A layer's backward.
 struct Objective {
     layer: usize,
-    /// Leaves: the stream, and the layer's own input.
-    input: Tensor<3>,
-    own_input: Option<Tensor<3>>,
+    /// Leaves: the stream, and the layer's per-layer embedding.
+    input: Tensor<2>,
+    embedding: Option<Tensor<2>>,
     /// The gradient by what the layer makes of them.
-    of_output: Tensor<3>,
-}
-
-impl Kept {
-    /// A layer's own input, at the positions that it is computed for.
-    fn own_input(&self, layer: usize, positions: usize) -> Option<Tensor<3>> {
-        let inputs = self.inputs.clone()?;
-        let [_, count, _, _] = inputs.dims();
-        let inputs = inputs.narrow(1, count - positions, positions);
-        Some(inputs.narrow(2, layer, 1).squeeze_dim(2))
-    }
+    of_output: Tensor<2>,
 }
 
 impl<'a> Pass<'a> {
@@ -175,27 +167,24 @@ impl<'a> Pass<'a> {
         packing: Option<&Packing>,
         asked: Logits,
     ) -> Self {
-        let [_, count] = tokens.dims();
+        let [batch, count] = tokens.dims();
         let asked = asked.of(count);
         let device = tokens.device();
         let positions = match packing {
             Some(packing) => packing.rotary_positions(),
             None => Positions::Range { first: 0, count },
         };
-        let [sliding, full] = [LayerType::Sliding, LayerType::Full].map(|kind| {
-            let rope = &model.rope;
-            let all = rope.rotation(kind, &positions, model.dtype(), &device);
-            [all.clone(), all.last(asked)]
-        });
+        let rotations = Rotations::new(&model.rope, &positions, model.dtype(), &device);
         let table = model.embed_tokens.weight.val();
         let strategy = table.gradient_checkpointing_strategy();
         Self {
             model,
             strategy: strategy.expect("gradients need a device with autodiff"),
+            batch,
             count,
             asked,
-            sliding,
-            full,
+            last_rotations: rotations.last(asked),
+            rotations,
             segments: packing.map(|packing| packing.segments(&device)),
         }
     }
@@ -207,6 +196,14 @@ impl<'a> Pass<'a> {
             true => self.asked,
             false => self.count,
         }
+    }
+
+    /// A layer's per-layer embedding, at the positions that it is computed for.
+    fn embedding(&self, kept: &Kept, layer: usize) -> Option<Tensor<2>> {
+        let embeddings = kept.embeddings.clone()?;
+        let count = self.model.config().hidden_size_per_layer_input;
+        let embedding = embeddings.narrow(1, layer * count, count);
+        Some(self.last(embedding, self.computed(layer)))
     }
 
     fn leaf<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
@@ -222,86 +219,82 @@ impl<'a> Pass<'a> {
     }
 
     /// Everything up to the last layer's stream, at the positions asked for, by the model without autodiff.
-    fn forward(&self, plain: &Gemma4Model, tokens: Tensor<2, Int>) -> (Kept, Tensor<3>) {
+    fn forward(&self, plain: &Gemma4Model, tokens: Tensor<2, Int>) -> (Kept, Tensor<2>) {
         let config = plain.config();
-        let mut stream = plain.embed_tokens.forward(tokens.clone());
+        let mut stream = flat_rows(plain.embed_tokens.forward(tokens.clone()));
         let mut kept = Kept {
             streams: Vec::new(),
-            inputs: plain.per_layer_embeddings(tokens, &stream, linear::project),
-            sources: BTreeMap::new(),
+            embeddings: plain.per_layer_embeddings(tokens, &stream, linear::rows),
+            shared: SharedKeyValues::default(),
         };
         let is_read = |source| {
             let mut shared = config.first_shared_layer()..config.num_layers();
             shared.any(|layer| config.key_value_source(layer) == source)
         };
         for layer in 0..config.num_layers() {
-            stream = last(stream, self.computed(layer));
-            let own_input = kept.own_input(layer, self.computed(layer));
-            let read = kept.sources.get(&config.key_value_source(layer));
+            stream = self.last(stream, self.computed(layer));
+            let embedding = self.embedding(&kept, layer);
+            let shared = kept.shared.get(config.layer_types[layer]);
             kept.streams.push(stream.clone());
             let own;
-            (stream, own) = self.layer(plain, layer, stream, own_input, read);
-            kept.sources
-                .extend(own.filter(|_| is_read(layer)).map(|own| (layer, own)));
+            (stream, own) = self.layer(plain, layer, stream, embedding, shared);
+            if let Some(own) = own.filter(|_| is_read(layer)) {
+                kept.shared.set(config.layer_types[layer], own);
+            }
         }
-        (kept, last(stream, self.asked))
+        (kept, self.last(stream, self.asked))
     }
 
-    /// A layer's output, and its keys and values if they are its own; else it reads those of `source`.
+    /// A layer's output, and its keys and values if they are its own; else it reads `shared`.
     fn layer(
         &self,
         model: &Gemma4Model,
         layer: usize,
-        stream: Tensor<3>,
-        own_input: Option<Tensor<3>>,
-        source: Option<&KeyValues>,
-    ) -> (Tensor<3>, Option<KeyValues>) {
-        let config = model.config();
-        let kind = config.layer_types[layer];
-        let [all, asked] = match kind {
-            LayerType::Sliding => &self.sliding,
-            LayerType::Full => &self.full,
+        stream: Tensor<2>,
+        embedding: Option<Tensor<2>>,
+        shared: Option<&KeyValues>,
+    ) -> (Tensor<2>, Option<KeyValues>) {
+        let rotations = match model.config().is_shared(layer) {
+            true => &self.last_rotations,
+            false => &self.rotations,
         };
-        let rotation = if config.is_shared(layer) { asked } else { all };
-        let module = &model.layers[layer];
-        let normed = module.input_layernorm.forward(stream.clone());
-        let own = module.self_attn.key_value(&normed, rotation);
-        let own = own.map(|(key, value)| {
-            let visible = Visible {
-                segments: self.segments.clone(),
-                ..Visible::in_order(kind, config.sliding_window)
-            };
-            KeyValues::new(key, value, visible)
-        });
-        let read = own.as_ref().or(source);
-        let read = read.expect("a layer without keys comes after the layer that it reads");
-        let mut observed = Observed {
-            layer,
+        let mut operators = AnyRows {
+            batch: self.batch,
+            rotations: rotations.clone(),
+            window: model.config().sliding_window,
+            segments: self.segments.clone(),
+            cache: None,
             observer: &mut (),
         };
-        let stream = module.attention(stream, normed, rotation, read, &mut observed);
-        let output = module.feed_forward(stream, own_input, &mut observed);
-        (output, own)
+        let (stream, own) = model.layers[layer].forward(
+            Stream::new(stream),
+            embedding.map(PerLayerEmbedding::of_one_layer),
+            shared,
+            model.norm_after(layer),
+            &mut operators,
+        );
+        (stream.rows, own)
     }
 
-    /// The gradients by a layer's stream and by its own input; those of its parameters are added to `sum`, and those of the
-    /// keys and values that it reads to `of_sources`.
+    /// The gradients by a layer's stream and by its per-layer embedding; those of its parameters are added to `sum`, and those
+    /// of the keys and values that it reads to `of_shared`, by the layer that made them.
     fn backward(
         &self,
         objective: Objective,
         kept: &Kept,
-        of_sources: &mut BTreeMap<usize, [Tensor<4>; 2]>,
+        of_shared: &mut BTreeMap<usize, [Tensor<4>; 2]>,
         sum: &mut GradientsParams,
-    ) -> (Tensor<3>, Option<Tensor<3>>) {
+    ) -> (Tensor<2>, Option<Tensor<2>>) {
         let Objective {
             layer,
             input,
-            own_input,
+            embedding,
             of_output,
         } = objective;
-        let source = self.model.config().key_value_source(layer);
-        let read = (source != layer).then(|| {
-            let read = &kept.sources[&source];
+        let config = self.model.config();
+        let source = config.key_value_source(layer);
+        let shared = kept.shared.get(config.layer_types[layer]);
+        let read = shared.filter(|_| source != layer).map(|read| {
             KeyValues::new(
                 self.leaf(read.key.clone()),
                 self.leaf(read.value.clone()),
@@ -312,17 +305,17 @@ impl<'a> Pass<'a> {
             self.model,
             layer,
             input.clone(),
-            own_input.clone(),
+            embedding.clone(),
             read.as_ref(),
         );
         let mut sought = attach(self.zero(), output, of_output);
-        if let (Some(own), Some([key, value])) = (own, of_sources.remove(&layer)) {
+        if let (Some(own), Some([key, value])) = (own, of_shared.remove(&layer)) {
             sought = attach(attach(sought, own.key, key), own.value, value);
         }
         let mut gradients = sought.backward();
         if let Some(read) = read {
             let new = [read.key, read.value].map(|leaf| of_leaf(&leaf, &mut gradients));
-            let added = match of_sources.remove(&source) {
+            let added = match of_shared.remove(&source) {
                 Some(old) => {
                     let [key, value] = new;
                     let [old_key, old_value] = old;
@@ -330,30 +323,31 @@ impl<'a> Pass<'a> {
                 }
                 None => new,
             };
-            of_sources.insert(source, added);
+            of_shared.insert(source, added);
         }
         let of_input = of_leaf(&input, &mut gradients);
-        let of_own_input = own_input.map(|leaf| of_leaf(&leaf, &mut gradients));
+        let of_embedding = embedding.map(|leaf| of_leaf(&leaf, &mut gradients));
         add(sum, gradients, &self.model.layers[layer]);
-        (of_input, of_own_input)
+        (of_input, of_embedding)
     }
-}
 
-/// The last positions.
-fn last(stream: Tensor<3>, positions: usize) -> Tensor<3> {
-    let [_, count, _] = stream.dims();
-    stream.narrow(1, count - positions, positions)
-}
-
-/// The gradient of all positions, of which that of the last ones is known and the others' is 0.
-fn padded(gradient: Tensor<3>, positions: usize) -> Tensor<3> {
-    let [batch, known, columns] = gradient.dims();
-    if known == positions {
-        return gradient;
+    /// Those of the last positions, of rows.
+    fn last(&self, rows: Tensor<2>, positions: usize) -> Tensor<2> {
+        last_positions(rows, self.batch, positions)
     }
-    let options = (&gradient.device(), gradient.dtype());
-    let zeros = Tensor::zeros([batch, positions - known, columns], options);
-    Tensor::cat(vec![zeros, gradient], 1)
+
+    /// The gradient of all positions' rows, of which that of the last ones is known and the others' is 0.
+    fn padded(&self, gradient: Tensor<2>, positions: usize) -> Tensor<2> {
+        let [rows, columns] = gradient.dims();
+        let known = rows / self.batch;
+        if known == positions {
+            return gradient;
+        }
+        let options = (&gradient.device(), gradient.dtype());
+        let zeros = Tensor::zeros([self.batch, positions - known, columns], options);
+        let gradient = gradient.reshape([self.batch, known, columns]);
+        Tensor::cat(vec![zeros, gradient], 1).reshape([self.batch * positions, columns])
+    }
 }
 
 fn of_leaf<const D: usize>(leaf: &Tensor<D>, gradients: &mut Gradients) -> Tensor<D> {

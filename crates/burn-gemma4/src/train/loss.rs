@@ -5,18 +5,72 @@
 //! matrix, while they are there (Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989). The gradients
 //! are ready when the backward begins, which only scales them, so that no logits are computed twice.
 
-use crate::op::{
-    attach::attach,
-    linear::{product, rows},
+use crate::{
+    Gemma4Error, Gemma4Model,
+    op::{
+        attach::attach,
+        linear::{product, rows},
+    },
 };
 use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
+
+impl Gemma4Model {
+    /// The mean cross entropy of `targets` `[batch, positions]` where the model is in the states `hidden`
+    /// `[batch, positions, hidden]`, as one number in f32; what [`forward`](Self::forward) and a cross entropy give, without
+    /// the memory of the logits, forward and backward.
+    ///
+    /// Negative targets do not count: padding, ends of documents, a prompt. Where none counts, the loss is 0.
+    ///
+    /// ```
+    /// # use burn::tensor::{Device, Int, Tensor};
+    /// # use burn_gemma4::{Gemma4Model, LoadOptions, Logits};
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// let device = Device::flex().autodiff();
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+    /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+    /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
+    /// let next = Tensor::<2, Int>::from_data([[17, 5, 44, -1]], &device);
+    /// let loss = model.loss(model.hidden(tokens, Logits::All)?, next)?;
+    /// assert!(loss.clone().into_scalar::<f32>() > 0.0);
+    /// let gradients = loss.backward();
+    /// assert!(model.embed_tokens.weight.val().grad(&gradients).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Where the targets' shape is not that of the states. Targets beyond the vocabulary are not looked for.
+    pub fn loss(
+        &self,
+        hidden: Tensor<3>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, Gemma4Error> {
+        let [batch, positions, columns] = hidden.dims();
+        if targets.dims() != [batch, positions] {
+            return Err(Gemma4Error::Argument {
+                argument: "targets",
+                reason: format!(
+                    "has the shape {:?}, but the states are of {:?}",
+                    targets.dims(),
+                    [batch, positions]
+                ),
+            });
+        }
+        Ok(cross_entropy(
+            hidden.reshape([batch * positions, columns]),
+            self.head(),
+            targets.reshape([batch * positions]),
+            self.config().final_logit_softcapping,
+        ))
+    }
+}
 
 /// Logits that are in memory at once: 512 MB in f32.
 const LOGITS_AT_ONCE: usize = 1 << 27;
 
 /// The mean cross entropy of `targets` `[rows]` under the logits `hidden · headᵀ`, softcapped, in f32. `hidden` is
 /// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.
-pub(crate) fn cross_entropy(
+fn cross_entropy(
     hidden: Tensor<2>,
     head: Tensor<2>,
     targets: Tensor<1, Int>,

@@ -1,6 +1,6 @@
 //! Documents packed into rows, as training reads them.
 
-use crate::{Gemma4Error, op::rope::Positions};
+use crate::{Gemma4Error, Gemma4Model, Logits, model::forward::Text, op::rope::Positions};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// Which tokens of a batch belong together: documents one after another in rows of one length.
@@ -108,6 +108,41 @@ impl Packing {
 
     fn shape(&self) -> [usize; 2] {
         [self.batch(), self.positions]
+    }
+}
+
+impl Gemma4Model {
+    /// The logits of every position of packed documents, `[batch, positions]` to `[batch, positions, vocabulary]`: each
+    /// document's are those that [`forward`](Self::forward) gives it alone. What it gives padding means nothing.
+    ///
+    /// # Errors
+    /// Where the tokens' shape is not the packing's, and as [`forward`](Self::forward).
+    pub fn forward_packed(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: &Packing,
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        Ok(self.logits(self.hidden_packed(tokens, packing)?))
+    }
+
+    /// [`hidden`](Self::hidden) of every position of packed documents: [`forward_packed`](Self::forward_packed) before the
+    /// head.
+    ///
+    /// # Errors
+    /// Where the tokens' shape is not the packing's, and as [`forward`](Self::forward).
+    pub fn hidden_packed(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: &Packing,
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        packing.check(&tokens)?;
+        self.check_tokens(&tokens)?;
+        let text = Text {
+            positions: packing.rotary_positions(),
+            segments: Some(packing.segments(&tokens.device())),
+            cache: None,
+        };
+        Ok(self.hidden_states(tokens, text, Logits::All, &mut ()))
     }
 }
 

@@ -4,14 +4,8 @@ use super::{
     DecodeMode, Part, integers,
     position::{Outputs, Position},
 };
-use crate::{
-    Cache, Gemma4Model, LayerType,
-    op::{self, linear::few_rows::MOST_ROWS, overwrite::overwrite},
-};
-use burn::{
-    module::{Module, ModuleVisitor, Param},
-    tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture},
-};
+use crate::{Cache, Gemma4Model, LayerType, model::few_rows::FewRows, op::overwrite::overwrite};
+use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
 use std::{fmt, rc::Rc};
 
 /// Tokens before launches are captured: capturing runs them a few times, which a short text would not earn back.
@@ -40,7 +34,7 @@ impl fmt::Debug for GraphCapture {
 impl GraphCapture {
     /// `None` where the kernels do not serve the model or the cache.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
-        let serves = !cache.is_padded() && serves(model, cache.batch());
+        let serves = !cache.is_padded() && FewRows::serve(model, cache.batch());
         serves.then_some(Self {
             is_allowed: true,
             position: None,
@@ -145,41 +139,12 @@ fn make(
         cache.make_room();
     }
     let positions = cache.room();
-    let tables = |kind| model.rope().tables(kind, positions, model.dtype(), device);
+    let tables = |kind| model.rope.tables(kind, positions, model.dtype(), device);
     Position {
         targets: cache.targets(),
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),
         model: model.clone(),
         inputs,
-    }
-}
-
-/// Whether the kernels compute a position of `batch` sequences.
-pub(crate) fn serves(model: &Gemma4Model, batch: usize) -> bool {
-    let dtype = model.dtype();
-    model.config().experts.is_none()
-        && batch <= MOST_ROWS
-        && op::serves(&model.device(), dtype)
-        && OneDtype::is_of(model, dtype)
-}
-
-/// Looks for parameters of another dtype.
-struct OneDtype {
-    dtype: DType,
-    holds: bool,
-}
-
-impl OneDtype {
-    fn is_of(model: &Gemma4Model, dtype: DType) -> bool {
-        let mut visitor = Self { dtype, holds: true };
-        model.visit(&mut visitor);
-        visitor.holds
-    }
-}
-
-impl ModuleVisitor for OneDtype {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.holds &= param.val().dtype() == self.dtype;
     }
 }

@@ -3,14 +3,16 @@
 #[cfg(feature = "cube")]
 mod graph;
 #[cfg(feature = "cube")]
-pub(crate) mod position;
+mod position;
 
-use crate::{Cache, Gemma4Error, Gemma4Model, model::Logits, op::argmax::argmax};
+use crate::{
+    Cache, Gemma4Error, Gemma4Model,
+    model::{Logits, observe::Part},
+    op::argmax::argmax,
+};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
-#[cfg(feature = "cube")]
-pub(crate) use graph::serves;
 use std::marker::PhantomData;
 
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
@@ -77,32 +79,15 @@ pub struct Next<'a> {
     _until_the_next: PhantomData<&'a mut ()>,
 }
 
-/// A part of a token's computation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Part {
-    /// Embeddings, of tokens and per layer.
-    Embedding,
-    /// The products before and after attention.
-    Projections,
-    /// Norms and rotation of heads, and writes into the cache.
-    Heads,
-    /// Attention.
-    Attention,
-    /// The feed-forward network.
-    Mlp,
-    /// The per-layer embeddings on their way into the residual stream.
-    PerLayerEmbeddings,
-    /// Norms and sums of the residual stream.
-    Norms,
-    /// Logits.
-    Head,
-    /// The likeliest token.
-    Argmax,
+impl Gemma4Model {
+    /// Goes on from a filled cache, a token of every sequence at a time.
+    pub fn decoder<'a>(&'a self, cache: &'a mut Cache) -> Decoder<'a> {
+        Decoder::new(self, cache)
+    }
 }
 
 impl<'a> Decoder<'a> {
-    pub(crate) fn new(model: &'a Gemma4Model, cache: &'a mut Cache) -> Self {
+    fn new(model: &'a Gemma4Model, cache: &'a mut Cache) -> Self {
         Self {
             #[cfg(feature = "cube")]
             graph: GraphCapture::new(model, cache),

@@ -13,11 +13,7 @@
 //! With Gemma 4's 512 channels, 128 of which are rotated, that is 640 numbers instead of 1024. It is the same mathematics; in half
 //! precision it is rounded elsewhere.
 
-use crate::{
-    Gemma4Config,
-    model::layer::attention::{KeyValues, Visible},
-    op::columns::columns,
-};
+use crate::Gemma4Config;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// How a slot is laid out.
@@ -123,19 +119,6 @@ impl CompactKeys {
     /// Slots for keys and values, `[batch, kv_heads, positions, head_dim]` each: `[batch, kv_heads, positions, width]`.
     pub fn slots(&self, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
         Tensor::cat(vec![value, key], 3).select(3, self.slot_order.clone())
-    }
-
-    /// Keys and values of slots, read where they lie.
-    pub fn key_values(&self, slots: &Tensor<4>, visible: Visible) -> KeyValues {
-        let (rotated, head_dim) = (self.layout.rotated(), self.layout.head_dim);
-        KeyValues {
-            compact: Some(self.clone()),
-            ..KeyValues::new(
-                columns(slots.clone(), rotated, head_dim),
-                columns(slots.clone(), 0, head_dim),
-                visible,
-            )
-        }
     }
 
     /// Queries that have been multiplied by [`query_factor`](Self::query_factor), `[…, head_dim]`, in the keys' order.

@@ -4,17 +4,16 @@
 //! earlier layer's keys and values keep nothing. Sequences of a batch are aligned at their ends: a shorter one
 //! begins with padding, which nothing sees, so that every sequence writes the same column.
 
-mod compact;
+pub(crate) mod compact;
+pub(crate) mod key_values;
 
-pub(crate) use compact::CompactKeys;
-
-use crate::{
-    Gemma4Config, LayerType,
-    model::layer::attention::{Attention, KeyValues, Visible},
-    op::rope::Positions,
+use crate::{Gemma4Config, LayerType, op::rope::Positions};
+use burn::{
+    module::Param,
+    tensor::{Bool, Device, Int, Tensor, TensorData},
 };
-use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use compact::CompactLayout;
+use compact::{CompactKeys, CompactLayout};
+use key_values::{KeyValues, Visible};
 
 /// Columns that a full layer's buffer grows by. Growing copies the buffer, which attention reads once a column
 /// anyway, so this bounds the copies to 1/256 of what is read.
@@ -75,7 +74,7 @@ pub(crate) enum Target {
 
 /// What all layers share in one call.
 #[derive(Debug)]
-pub(crate) struct Step {
+pub(crate) struct Call {
     /// Columns before the call.
     past: usize,
     /// Columns of the call.
@@ -228,7 +227,7 @@ impl Cache {
     }
 
     /// What a call with `count` more columns sees.
-    pub(crate) fn step(&self, count: usize, device: &Device) -> Step {
+    pub(crate) fn call(&self, count: usize, device: &Device) -> Call {
         let (past, batch) = (self.columns, self.batch());
         let end = past + count;
         let lengths = || Tensor::<1, Int>::full([batch], end as i64, device);
@@ -260,7 +259,7 @@ impl Cache {
                 ..Visible::default()
             },
         };
-        Step {
+        Call {
             past,
             count,
             sliding,
@@ -268,23 +267,23 @@ impl Cache {
         }
     }
 
-    /// Takes a layer's new keys and values, `[batch, kv_heads, count, head_dim]`, which `attention` made, and gives what its
-    /// queries read.
+    /// Takes a layer's new keys and values, `[batch, kv_heads, count, head_dim]`, and gives what its queries read.
+    /// `key_weight` is that of the norm of keys.
     ///
     /// # Panics
     /// For a layer that reads an earlier layer's keys and values.
     pub(crate) fn extend(
         &mut self,
         layer: usize,
-        attention: &Attention,
+        key_weight: &Param<Tensor<1>>,
         key: Tensor<4>,
         value: Tensor<4>,
-        step: &Step,
+        call: &Call,
     ) -> KeyValues {
-        let (reads_ring, kept, window) = (self.reads_ring(step.count), self.kept(), self.window);
+        let (reads_ring, kept, window) = (self.reads_ring(call.count), self.kept(), self.window);
         match &mut self.stores[layer] {
             Store::Ring(store) => {
-                let visible = step.sliding.clone();
+                let visible = call.sliding.clone();
                 let slots = |tensor: &Tensor<4>| empty(tensor, window);
                 let buffers = store.take().unwrap_or_else(|| Buffers {
                     key: slots(&key),
@@ -292,7 +291,7 @@ impl Cache {
                 });
                 if reads_ring {
                     let buffers = buffers.map(key, value, |buffer, new| {
-                        write(buffer, new, 0, step.past % window, 1)
+                        write(buffer, new, 0, call.past % window, 1)
                     });
                     let read = buffers.read(visible);
                     *store = Some(buffers);
@@ -301,36 +300,37 @@ impl Cache {
                 // The ring holds fewer columns than the queries see together: they read what it has kept and
                 // the new ones side by side.
                 let read = KeyValues::new(
-                    in_order(&buffers.key, &key, step.past, kept),
-                    in_order(&buffers.value, &value, step.past, kept),
+                    in_order(&buffers.key, &key, call.past, kept),
+                    in_order(&buffers.value, &value, call.past, kept),
                     visible,
                 );
                 *store =
-                    Some(buffers.map(key, value, |buffer, new| write_ring(buffer, new, step.past)));
+                    Some(buffers.map(key, value, |buffer, new| write_ring(buffer, new, call.past)));
                 read
             }
             Store::Growing(store) => {
-                let new = step.reads_itself(&key, &value);
+                let new = call.reads_itself(&key, &value);
                 let (old_key, old_value) = match store.take() {
                     Some(Buffers { key, value }) => (Some(key), Some(value)),
                     None => (None, None),
                 };
                 let buffers = Buffers {
-                    key: extended(old_key, key, step),
-                    value: extended(old_value, value, step),
+                    key: extended(old_key, key, call),
+                    value: extended(old_value, value, call),
                 };
-                let read = new.unwrap_or_else(|| buffers.read(step.full.clone()));
+                let read = new.unwrap_or_else(|| buffers.read(call.full.clone()));
                 *store = Some(buffers);
                 read
             }
             Store::Compact(layout, store) => {
-                let new = step.reads_itself(&key, &value);
+                let new = call.reads_itself(&key, &value);
                 let (old, keys) = match store.take().map(|buffer| *buffer) {
                     Some(CompactBuffer { slots, keys }) => (Some(slots), keys),
-                    None => (None, CompactKeys::new(*layout, &attention.key_weight())),
+                    None => (None, CompactKeys::new(*layout, &key_weight.val())),
                 };
-                let slots = extended(old, keys.slots(key, value), step);
-                let read = new.unwrap_or_else(|| keys.key_values(&slots, step.full.clone()));
+                let slots = extended(old, keys.slots(key, value), call);
+                let read =
+                    new.unwrap_or_else(|| KeyValues::of_slots(&slots, &keys, call.full.clone()));
                 *store = Some(Box::new(CompactBuffer { slots, keys }));
                 read
             }
@@ -338,8 +338,8 @@ impl Cache {
     }
 
     /// Counts the columns of a call whose every layer has been extended.
-    pub(crate) fn advance(&mut self, step: &Step) {
-        self.columns += step.count;
+    pub(crate) fn advance(&mut self, call: &Call) {
+        self.columns += call.count;
     }
 
     /// Whether a call's queries read the ring where it lies: a single query sees all of it, in any order.
@@ -400,7 +400,7 @@ impl Buffers {
     }
 }
 
-impl Step {
+impl Call {
     /// What full layers' queries read in a first call: its own keys and values, as they were made.
     fn reads_itself(&self, key: &Tensor<4>, value: &Tensor<4>) -> Option<KeyValues> {
         let first = self.past == 0;
@@ -433,13 +433,13 @@ fn grown(buffer: Tensor<4>, slots: usize, columns: usize) -> Tensor<4> {
 }
 
 /// A full layer's buffer with the call's columns, `[batch, kv_heads, count, …]`, after those of the past.
-fn extended(buffer: Option<Tensor<4>>, new: Tensor<4>, step: &Step) -> Tensor<4> {
-    let slots = capacity(step.past + step.count);
+fn extended(buffer: Option<Tensor<4>>, new: Tensor<4>, call: &Call) -> Tensor<4> {
+    let slots = capacity(call.past + call.count);
     let buffer = match buffer {
-        Some(buffer) => grown(buffer, slots, step.past),
+        Some(buffer) => grown(buffer, slots, call.past),
         None => empty(&new, slots),
     };
-    write(buffer, new, 0, step.past, step.count)
+    write(buffer, new, 0, call.past, call.count)
 }
 
 /// Writes `count` columns of `new`, from its `start` on, into the slots from `slot` on.

@@ -1,18 +1,11 @@
 //! Attention of one layer, through `fused_attention`.
 
 use super::{Linear, RmsNorm};
-use crate::{
-    Gemma4Config, LayerType,
-    model::cache::CompactKeys,
-    op::{
-        norm::normalize,
-        rope::{Rotation, split_heads},
-    },
-};
-use attention_cube::{AttentionOptions, fused_attention};
+use crate::{Gemma4Config, LayerType, model::cache::key_values::KeyValues};
+use attention_cube::fused_attention;
 use burn::{
     module::Module,
-    tensor::{Bool, Device, Int, Tensor},
+    tensor::{Device, Tensor},
 };
 
 /// Queries, keys and values of one layer and what becomes of them. Layers that read an earlier layer's keys
@@ -32,82 +25,12 @@ pub struct Attention {
     /// `[hidden, q_heads · head_dim]`.
     pub o_proj: Linear,
     #[module(skip)]
-    head_dim: usize,
+    pub(crate) head_dim: usize,
+    /// Of the model.
     #[module(skip)]
-    epsilon: f64,
-}
-
-/// Keys and values that a layer attends to, and what its queries see of them.
-#[derive(Clone, Debug)]
-pub struct KeyValues {
-    /// `[batch, kv_heads, kv_len, head_dim]`, normalised and rotated.
-    pub key: Tensor<4>,
-    /// `[batch, kv_heads, kv_len, head_dim]`, normalised.
-    pub value: Tensor<4>,
-    /// What the queries see.
-    pub visible: Visible,
-    /// Where keys and values share columns, how: the key's norm is then the query's in part.
-    pub(crate) compact: Option<CompactKeys>,
-}
-
-impl KeyValues {
-    /// Keys and values with columns of their own.
-    pub(crate) fn new(key: Tensor<4>, value: Tensor<4>, visible: Visible) -> Self {
-        Self {
-            key,
-            value,
-            visible,
-            compact: None,
-        }
-    }
-}
-
-/// What queries see of keys. The last query is at the last key.
-#[derive(Clone, Debug, Default)]
-pub struct Visible {
-    /// No query sees a later key.
-    pub causal: bool,
-    /// A query sees this many keys, its own included.
-    pub window: Option<usize>,
-    /// `[batch]`: how many of the keys exist.
-    pub lengths: Option<Tensor<1, Int>>,
-    /// `[batch, 1, 1, kv_len]`: `false` where a key is padding.
-    pub mask: Option<Tensor<4, Bool>>,
-    /// `[batch, kv_len]`: the document that each key, and the query at the same place, belongs to. Only those of one
-    /// document see each other.
-    pub segments: Option<Tensor<2, Int>>,
-}
-
-impl Visible {
-    /// What a query of a layer of `kind` sees where the keys are all positions so far, in their order.
-    pub fn in_order(kind: LayerType, window: usize) -> Self {
-        Self {
-            causal: true,
-            window: (kind == LayerType::Sliding).then_some(window),
-            ..Self::default()
-        }
-    }
-
-    fn options(&self) -> AttentionOptions {
-        // The norms of queries and keys have learned the scale.
-        let mut options = AttentionOptions::new().scale(1.0);
-        if self.causal {
-            options = options.causal();
-        }
-        if let Some(window) = self.window {
-            options = options.window(Some(window - 1), Some(0));
-        }
-        if let Some(lengths) = &self.lengths {
-            options = options.kv_lengths(lengths.clone());
-        }
-        if let Some(mask) = &self.mask {
-            options = options.mask(mask.clone());
-        }
-        if let Some(segments) = &self.segments {
-            options = options.segments(segments.clone(), segments.clone());
-        }
-        options
-    }
+    pub(crate) layer: usize,
+    #[module(skip)]
+    pub(crate) kind: LayerType,
 }
 
 impl Attention {
@@ -129,36 +52,17 @@ impl Attention {
             v_proj: (own && !config.values_are_keys(layer)).then(|| linear(hidden, keys)),
             o_proj: linear(queries, hidden),
             head_dim,
-            epsilon: config.rms_norm_eps,
+            layer,
+            kind: config.layer_types[layer],
         }
     }
 
-    /// The layer's own keys and values of `[batch, positions, hidden]`, each
-    /// `[batch, kv_heads, positions, head_dim]`; `None` if it reads an earlier layer's.
-    pub fn key_value(
-        &self,
-        input: &Tensor<3>,
-        rotation: &Rotation,
-    ) -> Option<(Tensor<4>, Tensor<4>)> {
-        let (k_proj, k_norm) = (self.k_proj.as_ref()?, self.k_norm.as_ref()?);
-        let key = k_proj.forward(input.clone());
-        let value = match &self.v_proj {
-            Some(v_proj) => v_proj.forward(input.clone()),
-            None => key.clone(),
-        };
-        let key = rotation.heads(key, k_norm);
-        let value = split_heads(value, self.head_dim);
-        let value = normalize(value, self.epsilon).swap_dims(1, 2);
-        Some((key, value))
-    }
-
-    /// The weight of the norm of keys.
+    /// The norm of keys.
     ///
     /// # Panics
     /// For a layer that reads an earlier layer's keys.
-    pub(crate) fn key_weight(&self) -> Tensor<1> {
-        let norm = self.k_norm.as_ref().expect("the layer makes keys");
-        norm.weight.val()
+    pub(crate) fn key_norm(&self) -> &RmsNorm {
+        self.k_norm.as_ref().expect("the layer makes keys")
     }
 
     /// The weight of the norm of queries for `key_values`.
@@ -170,25 +74,9 @@ impl Attention {
         }
     }
 
-    /// The queries of `[batch, positions, hidden]` for `key_values`: `[batch, q_heads, positions, head_dim]`.
-    pub fn query(
-        &self,
-        input: Tensor<3>,
-        rotation: &Rotation,
-        key_values: &KeyValues,
-    ) -> Tensor<4> {
-        let projected = self.q_proj.forward(input);
-        match &key_values.compact {
-            Some(compact) => {
-                let norm = self.q_norm.with_weight(self.query_weight(key_values));
-                compact.queries(rotation.heads(projected, &norm))
-            }
-            None => rotation.heads(projected, &self.q_norm),
-        }
-    }
-
-    /// What the queries read: `[batch, positions, q_heads · head_dim]`, before the projection back.
-    pub fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<3> {
+    /// What queries `[batch, q_heads, positions, head_dim]` read: `[batch · positions, q_heads · head_dim]`, before the
+    /// projection back.
+    pub(crate) fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<2> {
         let [batch, heads, positions, head_dim] = query.dims();
         let read = fused_attention(
             query,
@@ -201,6 +89,6 @@ impl Attention {
             None => read,
         };
         read.swap_dims(1, 2)
-            .reshape([batch, positions, heads * head_dim])
+            .reshape([batch * positions, heads * head_dim])
     }
 }

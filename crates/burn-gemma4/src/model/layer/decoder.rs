@@ -1,10 +1,15 @@
 //! One layer: attention and feed-forward networks around the residual stream.
 
-use super::{Attention, Experts, Linear, Mlp, RmsNorm, Router, attention::KeyValues, constant};
+use super::{
+    Attention, Experts, Linear, Mlp, RmsNorm, Router, constant,
+    operators::{Operators, PerLayerEmbedding, Stream},
+};
 use crate::{
     Gemma4Config,
-    model::observe::{LayerSite, Observer, Site},
-    op::{gelu::gelu, rope::Rotation},
+    model::{
+        cache::key_values::KeyValues,
+        observe::{LayerSite, Part},
+    },
 };
 use burn::{
     module::{Module, Param},
@@ -77,59 +82,88 @@ impl DecoderLayer {
         }
     }
 
-    /// Attention's part: what the residual stream `[batch, positions, hidden]` becomes with the layer's queries
-    /// reading `key_values`. `normed` is the stream after [`Self::input_layernorm`].
-    pub(crate) fn attention<O: Observer>(
+    /// What becomes of the residual stream, and the layer's keys and values if it has its own; else it reads `shared`.
+    /// `next` is the norm that comes after the layer.
+    ///
+    /// # Panics
+    /// Without keys and values to read.
+    pub(crate) fn forward<O: Operators>(
         &self,
-        stream: Tensor<3>,
-        normed: Tensor<3>,
-        rotation: &Rotation,
-        key_values: &KeyValues,
-        observer: &mut Observed<'_, O>,
-    ) -> Tensor<3> {
-        let query = self.self_attn.query(normed, rotation, key_values);
-        observer.see(LayerSite::Query, || query.clone());
-        let read = self.self_attn.attend(query, key_values);
-        observer.see(LayerSite::Attention, || read.clone());
-        let read = self.self_attn.o_proj.forward(read);
-        self.post_attention_layernorm.add_to(stream, read)
-    }
+        mut stream: Stream,
+        embedding: Option<PerLayerEmbedding>,
+        shared: Option<&KeyValues>,
+        next: &RmsNorm,
+        operators: &mut O,
+    ) -> (Stream, Option<KeyValues>) {
+        let attention = &self.self_attn;
+        let normed = stream.norm(&self.input_layernorm);
+        let query = operators.project(normed.clone(), &attention.q_proj);
+        let own = attention.k_proj.as_ref().map(|k_proj| {
+            let key = operators.project(normed.clone(), k_proj);
+            let value = match &attention.v_proj {
+                Some(v_proj) => operators.project(normed, v_proj),
+                None => key.clone(),
+            };
+            (key, value)
+        });
+        operators.after(Part::Projections);
 
-    /// The rest of the layer, after attention. `inputs` are the layer's of the per-layer embeddings, `[batch, positions, columns]`.
-    pub(crate) fn feed_forward<O: Observer>(
-        &self,
-        stream: Tensor<3>,
-        inputs: Option<Tensor<3>>,
-        observer: &mut Observed<'_, O>,
-    ) -> Tensor<3> {
-        let dense = self
-            .mlp
-            .forward(self.pre_feedforward_layernorm.forward(stream.clone()));
-        observer.see(LayerSite::Mlp, || dense.clone());
-        let added = self.with_experts(&stream, dense, observer);
-        let mut stream = self.post_feedforward_layernorm.add_to(stream, added);
+        let own = own.map(|(key, value)| operators.key_values(attention, key, value));
+        let read = own.as_ref().or(shared);
+        let read =
+            read.expect("validated: a layer without keys comes after one of its type with keys");
+        let query = operators.queries(attention, query, read);
+        operators.after(Part::Heads);
+        let shape = [query.dims()[0], query.dims()[2]];
+        operators.observe(attention.layer, LayerSite::Query, || query.clone());
 
-        if let (Some(gate), Some(projection), Some(norm), Some(inputs)) = (
+        let found = attention.attend(query, read);
+        operators.after(Part::Attention);
+        operators.observe(attention.layer, LayerSite::Attention, || {
+            of_text(&found, shape)
+        });
+        let output = operators.project(found, &attention.o_proj);
+        operators.after(Part::Projections);
+        let before_mlp = &self.pre_feedforward_layernorm;
+        let norm = &self.post_attention_layernorm;
+        let mut stream = operators.add_before(stream, output, norm, None, before_mlp);
+        operators.after(Part::Norms);
+
+        let dense = operators.mlp(stream.norm(before_mlp), &self.mlp);
+        operators.after(Part::Mlp);
+        operators.observe(attention.layer, LayerSite::Mlp, || of_text(&dense, shape));
+        let mut output = self.with_experts(&stream.rows, dense, shape, operators);
+        let mut norm = &self.post_feedforward_layernorm;
+        if let (Some(gate), Some(projection), Some(own_norm), Some(embedding)) = (
             &self.per_layer_input_gate,
             &self.per_layer_projection,
             &self.post_per_layer_input_norm,
-            inputs,
+            embedding,
         ) {
-            let gated = gelu(gate.forward(stream.clone())) * inputs;
-            stream = norm.add_to(stream, projection.forward(gated));
+            stream = operators.add(stream, output, norm);
+            operators.after(Part::Norms);
+            let gated = operators.gate(stream.rows.clone(), gate, embedding);
+            output = operators.project(gated, projection);
+            norm = own_norm;
+            operators.after(Part::PerLayerEmbeddings);
         }
-        let stream = stream * self.layer_scalar.val().unsqueeze::<3>();
-        observer.see(LayerSite::Output, || stream.clone());
-        stream
+        let scalar = Some(self.layer_scalar.val());
+        let stream = operators.add_before(stream, output, norm, scalar, next);
+        operators.after(Part::Norms);
+        operators.observe(attention.layer, LayerSite::Output, || {
+            of_text(&stream.rows, shape)
+        });
+        (stream, own)
     }
 
     /// What the dense network and the experts add together; `dense` alone without experts.
-    fn with_experts<O: Observer>(
+    fn with_experts<O: Operators>(
         &self,
-        stream: &Tensor<3>,
-        dense: Tensor<3>,
-        observer: &mut Observed<'_, O>,
-    ) -> Tensor<3> {
+        stream: &Tensor<2>,
+        dense: Tensor<2>,
+        shape: [usize; 2],
+        operators: &mut O,
+    ) -> Tensor<2> {
         let (Some(router), Some(experts), Some(after_dense), Some(after_experts), Some(before)) = (
             &self.router,
             &self.experts,
@@ -139,30 +173,23 @@ impl DecoderLayer {
         ) else {
             return dense;
         };
-        let [batch, positions, hidden] = stream.dims();
-        let rows = stream.clone().reshape([batch * positions, hidden]);
-        let routing = router.forward(rows.clone());
-        observer.see(LayerSite::RouterProbabilities, || {
+        let layer = self.self_attn.layer;
+        let routing = router.forward(stream.clone());
+        operators.observe(layer, LayerSite::RouterProbabilities, || {
             routing.probabilities.clone()
         });
-        observer.see(LayerSite::RouterExperts, || routing.experts.clone().float());
-        observer.see(LayerSite::RouterWeights, || routing.weights.clone());
-        let mixed = experts
-            .forward(before.forward(rows), &routing)
-            .reshape([batch, positions, hidden]);
-        observer.see(LayerSite::Experts, || mixed.clone());
+        operators.observe(layer, LayerSite::RouterExperts, || {
+            routing.experts.clone().float()
+        });
+        operators.observe(layer, LayerSite::RouterWeights, || routing.weights.clone());
+        let mixed = experts.forward(before.forward(stream.clone()), &routing);
+        operators.observe(layer, LayerSite::Experts, || of_text(&mixed, shape));
         after_dense.forward(dense) + after_experts.forward(mixed)
     }
 }
 
-/// An observer of one layer.
-pub(crate) struct Observed<'a, O> {
-    pub layer: usize,
-    pub observer: &'a mut O,
-}
-
-impl<O: Observer> Observed<'_, O> {
-    pub fn see<const D: usize>(&mut self, site: LayerSite, tensor: impl FnOnce() -> Tensor<D>) {
-        self.observer.observe(Site::Layer(self.layer, site), tensor);
-    }
+/// Rows as `[batch, positions, columns]`.
+fn of_text(rows: &Tensor<2>, [batch, positions]: [usize; 2]) -> Tensor<3> {
+    let [_, columns] = rows.dims();
+    rows.clone().reshape([batch, positions, columns])
 }

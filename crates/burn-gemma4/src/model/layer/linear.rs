@@ -1,7 +1,7 @@
 //! A matrix product as a module.
 
 use super::random;
-use crate::op::linear::project;
+use crate::op::{flat_rows, linear::rows};
 use burn::{
     module::{Module, Param},
     tensor::{Device, Tensor},
@@ -24,6 +24,14 @@ impl Linear {
 
     /// `[batch, positions, columns in]` to `[batch, positions, columns out]`.
     pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        project(input, self.weight.val())
+        let [batch, positions, _] = input.dims();
+        let rows = self.rows(flat_rows(input));
+        let [_, output] = rows.dims();
+        rows.reshape([batch, positions, output])
+    }
+
+    /// `[rows, columns in]` to `[rows, columns out]`.
+    pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
+        rows(input, self.weight.val())
     }
 }

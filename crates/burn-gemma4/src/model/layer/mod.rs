@@ -7,6 +7,7 @@ pub mod experts;
 pub mod linear;
 pub mod mlp;
 pub mod norm;
+pub(crate) mod operators;
 
 pub use attention::Attention;
 pub use decoder::DecoderLayer;

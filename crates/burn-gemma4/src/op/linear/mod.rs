@@ -5,17 +5,9 @@ pub(crate) mod few_rows;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
 
-use super::flat_rows;
 #[cfg(feature = "cuda")]
 use burn::tensor::DType;
 use burn::tensor::Tensor;
-
-/// `[batch, positions, columns in]` times the transpose of `[columns out, columns in]`.
-pub(crate) fn project(input: Tensor<3>, weight: Tensor<2>) -> Tensor<3> {
-    let [batch, positions, _] = input.dims();
-    let [output, _] = weight.dims();
-    rows(flat_rows(input), weight).reshape([batch, positions, output])
-}
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 pub(crate) fn rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {

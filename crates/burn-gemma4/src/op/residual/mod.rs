@@ -1,15 +1,17 @@
-//! The end of a block and the beginning of the next: sums of the residual stream and their norms, in one launch.
+//! The end of a block and the beginning of the next: sums of the residual stream and their norms, in one launch of CubeCL devices.
 
+#[cfg(feature = "cube")]
 mod kernel;
+#[cfg(feature = "cube")]
 mod launch;
 
-use burn::{
-    backend::{
-        Backend, Dispatch, ExtensionType, backend_extension, fusion::custom::TensorSpec,
-        tensor::FloatTensor,
-    },
-    tensor::Tensor,
+use super::norm::norm;
+#[cfg(feature = "cube")]
+use burn::backend::{
+    Backend, Dispatch, ExtensionType, backend_extension, fusion::custom::TensorSpec,
+    tensor::FloatTensor,
 };
+use burn::tensor::Tensor;
 
 /// What a block adds to the residual stream.
 pub(crate) struct Added {
@@ -25,16 +27,21 @@ pub(crate) struct Added {
 
 /// `stream + norm(added)`.
 pub(crate) fn residual(added: Added) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::residual(
-        added.stream.into_dispatch(),
-        added.added.into_dispatch(),
-        added.weight.into_dispatch(),
-        added.epsilon,
-    ))
+    #[cfg(feature = "cube")]
+    if super::serve_with(&added.stream, &added.weight) {
+        return Tensor::from_dispatch(Dispatch::residual(
+            added.stream.into_dispatch(),
+            added.added.into_dispatch(),
+            added.weight.into_dispatch(),
+            added.epsilon,
+        ));
+    }
+    added.stream + norm(added.added, added.weight, added.epsilon)
 }
 
 /// `stream' = (stream + norm(added)) · scalar`, `scalar` being 1 where there is none, and `norm(stream')` with the next
-/// block's weight.
+/// block's weight: where kernels serve the stream.
+#[cfg(feature = "cube")]
 pub(crate) fn residual_and_norm(
     added: Added,
     scalar: Option<Tensor<1>>,
@@ -64,6 +71,7 @@ pub(crate) fn residual_and_norm(
 }
 
 /// The residual stream, and its norm.
+#[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Residual<B: Backend> {
@@ -72,6 +80,7 @@ pub struct Residual<B: Backend> {
 }
 
 /// What Burn's fusion must know of the results before they exist.
+#[cfg(feature = "cube")]
 fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     ResidualMetadata {
         stream: stream.clone(),
@@ -80,6 +89,7 @@ fn metadata(stream: &TensorSpec) -> ResidualMetadata {
 }
 
 /// The kernel as operators of a backend. The functions above say what they compute.
+#[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ResidualBackend: Backend {
     #[fusion(meta = |stream, _added, _weight, _epsilon| stream.clone())]

@@ -10,37 +10,52 @@ pub(crate) mod tables;
 
 #[cfg(feature = "cube")]
 use super::flat_rows;
-use crate::model::layer::RmsNorm;
+use super::norm::{norm, normalize};
 use burn::tensor::Tensor;
 
 /// Cosines and sines of the positions of one call, for one type of layer.
 #[derive(Clone, Debug)]
-pub struct Rotation {
+pub(crate) struct Rotation {
     /// `[batch or 1, 1, positions, head_dim / 2]`.
     cos: Tensor<4>,
     sin: Tensor<4>,
 }
 
 impl Rotation {
-    /// A projection's heads, normalised and rotated: `[batch, positions, heads · head_dim]` to
+    /// A projection's heads, normalised with `weight` and rotated: `[batch · positions, heads · head_dim]` to
     /// `[batch, heads, positions, head_dim]`.
-    pub fn heads(&self, projected: Tensor<3>, norm: &RmsNorm) -> Tensor<4> {
-        let pairs = self.cos.dims()[3];
+    pub fn heads(
+        &self,
+        projected: Tensor<2>,
+        batch: usize,
+        weight: Tensor<1>,
+        epsilon: f64,
+    ) -> Tensor<4> {
+        let shape = self.shape(&projected, batch);
         #[cfg(feature = "cube")]
-        if norm.is_served_with(&projected) {
-            let [batch, positions, columns] = projected.dims();
+        if super::serve_with(&projected, &weight) {
             let tables = RotationTables {
                 cos: flat_rows(self.cos.clone()),
                 sin: flat_rows(self.sin.clone()),
             };
-            let projected = flat_rows(projected);
-            let heads =
-                heads::heads_in_order(projected, norm.weight.val(), &tables, norm.epsilon());
-            let shape = [batch, positions, columns / (2 * pairs), 2 * pairs];
+            let heads = heads::heads_in_order(projected, weight, &tables, epsilon);
             return heads.reshape(shape).swap_dims(1, 2);
         }
-        let heads = split_heads(projected, 2 * pairs);
-        self.apply(norm.forward(heads).swap_dims(1, 2))
+        let heads = norm(projected.reshape(shape), weight, epsilon);
+        self.apply(heads.swap_dims(1, 2))
+    }
+
+    /// The heads of values, of the same shapes: normalised without a weight and not rotated.
+    pub fn value_heads(&self, projected: Tensor<2>, batch: usize, epsilon: f64) -> Tensor<4> {
+        let shape = self.shape(&projected, batch);
+        normalize(projected.reshape(shape), epsilon).swap_dims(1, 2)
+    }
+
+    /// `[batch, positions, heads, head_dim]` of a projection.
+    fn shape(&self, projected: &Tensor<2>, batch: usize) -> [usize; 4] {
+        let [_, _, positions, pairs] = self.cos.dims();
+        let [_, columns] = projected.dims();
+        [batch, positions, columns / (2 * pairs), 2 * pairs]
     }
 
     /// Rotates `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
@@ -71,7 +86,7 @@ impl Rotation {
 
 /// Which positions a call computes.
 #[derive(Clone, Debug)]
-pub enum Positions {
+pub(crate) enum Positions {
     /// The same for every sequence: `first .. first + count`.
     Range {
         /// The first position.
@@ -85,7 +100,7 @@ pub enum Positions {
 
 impl Positions {
     /// One more than the largest position.
-    pub(crate) fn end(&self) -> usize {
+    pub fn end(&self) -> usize {
         match self {
             Self::Range { first, count } => first + count,
             Self::Each(rows) => rows
@@ -103,10 +118,4 @@ impl Positions {
 pub(crate) struct RotationTables {
     pub cos: Tensor<2>,
     pub sin: Tensor<2>,
-}
-
-/// `[batch, positions, heads · head_dim]` to `[batch, positions, heads, head_dim]`.
-pub(crate) fn split_heads(projected: Tensor<3>, head_dim: usize) -> Tensor<4> {
-    let [batch, positions, columns] = projected.dims();
-    projected.reshape([batch, positions, columns / head_dim, head_dim])
 }
