@@ -14,6 +14,7 @@ use super::{
 use crate::{
     LayerType,
     op::{
+        flat_rows,
         gelu::gelu,
         residual::{Added, residual},
         rope::{Positions, Rotation, tables::Rope},
@@ -58,11 +59,24 @@ impl Rotations {
         }
     }
 
+    fn positions(&self) -> usize {
+        self.full.positions()
+    }
+
     fn of(&self, kind: LayerType) -> &Rotation {
         match kind {
             LayerType::Sliding => &self.sliding,
             LayerType::Full => &self.full,
         }
+    }
+}
+
+impl<O> AnyRows<'_, O> {
+    /// Rows as `[batch, positions, columns]`. Burn's fusion would else tune products anew with everything elementwise that comes
+    /// after them.
+    fn of_text(&self, rows: Tensor<2>) -> Tensor<3> {
+        let [_, columns] = rows.dims();
+        rows.reshape([self.batch, self.rotations.positions(), columns])
     }
 }
 
@@ -107,11 +121,12 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
-        mlp.forward(input)
+        flat_rows(mlp.forward(self.of_text(input)))
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
-        gelu(gate.rows(input)) * embedding.columns()
+        let gate = gelu(gate.forward(self.of_text(input)));
+        flat_rows(gate * self.of_text(embedding.columns()))
     }
 
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {

@@ -215,8 +215,8 @@ impl Gemma4Model {
         let of_token = table.forward(tokens).reshape([rows, layers, columns]);
         // Constants that bf16 does not hold are applied in f32.
         let of_embedding = project(embedded.clone(), projection.weight.val());
-        let of_embedding = of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5);
-        let of_embedding = norm.forward(of_embedding.reshape([rows, layers, columns]));
+        let of_embedding = of_embedding.reshape([rows, layers, columns]);
+        let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
         let sum = of_embedding + of_token.cast(DType::F32);
         let sum = (sum * std::f64::consts::FRAC_1_SQRT_2).cast(embedded.dtype());
         Some(sum.reshape([rows, layers * columns]))

@@ -62,5 +62,17 @@ pub(crate) fn serve_with<const D: usize>(tensor: &Tensor<D>, weight: &Tensor<1>)
 pub(crate) fn flat_rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
     let shape = tensor.dims();
     let columns = shape[D - 1];
-    tensor.reshape([shape.iter().product::<usize>() / columns, columns])
+    with_shape(tensor, [shape.iter().product::<usize>() / columns, columns])
+}
+
+/// The tensor in another shape; itself where it has as many dimensions, all of whose sizes are then the same. Burn's fusion
+/// would make a copy of it.
+pub(crate) fn with_shape<const D: usize, const E: usize>(
+    tensor: Tensor<D>,
+    shape: [usize; E],
+) -> Tensor<E> {
+    match D == E {
+        true => Tensor::from_dispatch(tensor.into_dispatch()),
+        false => tensor.reshape(shape),
+    }
 }

@@ -27,9 +27,9 @@ impl Mlp {
         }
     }
 
-    /// `[rows, hidden]` to the same.
-    pub fn forward(&self, input: Tensor<2>) -> Tensor<2> {
-        let gate = gelu(self.gate_proj.rows(input.clone()));
-        self.down_proj.rows(gate * self.up_proj.rows(input))
+    /// `[batch, positions, hidden]` to the same.
+    pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
+        let gate = gelu(self.gate_proj.forward(input.clone()));
+        self.down_proj.forward(gate * self.up_proj.forward(input))
     }
 }

@@ -13,7 +13,7 @@ mod kernel;
 mod launch;
 
 #[cfg(feature = "cube")]
-use super::flat_rows;
+use super::{flat_rows, with_shape};
 use burn::tensor::{DType, Tensor};
 #[cfg(feature = "cube")]
 use burn::{
@@ -34,7 +34,7 @@ pub(crate) fn norm<const D: usize>(input: Tensor<D>, weight: Tensor<1>, epsilon:
             weight.into_dispatch(),
             epsilon,
         );
-        return Tensor::<2>::from_dispatch(rows).reshape(shape);
+        return with_shape(Tensor::<2>::from_dispatch(rows), shape);
     }
     let dtype = input.dtype();
     let weight = weight.cast(DType::F32).unsqueeze::<D>();
@@ -47,7 +47,7 @@ pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tenso
     if super::serve(&input) {
         let shape = input.dims();
         let rows = Dispatch::normalize(flat_rows(input).into_dispatch(), epsilon);
-        return Tensor::<2>::from_dispatch(rows).reshape(shape);
+        return with_shape(Tensor::<2>::from_dispatch(rows), shape);
     }
     let dtype = input.dtype();
     normalize_f32(input, epsilon).cast(dtype)

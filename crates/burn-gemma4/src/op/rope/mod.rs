@@ -73,9 +73,14 @@ impl Rotation {
         )
     }
 
+    /// How many positions there are.
+    pub fn positions(&self) -> usize {
+        self.cos.dims()[2]
+    }
+
     /// The rotation of the last `count` positions.
     pub fn last(&self, count: usize) -> Self {
-        let positions = self.cos.dims()[2];
+        let positions = self.positions();
         let last = |table: &Tensor<4>| table.clone().narrow(2, positions - count, count);
         Self {
             cos: last(&self.cos),
