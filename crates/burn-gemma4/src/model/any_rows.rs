@@ -1,4 +1,5 @@
-//! The operators of a layer for any number of rows, with gradients: of prompts, of training, and wherever kernels do not serve.
+//! The operators of a layer for any number of rows, with gradients: for prompts, training, and wherever the kernels for a few
+//! rows do not serve.
 
 use super::{
     cache::{
@@ -72,8 +73,8 @@ impl Rotations {
 }
 
 impl<O> AnyRows<'_, O> {
-    /// Rows as `[batch, positions, columns]`. Burn's fusion would else tune products anew with everything elementwise that comes
-    /// after them.
+    /// Rows as `[batch, positions, columns]`. Burn's fusion would tune products of rows anew with everything elementwise that
+    /// comes after them.
     fn of_text(&self, rows: Tensor<2>) -> Tensor<3> {
         let [_, columns] = rows.dims();
         rows.reshape([self.batch, self.rotations.positions(), columns])

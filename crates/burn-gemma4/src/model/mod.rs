@@ -1,13 +1,13 @@
 //! The model: tokens to logits.
 
-pub(crate) mod cache;
-pub(crate) mod forward;
 pub mod layer;
 pub mod observe;
 
 pub(crate) mod any_rows;
+pub(crate) mod cache;
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
+pub(crate) mod forward;
 
 use crate::{
     Gemma4Config, Gemma4Error,

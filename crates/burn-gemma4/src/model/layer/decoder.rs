@@ -134,7 +134,7 @@ impl DecoderLayer {
         operators.observe(attention.layer, LayerSite::Mlp, || of_text(&dense, shape));
         let mut output = self.with_experts(&stream.rows, dense, shape, operators);
         let mut norm = &self.post_feedforward_layernorm;
-        if let (Some(gate), Some(projection), Some(own_norm), Some(embedding)) = (
+        if let (Some(gate), Some(projection), Some(after_embedding), Some(embedding)) = (
             &self.per_layer_input_gate,
             &self.per_layer_projection,
             &self.post_per_layer_input_norm,
@@ -144,7 +144,7 @@ impl DecoderLayer {
             operators.after(Part::Norms);
             let gated = operators.gate(stream.rows.clone(), gate, embedding);
             output = operators.project(gated, projection);
-            norm = own_norm;
+            norm = after_embedding;
             operators.after(Part::PerLayerEmbeddings);
         }
         let scalar = Some(self.layer_scalar.val());

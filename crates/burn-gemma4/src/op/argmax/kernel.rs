@@ -1,4 +1,5 @@
-//! The argmax of each row: its largest number and the first column that has it; −1 for a row of which none is a number above −∞.
+//! The argmax of each row: its largest number and the first column that has it; −1 for a row of which none is a number
+//! above −∞.
 //!
 //! Budget: 8 bytes a unit in shared memory. Bound by memory: reads the logits once. Cubes reduce a stretch of a row each,
 //! then one cube a row reduces what they found.

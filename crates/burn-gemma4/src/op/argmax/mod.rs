@@ -16,8 +16,8 @@ use burn::{
     tensor::{DType, Shape},
 };
 
-/// The first of the largest columns of each row of `[rows, columns]`: `[rows]`. NaN counts as −∞; −1 for a row of which none is
-/// a number above −∞.
+/// The first of the largest columns of each row of `[rows, columns]`: `[rows]`. NaN counts as −∞; −1 for a row of which none
+/// is a number above −∞.
 pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
     #[cfg(feature = "cube")]
     if super::serve(&logits) {

@@ -1,4 +1,4 @@
-//! The end of a block and the beginning of the next: sums of the residual stream and their norms, in one launch of CubeCL devices.
+//! The end of a block and the beginning of the next: sums of the residual stream and their norms.
 
 #[cfg(feature = "cube")]
 mod kernel;

@@ -1,7 +1,9 @@
 //! Launches the heads of projections.
 
-use super::heads::{HeadOptions, HeadsBackend};
-use super::kernel::{Columns, HeadStridesLaunch, place_heads};
+use super::{
+    heads::{HeadOptions, HeadsBackend},
+    kernel::{Columns, HeadStridesLaunch, place_heads},
+};
 use crate::op::launch::{addresses, at_least, empty, team};
 use burn::{
     backend::{

@@ -1,4 +1,4 @@
-//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, some pairs not rotated, and the heads it is for.
+//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, of some pairs, and the heads it is for.
 
 #[cfg(feature = "cube")]
 pub(crate) mod heads;
