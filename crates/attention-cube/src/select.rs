@@ -1,12 +1,11 @@
 //! Selection: a problem and a device → a kernel with its tiles, or the reasons why each faster one refused.
 //!
 //! Engines are asked in order, the fastest first; each answers with a plan or a typed [`Refusal`]. The
-//! [`reference`](crate::reference) comes last and serves everything. A new engine is a variant of
-//! [`Engine`] and of [`Kernel`], and a row in [`select()`].
+//! [`reference`](crate::reference) comes last and serves everything.
 
 use crate::AttentionProblem;
 use crate::engine::wgmma::plan::WgmmaPlan;
-use crate::engine::{Engine, Kernel, unit, wgmma};
+use crate::engine::{ENGINES, Engine, Kernel};
 use burn::tensor::DType;
 use std::fmt;
 
@@ -260,9 +259,6 @@ impl Selection {
     }
 }
 
-/// How an engine answers.
-type Plan = fn(&AttentionProblem, &DeviceProfile, Layouts, Pass) -> Result<Kernel, Refusal>;
-
 /// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
@@ -274,16 +270,8 @@ pub fn select(
         let refusals = vec![(Engine::Unit, Refusal::NoCubeCL)];
         return Selection::new(Kernel::Reference, refusals, problem);
     };
-    let engines: [(Engine, Plan); 2] = [
-        (Engine::Wgmma, |problem, device, layouts, pass| {
-            wgmma::plan::plan(problem, device, layouts, pass).map(Kernel::Wgmma)
-        }),
-        (Engine::Unit, |problem, device, layouts, pass| {
-            unit::plan::plan(problem, device, layouts, pass).map(Kernel::Unit)
-        }),
-    ];
     let mut refusals = Vec::new();
-    for (engine, plan) in engines {
+    for (engine, plan) in ENGINES {
         match plan(problem, device, layouts, pass) {
             Ok(kernel) => return Selection::new(kernel, refusals, problem),
             Err(refusal) => refusals.push((engine, refusal)),

@@ -1,8 +1,11 @@
-//! The engines, each a folder with its plan, its tiles, its kernels and their launch.
+//! The engines, each a folder with its plan, its tiles, its kernels and their launch. A new engine is a folder, a variant of
+//! [`Engine`] and of [`Kernel`], and a row in the list of engines.
 
 pub mod unit;
 pub mod wgmma;
 
+use crate::AttentionProblem;
+use crate::select::{DeviceProfile, Layouts, Pass, Refusal};
 use unit::plan::UnitPlan;
 use wgmma::plan::WgmmaPlan;
 
@@ -16,6 +19,19 @@ pub enum Engine {
     /// Burn's own tensor operations, with all scores in memory.
     Reference,
 }
+
+/// How an engine answers.
+type Plan = fn(&AttentionProblem, &DeviceProfile, Layouts, Pass) -> Result<Kernel, Refusal>;
+
+/// Those with kernels, in the order in which they are asked.
+pub(crate) const ENGINES: [(Engine, Plan); 2] = [
+    (Engine::Wgmma, |problem, device, layouts, pass| {
+        wgmma::plan::plan(problem, device, layouts, pass).map(Kernel::Wgmma)
+    }),
+    (Engine::Unit, |problem, device, layouts, pass| {
+        unit::plan::plan(problem, device, layouts, pass).map(Kernel::Unit)
+    }),
+];
 
 /// The kernel that serves a pass.
 #[derive(Clone, Debug, PartialEq)]
