@@ -7,7 +7,7 @@
 //!
 //! The same kernel decodes: `packed` puts the query heads of a group into one tile's rows, so that a key
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
-//! partial output with its logsumexp, in two numbers, which `decode/merge.rs` joins.
+//! partial output with its logsumexp, in two numbers, which `passes/combine/kernel.rs` joins.
 
 use crate::engine::unit::softmax::{advance, row_statistics, total};
 use crate::math::layout::{group_rows, head_rows};
