@@ -6,7 +6,8 @@
 //! −∞ hides its key whatever the score is, also one that is no number; a block without any, of which the smallest tells, spares
 //! the question for each.
 
-use super::{FragmentKind, Known, RowPair, capped, columns_end, own_column, pair_of, rows_end};
+use super::softcap::capped;
+use super::{FragmentKind, Known, RowPair, columns_end, own_column, pair_of, rows_end};
 use crate::math::score::{LOWEST, ScoreArguments, plus_bias};
 use crate::math::visibility::Extent;
 use cube_kit::hopper::Half;

@@ -5,10 +5,9 @@
 //! slope of the softcap, and its gradient the weight times `dp − Δ`.
 
 use crate::fragment::bias::with_bias;
-use crate::fragment::{
-    FragmentKind, Known, MaskWords, PAIRS_PER_WORD, RowPair, bits_of_word, capped, known,
-    own_column, pair_of, shown,
-};
+use crate::fragment::mask::{MaskWords, PAIRS_PER_WORD, bits_of_word};
+use crate::fragment::softcap::capped;
+use crate::fragment::{FragmentKind, Known, RowPair, known, own_column, pair_of, shown};
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
 use crate::math::visibility::{Extent, Sight};

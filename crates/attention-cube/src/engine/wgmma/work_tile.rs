@@ -1,7 +1,8 @@
 //! What a cube of the Hopper kernels works on: a tile of queries, and the blocks of keys that it visits.
 
 use crate::fragment::bias::bias_of_head;
-use crate::fragment::{FragmentKind, MaskWords, RowPair, mask_words, words_of_segments};
+use crate::fragment::mask::{MaskWords, mask_words, words_of_segments};
+use crate::fragment::{FragmentKind, RowPair};
 use crate::math::schedule::{Grid, Schedule, WorkTile, assignment, block_count};
 use crate::math::score::is_hidden;
 use crate::math::side::Side;

@@ -31,9 +31,10 @@ use crate::engine::wgmma::work_tile::{
     AssignedTile, HopperKind, Steps, assigned_tile, next_block, row_pair, tile_position, view,
     zero_fill_other_queries,
 };
+use crate::fragment::RowPair;
 use crate::fragment::bias::bias_words;
+use crate::fragment::score::score;
 use crate::fragment::softmax::{empty_state, rescale, totals};
-use crate::fragment::{RowPair, score};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;

@@ -1,0 +1,127 @@
+//! The scores of a fragment: scale, softcap, bias, and −∞ where a row does not see a column.
+
+use super::bias::{BiasWords, add_words, with_bias};
+use super::mask::{MaskWords, PAIRS_PER_WORD, bits_of_word};
+use super::softcap::{capped, capped_together};
+use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
+use crate::math::score::ScoreArguments;
+use crate::math::visibility::{Extent, Sight};
+use cube_kit::hopper::accumulator::is_second;
+use cubecl::prelude::*;
+
+/// The scores of `columns` columns from `first_column` on, −∞ where hidden. In a `whole` block nothing is, but by
+/// a bias.
+#[cube]
+pub(crate) fn score<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    first_column: i32,
+    whole: bool,
+    rows: &RowPair,
+    mask_words: MaskWords,
+    bias_words: BiasWords,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> Vector<f32, NS> {
+    let mut s = scored::<F, NB, NS>(
+        s,
+        first_column,
+        whole,
+        rows,
+        bias_words,
+        bias,
+        sight,
+        extent,
+        arguments,
+        columns,
+        kind,
+    );
+    if !whole {
+        let known = known::<F, NB>(rows, bias, sight, extent, kind);
+        let mut bits_0 = u32::new(0);
+        let mut bits_1 = u32::new(0);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
+                let bits = bits_of_word(
+                    mask_words,
+                    &known,
+                    first_column,
+                    comptime!(pair / PAIRS_PER_WORD),
+                );
+                bits_0 = bits.first;
+                bits_1 = bits.second;
+            }
+            let shown = shown(
+                pair_of::<NS>(s, pair),
+                &known,
+                if comptime!(is_second(2 * pair)) {
+                    bits_1
+                } else {
+                    bits_0
+                },
+                own_column(first_column, pair),
+                arguments.negative_infinity,
+                pair,
+                kind,
+            );
+            s.insert(comptime!(2 * pair), shown.first);
+            s.insert(comptime!(2 * pair + 1), shown.second);
+        }
+    }
+    s
+}
+
+/// The scores of the dots `s`, or these where they wait for their scale, whoever sees what.
+#[cube]
+fn scored<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    first_column: i32,
+    whole: bool,
+    rows: &RowPair,
+    bias_words: BiasWords,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> Vector<f32, NS> {
+    let mut s = s;
+    if comptime!(kind.reads_ahead()) {
+        let half = comptime!(kind.half_of_bias());
+        s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
+    } else if comptime!(!kind.raw) {
+        // Where everybody sees everything, a score that is no number may take its neighbour along: the row is lost
+        // either way.
+        let pairs = comptime!(kind.score.softcap && !kind.score.wide_softcap && !kind.score.bias);
+        let together = if comptime!(pairs) {
+            whole
+        } else {
+            false.runtime()
+        };
+        if together {
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let values = capped_together(pair_of::<NS>(s, pair), arguments);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        } else {
+            let known = known::<F, NB>(rows, bias, sight, extent, kind);
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+                let existing = min(own_column(first_column, pair) as u32, known.last_pair);
+                let hidden = arguments.negative_infinity;
+                let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair, kind);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        }
+    }
+    s
+}
