@@ -5,7 +5,7 @@
 //! cargo run --release --example gradcheck -- --device wgpu --head-sizes 256,512 --options causal,segments
 //! ```
 
-use attention_cube::{CausalAlignment, explain, plan::Selection};
+use attention_cube::{CausalAlignment, explain, select::Selection};
 use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,

@@ -12,7 +12,7 @@ mod cliffs;
 mod peers;
 mod report;
 
-use attention_cube::{AttentionProblem, Explanation, explain, plan::Kernel};
+use attention_cube::{AttentionProblem, Explanation, engine::Kernel, explain};
 use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,

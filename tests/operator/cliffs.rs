@@ -3,12 +3,17 @@
 use crate::case::Case;
 use crate::dense::read;
 use crate::devices::devices;
-use attention_cube::plan::{
-    BackwardRequest, DeviceProfile, Engine, Kernel, Layouts, Operands, Pass, Selection, select,
-    unit::{GradientKernel, UnitPlan},
-    wgmma::{GradientTiles, Residence, Side, WgmmaPlan},
+use attention_cube::engine::{
+    Engine, Kernel,
+    unit::plan::{GradientKernel, UnitPlan},
+    wgmma::plan::{GradientTiles, Residence, WgmmaPlan},
 };
-use attention_cube::{AttentionOptions, AttentionProblem, CausalAlignment, attention_with_lse};
+use attention_cube::select::{
+    BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Selection, select,
+};
+use attention_cube::{
+    AttentionOptions, AttentionProblem, CausalAlignment, Side, attention_with_lse,
+};
 use burn::tensor::{DType, Device, Tensor};
 
 fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionProblem {

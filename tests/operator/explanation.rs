@@ -1,9 +1,9 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::plan::unit::UnitPlan;
-use attention_cube::plan::{
-    DeviceProfile, Engine, Kernel, Layouts, Operands, Pass, Refusal, Selection, Warning, select,
+use attention_cube::engine::{Engine, Kernel, unit::plan::UnitPlan};
+use attention_cube::select::{
+    DeviceProfile, Layouts, Operands, Pass, Refusal, Selection, Warning, select,
 };
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use burn::tensor::{DType, Device, Tensor};

@@ -10,7 +10,7 @@ use crate::devices::{TestDevice, cube_devices};
 use crate::empty_rows::check_beside_nan;
 use crate::inputs::Inputs;
 use crate::run::Operator;
-use attention_cube::plan::Engine;
+use attention_cube::engine::Engine;
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, attention_with_lse, explain,
     fused_attention,

@@ -1,7 +1,7 @@
 //! Which kernel serves a problem on a device, and why the faster ones do not.
 
 use crate::backend::check_backend;
-use crate::plan::{DeviceProfile, Layouts, Pass, Selection, select};
+use crate::select::{DeviceProfile, Layouts, Pass, Selection, select};
 use crate::{AttentionError, AttentionProblem};
 use burn::tensor::Device;
 use std::fmt;

@@ -44,21 +44,28 @@
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 
-mod backend;
-mod explain;
 #[cfg(feature = "cube")]
-mod kernel;
+mod arguments;
+mod backend;
+pub mod engine;
+mod explain;
+#[cfg(feature = "cuda")]
+mod fragment;
+pub mod kit;
+mod math;
 mod options;
-pub mod plan;
+#[cfg(feature = "cube")]
+mod passes;
 mod problem;
 pub mod reference;
-mod softcap;
+pub mod select;
 #[cfg(all(test, feature = "cube"))]
 mod testing;
 
-#[cfg(feature = "cuda")]
-pub use backend::matrix_product;
 pub use explain::{Explanation, explain};
+#[cfg(feature = "cuda")]
+pub use kit::matmul::launch::matrix_product;
+pub use math::side::Side;
 pub use options::{AttentionOptions, CausalAlignment};
 pub use problem::{AttentionError, AttentionProblem, MAX_HEAD_DIM};
 

@@ -86,7 +86,7 @@ pub enum AttentionError {
 }
 
 /// One attention: `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`,
-/// by its sizes and options, without its data. What [`plan`](crate::plan) chooses a kernel for.
+/// by its sizes and options, without its data. What [`select`](crate::select) chooses a kernel for.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionProblem {
     /// Sequences.

@@ -8,8 +8,9 @@
 use crate::backend::{
     AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, logsumexp_dtype,
 };
-use crate::plan::BackwardRequest;
-use crate::{AttentionError, AttentionOptions, AttentionProblem, softcap};
+use crate::math::softcap;
+use crate::select::BackwardRequest;
+use crate::{AttentionError, AttentionOptions, AttentionProblem};
 use burn::backend::{
     Backend, Dispatch, TensorMetadata, get_or_init_device_settings,
     tensor::{BoolTensor, Device, FloatTensor, IntTensor},

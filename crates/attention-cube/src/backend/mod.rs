@@ -3,15 +3,16 @@
 //!
 //! | backend | what runs |
 //! |---|---|
-//! | CubeCL devices | the kernel that [`plan`](crate::plan) chooses (`cube.rs`), under Burn's fusion or not |
+//! | CubeCL devices | the kernel that [`select`](crate::select) chooses (`cube.rs`), under Burn's fusion or not |
 //! | flex | the [reference](crate::reference), which is also the trait's default body |
 //! | autodiff over any | a node of its own in Burn's graph (`autodiff.rs`) |
 
 mod autodiff;
 #[cfg(feature = "cube")]
-mod cube;
+pub(crate) mod cube;
 
-use crate::{AttentionError, AttentionProblem, plan::BackwardRequest, reference};
+use crate::select::BackwardRequest;
+use crate::{AttentionError, AttentionProblem, reference};
 use burn::backend::{
     Backend, ExtensionType, backend_extension,
     tensor::{BoolTensor, FloatTensor, IntTensor},
@@ -20,8 +21,6 @@ use burn::tensor::{DType, Device};
 
 #[cfg(feature = "cube")]
 pub(crate) use cube::device_profile;
-#[cfg(feature = "cuda")]
-pub use cube::product::matrix_product;
 
 /// Declares the `Option` of a tensor that can cross into Burn's dispatch, which does not know `Option`.
 macro_rules! maybe {

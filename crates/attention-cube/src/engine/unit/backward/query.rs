@@ -1,0 +1,213 @@
+//! The query's gradient: for a tile of queries, all keys that any of them sees.
+//!
+//! Budget (unit engine): shared memory as the forward; registers a unit: `8 · rows_per_unit` of S and dP,
+//! `4 · output_rows · output_vectors` of dQ. Work a block:
+//! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
+
+use crate::engine::unit::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
+};
+use crate::math::gradient::{RowTerms, score_gradient};
+use crate::math::layout::head_rows;
+use crate::math::schedule::{Grid, block_count, share};
+use crate::math::score::{Place, ScoreArguments, is_visible};
+use crate::math::side::Side;
+use crate::math::visibility::{
+    Extent, is_whole, segments_meet, sight, visible_keys, within_segments,
+};
+use crate::passes::backward::BackwardKind;
+use crate::passes::delta::kernel::is_blind;
+use crate::passes::delta::kernel::row_terms_of;
+use cubecl::prelude::*;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
+    query: &Tensor<Vector<E, N>>,
+    key: &Tensor<Vector<E, N>>,
+    value: &Tensor<Vector<E, N>>,
+    output_gradient: &Tensor<Vector<E, N>>,
+    rows: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<F>>,
+    integers: ComptimeOption<&Tensor<i32>>,
+    gradient: &mut Tensor<Vector<E, N>>,
+    grid: Grid,
+    extent: Extent,
+    score: ScoreArguments,
+    group: u32,
+    head_dim: u32,
+    value_dim: u32,
+    #[comptime] kind: BackwardKind,
+    #[define(E)] _element: ElemType,
+    #[define(M)] _mask_element: ElemType,
+    #[define(F)] _bias_element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let index = CUBE_POS as u32;
+    if index >= grid.cubes {
+        terminate!();
+    }
+    let tiles = comptime!(kind.tiles);
+    let share = share(&grid, index, true);
+    let batch = share.batch;
+    let head = share.head;
+    let kv_head = head / group;
+    let sight = sight(&extent, &integers, batch, kind.structure);
+
+    let first_row = (share.tile * comptime!(tiles.rows as u32)) as i32;
+    let end_row = min(first_row + comptime!(tiles.rows as i32), extent.q_len);
+    let full = first_row + comptime!(tiles.rows as i32) <= extent.q_len;
+    let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
+
+    let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
+    let output_gradient_rows =
+        head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
+    let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
+    let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
+
+    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
+    let mut ds_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
+    let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
+    // Of a query that sees nothing the gradient is 0, whatever others of its tile have seen. A sync makes them visible.
+    let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
+    #[unroll]
+    for step in 0..comptime!(tiles.row_steps()) {
+        let row = UNIT_POS as usize + step * tiles.units;
+        if row < tiles.rows {
+            let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
+            factors[row] = select(is_blind(terms.reference), 0.0f32, 1.0f32);
+        }
+    }
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dq = zero_output(tiles);
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let mut reference = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let mut logarithm = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let mut delta = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        let row = first_row + tile_row(unit_row, k, tiles) as i32;
+        let terms = row_terms_of(rows, batch, head, row, extent.q_len);
+        reference[k] = terms.reference;
+        logarithm[k] = terms.logarithm;
+        delta[k] = terms.delta;
+    }
+
+    let block_size = comptime!(tiles.columns() as i32);
+    let blocks = within_segments(
+        keys.first / block_size,
+        block_count(keys.end, block_size),
+        &extent,
+        &integers,
+        batch,
+        share.tile,
+        Side::Queries,
+        kind.structure,
+    );
+    let mut block = blocks.first;
+    while block < blocks.end {
+        let visited = segments_meet(
+            &extent,
+            &integers,
+            batch,
+            share.tile,
+            block as u32,
+            kind.structure,
+        );
+        if visited {
+            let first = block * block_size;
+            multiply_transposed(
+                query,
+                &query_rows,
+                first_row,
+                key,
+                &key_rows,
+                first,
+                &mut stage,
+                &mut s,
+                tiles,
+                false,
+            );
+            multiply_transposed(
+                output_gradient,
+                &output_gradient_rows,
+                first_row,
+                value,
+                &value_rows,
+                first,
+                &mut stage,
+                &mut dp,
+                tiles,
+                false,
+            );
+            let whole = is_whole(&keys, first, block_size, kind.structure);
+            #[unroll]
+            for k in 0..comptime!(tiles.rows_per_unit()) {
+                #[unroll]
+                for c in 0..comptime!(tiles.columns_per_unit()) {
+                    let place = Place {
+                        batch,
+                        head,
+                        query: first_row + tile_row(unit_row, k, tiles) as i32,
+                        key: first + tile_column(unit_column, c, tiles) as i32,
+                    };
+                    let visible = is_visible(
+                        whole,
+                        &mask,
+                        &sight,
+                        &extent,
+                        &integers,
+                        &place,
+                        kind.structure,
+                    );
+                    let gradient = score_gradient(
+                        s[comptime!(k * tiles.columns_per_unit() + c)],
+                        dp[comptime!(k * tiles.columns_per_unit() + c)],
+                        RowTerms {
+                            reference: reference[k],
+                            delta: delta[k],
+                            logarithm: logarithm[k],
+                        },
+                        visible,
+                        &bias,
+                        &place,
+                        &score,
+                        kind.score,
+                    );
+                    s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
+                }
+            }
+            store_tile(&s, &mut ds_tile, tiles);
+            accumulate(
+                &ds_tile,
+                key,
+                &key_rows,
+                first,
+                &mut stage,
+                &mut used,
+                &mut dq,
+                comptime!(kind.score.leaves_holes(&kind.structure)),
+                tiles,
+            );
+            if comptime!(tiles.direct) {
+                // Before the next block's tile takes this one's place.
+                sync_cube();
+            }
+        }
+        block += 1i32;
+    }
+    sync_cube();
+    let gradient_rows = head_rows(&*gradient, batch, head, first_row, end_row, head_dim);
+    store_output(
+        &dq,
+        &factors,
+        gradient,
+        &gradient_rows,
+        first_row,
+        false,
+        tiles,
+    );
+}

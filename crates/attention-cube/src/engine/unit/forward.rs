@@ -1,0 +1,303 @@
+//! The forward: for a tile of queries, all keys that any of them sees, block by block, with the online softmax.
+//!
+//! Budget (unit engine): [`UnitTiles::shared_memory`]; registers a unit: `4 · rows_per_unit` of S,
+//! `4 · output_rows · output_vectors` of O, the operands of one step. Work a block of keys:
+//! `2 · rows · columns · (head_dim + value_dim)` FLOP; FMA and shared-memory loads bound it, see
+//! `product.rs`. Memory: the output and one f32 a query.
+//!
+//! The same kernel decodes: `packed` puts the query heads of a group into one tile's rows, so that a key
+//! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
+//! partial output with its logsumexp, in two numbers, which `decode/merge.rs` joins.
+
+use crate::engine::unit::plan::UnitTiles;
+use crate::engine::unit::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
+};
+use crate::engine::unit::softmax::{advance, row_statistics, total};
+use crate::math::layout::{group_rows, head_rows};
+use crate::math::schedule::{Grid, block_count, share};
+use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
+use crate::math::side::Side;
+use crate::math::visibility::{
+    Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
+};
+use cubecl::prelude::*;
+
+/// What the kernel is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct ForwardKind {
+    pub tiles: UnitTiles,
+    pub structure: Structure,
+    pub score: ScoreKind,
+    /// A tile's rows are the queries of all heads of a group, head after head.
+    pub packed: bool,
+    /// The output is a partial one, of `splits` parts.
+    pub split: bool,
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Size>(
+    query: &Tensor<Vector<E, N>>,
+    key: &Tensor<Vector<E, N>>,
+    value: &Tensor<Vector<E, N>>,
+    mask: ComptimeOption<&Tensor<M>>,
+    bias: ComptimeOption<&Tensor<F>>,
+    integers: ComptimeOption<&Tensor<i32>>,
+    sinks: ComptimeOption<&Tensor<S>>,
+    output: &mut Tensor<Vector<O, N>>,
+    logsumexp: &mut Tensor<f32>,
+    grid: Grid,
+    extent: Extent,
+    score: ScoreArguments,
+    group: u32,
+    head_dim: u32,
+    value_dim: u32,
+    #[comptime] kind: ForwardKind,
+    #[define(E)] _element: ElemType,
+    #[define(O)] _output_element: ElemType,
+    #[define(M)] _mask_element: ElemType,
+    #[define(F)] _bias_element: ElemType,
+    #[define(S)] _sink_element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let index = CUBE_POS as u32;
+    if index >= grid.cubes {
+        terminate!();
+    }
+    let tiles = comptime!(kind.tiles);
+    let share = share(&grid, index, true);
+    let batch = share.batch;
+    let sight = sight(&extent, &integers, batch, kind.structure);
+
+    // Rows of the tile: queries of one head, or of all heads of a group.
+    let mut kv_head = share.head;
+    let mut first_head = share.head;
+    let mut row_count = extent.q_len;
+    if comptime!(kind.packed) {
+        first_head = share.head * group;
+        row_count = extent.q_len * group as i32;
+    } else {
+        kv_head = share.head / group;
+    }
+    let first_row = (share.tile * comptime!(tiles.rows as u32)) as i32;
+    let end_row = min(first_row + comptime!(tiles.rows as i32), row_count);
+
+    // The first and the last query of the tile, between which the others lie.
+    let mut first_query = first_row;
+    let mut last_query = end_row - 1i32;
+    if comptime!(kind.packed) {
+        let straddles = first_row / extent.q_len != last_query / extent.q_len;
+        first_query = select(straddles, 0i32, first_row % extent.q_len);
+        last_query = select(straddles, extent.q_len - 1i32, last_query % extent.q_len);
+    }
+    let full = first_row + comptime!(tiles.rows as i32) <= row_count;
+    let keys = visible_keys(&sight, first_query, last_query, full);
+
+    let block_size = comptime!(tiles.columns() as i32);
+    // Packed rows are queries from all over the sequence, whose bounds are kept as one block.
+    let mut query_block = share.tile;
+    if comptime!(kind.packed) {
+        query_block = 0u32;
+    }
+    let blocks = within_segments(
+        keys.first / block_size,
+        block_count(keys.end, block_size),
+        &extent,
+        &integers,
+        batch,
+        query_block,
+        Side::Queries,
+        kind.structure,
+    );
+    let mut block = blocks.first;
+    let mut end_block = blocks.end;
+    if comptime!(kind.split) {
+        let blocks = max(end_block - block, 0i32);
+        let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
+        block += share.split as i32 * each;
+        end_block = min(block + each, end_block);
+    }
+
+    let head_length = extent.q_len as u32;
+    let query_rows = group_rows(
+        query,
+        batch,
+        first_head,
+        head_length,
+        first_row,
+        end_row,
+        head_dim,
+    );
+    let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
+    let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
+
+    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
+    let mut p_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
+    let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
+    let mut statistics = row_statistics(tiles);
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut sums = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        sums[k] = 0.0f32;
+    }
+    let mut o = zero_output(tiles);
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let output_row = UNIT_POS as usize / comptime!(tiles.output_units);
+
+    while block < end_block {
+        let visited = segments_meet(
+            &extent,
+            &integers,
+            batch,
+            query_block,
+            block as u32,
+            kind.structure,
+        );
+        if visited {
+            let first = block * block_size;
+            multiply_transposed(
+                query,
+                &query_rows,
+                first_row,
+                key,
+                &key_rows,
+                first,
+                &mut stage,
+                &mut s,
+                tiles,
+                kind.packed,
+            );
+            let whole = is_whole(&keys, first, block_size, kind.structure);
+            #[unroll]
+            for k in 0..comptime!(tiles.rows_per_unit()) {
+                let row = first_row + tile_row(unit_row, k, tiles) as i32;
+                let mut head = first_head;
+                let mut query_index = row;
+                if comptime!(kind.packed) {
+                    head += (row / extent.q_len) as u32;
+                    query_index = select(row < end_row, row % extent.q_len, extent.q_len);
+                }
+                #[unroll]
+                for c in 0..comptime!(tiles.columns_per_unit()) {
+                    let place = Place {
+                        batch,
+                        head,
+                        query: query_index,
+                        key: first + tile_column(unit_column, c, tiles) as i32,
+                    };
+                    let visible = is_visible(
+                        whole,
+                        &mask,
+                        &sight,
+                        &extent,
+                        &integers,
+                        &place,
+                        kind.structure,
+                    );
+                    let mut value = score.negative_infinity;
+                    if visible {
+                        value = biased(
+                            capped(
+                                s[comptime!(k * tiles.columns_per_unit() + c)],
+                                &score,
+                                kind.score,
+                            ),
+                            &bias,
+                            &place,
+                            score.negative_infinity,
+                        );
+                    }
+                    s[comptime!(k * tiles.columns_per_unit() + c)] = value;
+                }
+            }
+            advance(&mut s, &mut sums, &mut statistics, tiles);
+            store_tile(&s, &mut p_tile, tiles);
+            #[unroll]
+            for k in 0..comptime!(tiles.output_rows()) {
+                let factor = Vec4::cast_from(
+                    statistics.factor[output_row + k * comptime!(tiles.output_row_units())],
+                );
+                #[unroll]
+                for v in 0..tiles.output_vectors {
+                    o[comptime!(k * tiles.output_vectors + v)] *= factor;
+                }
+            }
+            accumulate(
+                &p_tile,
+                value,
+                &value_rows,
+                first,
+                &mut stage,
+                &mut used,
+                &mut o,
+                comptime!(kind.score.leaves_holes(&kind.structure)),
+                tiles,
+            );
+        }
+        block += 1i32;
+    }
+
+    // The parts lie one after the other, each with all sequences.
+    let mut part = batch;
+    if comptime!(kind.split) {
+        part += share.split * (grid.planes / grid.heads);
+    }
+    // Normalise: the sink joins the sum here, where it is no part of a split.
+    let mut sum = total(&sums, &mut statistics, tiles);
+    let row = first_row + UNIT_POS as i32;
+    if UNIT_POS < comptime!(tiles.rows as u32) {
+        let mut head = first_head;
+        let mut query_index = row;
+        if comptime!(kind.packed) {
+            head += (row / extent.q_len) as u32;
+            query_index = row % extent.q_len;
+        }
+        let mut reference = statistics.maximum[UNIT_POS as usize];
+        let mut rescale = 1.0f32;
+        #[comptime]
+        match &sinks {
+            ComptimeOption::Some(sinks) => {
+                if row < end_row {
+                    let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
+                    let largest = max(reference, sink);
+                    rescale = (reference - largest).exp();
+                    sum = sum * rescale + (sink - largest).exp();
+                    reference = largest;
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        let empty = sum == 0.0f32;
+        statistics.factor[UNIT_POS as usize] = select(empty, 0.0f32, rescale / sum);
+        if row < end_row {
+            let at = part as usize * logsumexp.stride(0)
+                + head as usize * logsumexp.stride(1)
+                + query_index as usize;
+            let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
+            logsumexp[at] = select(empty, score.negative_infinity, reference);
+            logsumexp[at + to_logarithms] = select(empty, 0.0f32, sum.ln());
+        }
+    }
+    sync_cube();
+    let output_rows = group_rows(
+        &*output,
+        part,
+        first_head,
+        head_length,
+        first_row,
+        end_row,
+        value_dim,
+    );
+    store_output(
+        &o,
+        &statistics.factor,
+        output,
+        &output_rows,
+        first_row,
+        kind.packed,
+        tiles,
+    );
+}

@@ -1,0 +1,16 @@
+//! The unit engine: kernels that need no plane operations, no matrix units, and little shared memory.
+
+#[cfg(feature = "cube")]
+pub(crate) mod backward;
+#[cfg(feature = "cube")]
+pub(crate) mod direct;
+#[cfg(feature = "cube")]
+pub(crate) mod forward;
+#[cfg(feature = "cube")]
+pub(crate) mod launch;
+pub mod plan;
+#[cfg(feature = "cube")]
+pub(crate) mod product;
+#[cfg(feature = "cube")]
+pub(crate) mod softmax;
+mod tiles;

@@ -1,0 +1,118 @@
+//! The online softmax (Milakov and Gimelshein, 2018) over a tile whose rows are spread over units, with
+//! shared memory alone.
+//!
+//! A row's running maximum and the factor that brings older results to it live in shared memory and are
+//! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
+
+use super::product::tile_row;
+use crate::engine::unit::plan::UnitTiles;
+use crate::math::score::{LOWEST, numerator};
+use cubecl::prelude::*;
+
+/// What units share about the rows.
+#[derive(CubeType)]
+pub(crate) struct RowStatistics {
+    /// Partial maxima or sums: `column_units` a row, one float apart from the next row's.
+    pub partial: Shared<[f32]>,
+    /// Running maximum of each row.
+    pub maximum: Shared<[f32]>,
+    /// The factor on older results after a block; at the end, on the output.
+    pub factor: Shared<[f32]>,
+}
+
+/// Statistics of rows that have seen no score. A sync makes them visible.
+#[cube]
+pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
+    let mut statistics = RowStatistics {
+        partial: Shared::new_slice(comptime!(tiles.partial_floats())),
+        maximum: Shared::new_slice(tiles.rows),
+        factor: Shared::new_slice(tiles.rows),
+    };
+    if UNIT_POS < comptime!(tiles.rows as u32) {
+        statistics.maximum[UNIT_POS as usize] = f32::new(LOWEST);
+    }
+    statistics
+}
+
+/// Turns a block's scores into numerators and updates the statistics. Syncs; afterwards `factor` holds
+/// for the older results.
+#[cube]
+pub(crate) fn advance(
+    s: &mut Array<f32>,
+    sums: &mut Array<f32>,
+    statistics: &mut RowStatistics,
+    #[comptime] tiles: UnitTiles,
+) {
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let pitch = comptime!(tiles.partial_pitch());
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        let mut largest = f32::new(LOWEST);
+        #[unroll]
+        for quad in 0..tiles.column_vectors {
+            let at = comptime!(k * tiles.columns_per_unit() + 4 * quad);
+            let of_quad = max(max(s[at], s[at + 1]), max(s[at + 2], s[at + 3]));
+            if comptime!(quad == 0) {
+                largest = of_quad;
+            } else {
+                largest = max(largest, of_quad);
+            }
+        }
+        let row = tile_row(unit_row, k, tiles);
+        statistics.partial[row * pitch + unit_column] = largest;
+    }
+    sync_cube();
+    if UNIT_POS < comptime!(tiles.rows as u32) {
+        let row = UNIT_POS as usize;
+        let before = statistics.maximum[row];
+        let mut largest = before;
+        #[unroll]
+        for x in 0..tiles.column_units {
+            largest = max(largest, statistics.partial[row * pitch + x]);
+        }
+        statistics.maximum[row] = largest;
+        statistics.factor[row] = (before - largest).exp();
+    }
+    sync_cube();
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        let row = tile_row(unit_row, k, tiles);
+        let reference = statistics.maximum[row];
+        let mut sum = sums[k] * statistics.factor[row];
+        #[unroll]
+        for c in 0..comptime!(tiles.columns_per_unit()) {
+            let p = numerator(s[comptime!(k * tiles.columns_per_unit() + c)], reference);
+            s[comptime!(k * tiles.columns_per_unit() + c)] = p;
+            sum += p;
+        }
+        sums[k] = sum;
+    }
+}
+
+/// Adds the units' sums up. Afterwards the unit that owns row `UNIT_POS` returns its sum; others 0.
+#[cube]
+pub(crate) fn total(
+    sums: &Array<f32>,
+    statistics: &mut RowStatistics,
+    #[comptime] tiles: UnitTiles,
+) -> f32 {
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let pitch = comptime!(tiles.partial_pitch());
+    sync_cube();
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        let row = tile_row(unit_row, k, tiles);
+        statistics.partial[row * pitch + unit_column] = sums[k];
+    }
+    sync_cube();
+    let mut total = 0.0f32;
+    if UNIT_POS < comptime!(tiles.rows as u32) {
+        #[unroll]
+        for x in 0..tiles.column_units {
+            total += statistics.partial[UNIT_POS as usize * pitch + x];
+        }
+    }
+    total
+}

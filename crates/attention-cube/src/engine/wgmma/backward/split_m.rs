@@ -1,0 +1,509 @@
+//! The backward on Hopper for heads up to 256 wide: each warpgroup has 64 rows, of queries or of keys, and all
+//! columns of their gradients.
+//!
+//! Budget. Shared memory ([`GradientRowTiles::shared_memory`]): the dots and values of the tile, a ring of
+//! blocks of dots and one of blocks of values. Registers a thread, at head size 256: 128 of the gradient, 32 of
+//! S, 32 of dP, 16 of dS. A block takes the tensor cores `rows · columns · head_dim / 2048` clocks a product of
+//! dots, and as many a product of values; S and dP read both operands from shared memory, which at 64 columns
+//! takes as long as the product.
+//!
+//! Schedule. One thread of the fetching warpgroup keeps the rings full; everybody else, block by block: issue the
+//! products of P and dS, and S' of the next block behind them; wait for those, free the block, and issue dP' behind
+//! S'; make P' and dS' of S' and dP'. Warpgroups take turns to issue, so that one makes these while the other
+//! multiplies.
+
+mod producer;
+mod products;
+mod zero_fill;
+
+use self::producer::{Places, fetch, places};
+use self::products::{
+    Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
+    start_s,
+};
+use self::zero_fill::clean;
+use super::stationary::{
+    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
+    standing_of, visit_from, write_gradient,
+};
+use crate::engine::wgmma::plan::GradientRowTiles;
+use crate::engine::wgmma::tile::{HopperKind, View, view};
+use crate::fragment::RowPair;
+use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::kit::hopper::accumulator::pair;
+use crate::kit::hopper::barriers::{await_turn, pass_turn};
+use crate::kit::hopper::ptx::{
+    barrier_init, barrier_init_fence, barrier_wait, give_registers, shared_address, store_shared,
+    take_registers, uniform,
+};
+use crate::kit::hopper::ring::stage_turn;
+use crate::kit::hopper::tma::await_stores;
+use crate::kit::hopper::wgmma::{free_chunk, take_fragment};
+use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
+use crate::math::schedule::Grid;
+use crate::math::score::ScoreArguments;
+use crate::math::side::Side;
+use crate::math::visibility::{Extent, Sight, sight};
+use crate::passes::mask_bits::kernel::MaskPlaces;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Where all warps that multiply meet, before a block is cleaned and after.
+const MEETING: u32 = 1;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn gradient_by_rows<
+    E: Float,
+    F: Float,
+    N: Size,
+    NB: Size,
+    NS: Size,
+    NP: Size,
+    ND: Size,
+    NV: Size,
+>(
+    held_dots: &TensorMap<E, Tiled>,
+    held_values: &TensorMap<E, Tiled>,
+    dots: &TensorMap<E, Tiled>,
+    values: &TensorMap<E, Tiled>,
+    term_boxes: &TensorMap<f32, Tiled>,
+    terms: &Tensor<f32>,
+    mask: ComptimeOption<&Tensor<u32>>,
+    bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: ComptimeOption<&Tensor<i32>>,
+    dot_gradient_boxes: &TensorMap<E, Tiled>,
+    dot_gradient: &mut Tensor<Vector<E, N>>,
+    value_gradient_boxes: &TensorMap<E, Tiled>,
+    value_gradient: &mut Tensor<Vector<E, N>>,
+    grid: Grid,
+    extent: Extent,
+    arguments: ScoreArguments,
+    steps: GradientSteps,
+    mask_places: MaskPlaces,
+    group: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+    #[define(E)] _element: ElemType,
+    #[define(F)] _bias_element: ElemType,
+    #[define(N)] _vector: usize,
+    #[define(NB)] _bias_vector: usize,
+    #[define(NS, NP, ND, NV)] _fragments: [usize; 4],
+) {
+    let memory =
+        Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
+    let places = places(shared_address(&memory), tiles);
+    let consumers = comptime!(tiles.warpgroups * WARPGROUP);
+    if UNIT_POS == 0u32 {
+        #[unroll]
+        for stage in 0..tiles.dot_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.dot_full + at, 1usize);
+            barrier_init(places.dot_empty + at, comptime!(4 * tiles.warpgroups));
+        }
+        #[unroll]
+        for stage in 0..tiles.value_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.value_full + at, 1usize);
+            barrier_init(places.value_empty + at, comptime!(4 * tiles.warpgroups));
+        }
+        barrier_init(places.held_full, 1usize);
+        barrier_init_fence();
+        if comptime!(kind.leaves_holes()) {
+            #[unroll]
+            for word in 0..12usize {
+                store_shared(places.used + comptime!(4 * word as u32), 0u32);
+            }
+        }
+    }
+    sync_cube();
+
+    let index = CUBE_POS as u32;
+    if index < grid.cubes {
+        let share = held_share(&grid, index, kind.fragment.side);
+        let sight = sight(&extent, &integers, share.batch, kind.fragment.structure);
+        let tile = held(
+            share,
+            &extent,
+            &sight,
+            &integers,
+            group,
+            comptime!(tiles.rows()),
+            tiles.columns,
+            kind,
+        );
+        if UNIT_POS >= comptime!(consumers as u32) {
+            give_registers(comptime!(tiles.thread_registers()[0]));
+            if UNIT_POS == comptime!(consumers as u32) {
+                fetch(
+                    held_dots,
+                    held_values,
+                    dots,
+                    values,
+                    term_boxes,
+                    &mask,
+                    &mask_places,
+                    &integers,
+                    &tile,
+                    &extent,
+                    &steps,
+                    &places,
+                    tiles,
+                    kind,
+                );
+            }
+        } else {
+            take_registers(comptime!(tiles.thread_registers()[1]));
+            let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
+            // The row of the thread's first register, in the tile.
+            let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
+            let sums = sum::<F, NB, NS, NP, ND, NV>(
+                &tile,
+                &sight,
+                row,
+                terms,
+                &mask,
+                &mask_places,
+                &bias,
+                &integers,
+                &extent,
+                &arguments,
+                &places,
+                warpgroup,
+                tiles,
+                kind,
+            );
+            let staging = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+            let part = GradientPart {
+                first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
+                row,
+                first_column: 0u32,
+            };
+            if comptime!(tiles.sums.has_dots()) {
+                write_gradient::<E, N, ND>(
+                    sums.dots,
+                    row_factors(terms, &tile, row, &extent, arguments.scale, kind.fragment),
+                    places.held_dots + staging,
+                    tensor_map_address(dot_gradient_boxes),
+                    dot_gradient,
+                    &tile,
+                    part,
+                    comptime!(tiles.dot_columns()),
+                    tiles.head_dim,
+                    comptime!(tiles.rows() * ROW_BYTES),
+                    comptime!(tiles.boxes_dots()),
+                    tiles.half,
+                    kind.fragment.side,
+                );
+            }
+            if comptime!(tiles.sums.has_values()) {
+                let place = if comptime!(tiles.sums.has_dots()) {
+                    places.held_values
+                } else {
+                    places.held_dots
+                };
+                write_gradient::<E, N, NV>(
+                    sums.values,
+                    pair(f32::new(1.0), f32::new(1.0)),
+                    place + staging,
+                    tensor_map_address(value_gradient_boxes),
+                    value_gradient,
+                    &tile,
+                    part,
+                    comptime!(tiles.value_columns()),
+                    tiles.value_dim,
+                    comptime!(tiles.rows() * ROW_BYTES),
+                    comptime!(tiles.boxes_values()),
+                    tiles.half,
+                    Side::Keys,
+                );
+            }
+            await_stores();
+        }
+    }
+}
+
+/// Passes over the blocks that the tile sees.
+#[cube]
+fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
+    tile: &Held,
+    sight: &Sight,
+    row: i32,
+    terms: &Tensor<f32>,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    warpgroup: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Gradients<ND, NV> {
+    let lane = UNIT_POS % 32u32;
+    let elected = u32::cast_from(lane == 0u32);
+    let operands = operands(places, warpgroup, tiles);
+    let row_terms = terms_of_rows(
+        terms,
+        tile.batch,
+        tile.head,
+        tile.first_row + row,
+        extent,
+        kind.fragment,
+    );
+    let mut dots = Vector::<f32, ND>::zeroed();
+    let mut values = Vector::<f32, NV>::zeroed();
+    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    if first.head < tile.heads {
+        barrier_wait(places.held_full, 0u32);
+        // The first turn is the first warpgroup's.
+        if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
+            pass_turn(warpgroup, tiles.warpgroups);
+        }
+        let mut count = u32::new(0);
+        let mut holes = u32::new(0);
+        let mut block = first.block;
+        let next_operands = block_operands(operands.dots, operands.values, count, tiles);
+        await_dots(places, count, tiles);
+        let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
+        await_values(places, count, tiles);
+        let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
+        let seen = seen_by::<F, NB>(
+            tile,
+            row,
+            first.head,
+            block,
+            extent,
+            mask,
+            mask_places,
+            bias,
+            integers,
+            tiles,
+            kind,
+        );
+        let made = weigh::<F, NB, NS, NP>(
+            s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
+            elected, tiles, kind,
+        );
+        let mut p = made.p;
+        let mut ds = made.ds;
+        let mut may_have_holes = seen.view.may_have_holes;
+
+        let next = visit_from(
+            tile,
+            first.head,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        let mut next_head = next.head;
+        let mut next_block = next.block;
+        while next_head < tile.heads {
+            clean::<NP>(
+                p,
+                ds,
+                places,
+                tile,
+                extent,
+                block,
+                count,
+                may_have_holes,
+                holes,
+                tiles,
+                kind,
+            );
+            // In its turn a warpgroup keeps the others waiting.
+            let summed = block_operands(operands.summed_dots, operands.summed_values, count, tiles);
+            let next_operands = block_operands(operands.dots, operands.values, count + 1u32, tiles);
+            await_turn(warpgroup);
+            let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
+            await_dots(places, count + 1u32, tiles);
+            let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
+            let seen = seen_by::<F, NB>(
+                tile,
+                row,
+                next_head,
+                next_block,
+                extent,
+                mask,
+                mask_places,
+                bias,
+                integers,
+                tiles,
+                kind,
+            );
+            let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
+            // Only now, since P and dS have given their registers back.
+            await_values(places, count + 1u32, tiles);
+            let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
+            pass_turn(warpgroup, tiles.warpgroups);
+            dots = settled.dots;
+            values = settled.values;
+            if comptime!(kind.leaves_holes()) {
+                holes += u32::cast_from(may_have_holes);
+                may_have_holes = seen.view.may_have_holes;
+            }
+            block = next_block;
+            count += 1u32;
+            let made = weigh::<F, NB, NS, NP>(
+                s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
+                elected, tiles, kind,
+            );
+            p = made.p;
+            ds = made.ds;
+            let next = visit_from(
+                tile,
+                next_head,
+                block + 1i32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                kind,
+            );
+            next_head = next.head;
+            next_block = next.block;
+        }
+        clean::<NP>(
+            p,
+            ds,
+            places,
+            tile,
+            extent,
+            block,
+            count,
+            may_have_holes,
+            holes,
+            tiles,
+            kind,
+        );
+        let summed = block_operands(operands.summed_dots, operands.summed_values, count, tiles);
+        let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
+        let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 0usize, tiles);
+        dots = settled.dots;
+        values = settled.values;
+    }
+    Gradients::<ND, NV> { dots, values }
+}
+
+/// How the thread's rows see a block.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Seen {
+    rows: RowPair,
+    view: View,
+}
+
+#[cube]
+fn seen_by<F: Float, NB: Size>(
+    tile: &Held,
+    row: i32,
+    head: u32,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Seen {
+    let rows = held_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
+    let standing = standing_of(tile, head, kind.fragment.side);
+    Seen {
+        rows,
+        view: view(
+            &standing,
+            &rows,
+            block,
+            0u32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            tiles.columns,
+            tiles.columns,
+            kind,
+        ),
+    }
+}
+
+/// P and dS, as left operands of products; each only where it is needed.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Made<NP: Size> {
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+}
+
+/// Waits for S and dP of the `count`-th block, and makes P and dS of them.
+#[cube]
+fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
+    s: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
+    seen: &Seen,
+    row_terms: &Terms,
+    block: i32,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    count: u32,
+    elected: u32,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) -> Made<NP> {
+    let used = comptime!(tiles.columns / 2);
+    let fragment = comptime!(tiles.fragments()[0]);
+    let s = take_fragment::<NS>(
+        s,
+        used,
+        fragment,
+        comptime!(usize::from(tiles.sums.has_dots())),
+    );
+    let dot_stage = stage_turn(count, tiles.dot_stages).stage;
+    let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
+    let terms = terms_of_block(row_terms, at, tiles.columns);
+    let weights = weights::<F, NB, NS, NP>(
+        s,
+        &terms,
+        block * comptime!(tiles.columns as i32),
+        seen.view.whole,
+        &seen.rows,
+        seen.view.mask_words,
+        bias,
+        sight,
+        extent,
+        arguments,
+        tiles.columns,
+        comptime!(tiles.sums.has_values()),
+        tiles.half,
+        kind.fragment,
+    );
+    let ds = if comptime!(tiles.sums.has_dots()) {
+        let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
+        if comptime!(!tiles.sums.has_values()) {
+            let stage = stage_turn(count, tiles.value_stages).stage;
+            free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
+        }
+        dot_gradients::<NS, NP>(
+            weights.w,
+            dp,
+            &terms,
+            seen.view.whole,
+            tiles.columns,
+            tiles.half,
+            kind.fragment,
+        )
+    } else {
+        // The terms in it are read, too: P is made of them.
+        let stage = stage_turn(count, tiles.dot_stages).stage;
+        free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
+        Vector::<u32, NP>::zeroed()
+    };
+    Made::<NP> { p: weights.p, ds }
+}

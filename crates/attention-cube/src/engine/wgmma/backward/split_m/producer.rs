@@ -1,0 +1,154 @@
+//! The warpgroup that fetches: one thread of it keeps the rings full.
+
+use crate::engine::wgmma::backward::stationary::{
+    GradientSteps, Held, fetch_held, first_visit, visit_from,
+};
+use crate::engine::wgmma::plan::GradientRowTiles;
+use crate::engine::wgmma::tile::HopperKind;
+use crate::kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
+use crate::kit::hopper::ring::stage_turn;
+use crate::kit::hopper::tma::load_subtiles;
+use crate::kit::hopper::{ROW_BYTES, is_whole};
+use crate::math::side::Side;
+use crate::math::visibility::Extent;
+use crate::passes::mask_bits::kernel::MaskPlaces;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Where things are in shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Places {
+    pub held_dots: u32,
+    pub held_values: u32,
+    pub dots: u32,
+    pub values: u32,
+    pub terms: u32,
+    pub dot_full: u32,
+    pub dot_empty: u32,
+    pub value_full: u32,
+    pub value_empty: u32,
+    pub held_full: u32,
+    pub used: u32,
+}
+
+#[cube]
+pub(super) fn places(start: u32, #[comptime] tiles: GradientRowTiles) -> Places {
+    let barriers = start + comptime!(tiles.barriers_at() as u32);
+    let dots = comptime!(8 * tiles.dot_stages as u32);
+    let values = comptime!(8 * tiles.value_stages as u32);
+    Places {
+        held_dots: start,
+        held_values: start + comptime!(tiles.held_dot_bytes() as u32),
+        dots: start + comptime!(tiles.dots_at() as u32),
+        values: start + comptime!(tiles.values_at() as u32),
+        terms: start + comptime!(tiles.terms_at() as u32),
+        dot_full: barriers,
+        dot_empty: barriers + dots,
+        value_full: barriers + 2u32 * dots,
+        value_empty: barriers + 2u32 * dots + values,
+        held_full: barriers + 2u32 * dots + 2u32 * values,
+        used: start + comptime!(tiles.used_at() as u32),
+    }
+}
+
+/// Copies what the tile holds, and dots and values of every visited block in the order of their use.
+#[cube]
+pub(super) fn fetch<E: Float>(
+    held_dots: &TensorMap<E, Tiled>,
+    held_values: &TensorMap<E, Tiled>,
+    dots: &TensorMap<E, Tiled>,
+    values: &TensorMap<E, Tiled>,
+    term_boxes: &TensorMap<f32, Tiled>,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    tile: &Held,
+    extent: &Extent,
+    steps: &GradientSteps,
+    places: &Places,
+    #[comptime] tiles: GradientRowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    let dot_map = tensor_map_address(dots);
+    let value_map = tensor_map_address(values);
+    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    let mut head = first.head;
+    let mut block = first.block;
+    if head < tile.heads {
+        fetch_held(
+            held_dots,
+            held_values,
+            tile,
+            steps,
+            places.held_dots,
+            places.held_values,
+            places.held_full,
+            comptime!(tiles.rows()),
+            tiles.head_dim,
+            tiles.value_dim,
+            comptime!(tiles.held_dot_bytes() + tiles.held_value_bytes()),
+        );
+    }
+    let mut count = 0u32;
+    while head < tile.heads {
+        let other_head = tile.first_head + head;
+        let first_column = block * comptime!(tiles.columns as i32);
+        let turn = stage_turn(count, tiles.dot_stages);
+        let full = places.dot_full + 8u32 * turn.stage;
+        barrier_wait(places.dot_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+        barrier_expect(full, comptime!(tiles.dot_bytes() + tiles.term_bytes()));
+        load_subtiles(
+            places.dots + turn.stage * comptime!(tiles.dot_bytes() as u32),
+            dot_map,
+            tile.batch * steps.dot_batch,
+            other_head * steps.dot_head,
+            first_column,
+            full,
+            0usize,
+            comptime!(tiles.dot_subtiles()),
+            comptime!(tiles.columns * ROW_BYTES),
+            comptime!(is_whole(tiles.head_dim)),
+        );
+        if comptime!(tiles.side == Side::Keys) {
+            tma_load(
+                places.terms + turn.stage * comptime!(tiles.term_bytes() as u32),
+                tensor_map_address(term_boxes),
+                tile.batch,
+                other_head,
+                0i32,
+                first_column as u32,
+                full,
+            );
+        }
+        let turn = stage_turn(count, tiles.value_stages);
+        let full = places.value_full + 8u32 * turn.stage;
+        barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+        barrier_expect(full, comptime!(tiles.value_bytes()));
+        load_subtiles(
+            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+            value_map,
+            tile.batch * steps.value_batch,
+            other_head * steps.value_head,
+            first_column,
+            full,
+            0usize,
+            comptime!(tiles.value_subtiles()),
+            comptime!(tiles.columns * ROW_BYTES),
+            comptime!(is_whole(tiles.value_dim)),
+        );
+        count += 1u32;
+        let next = visit_from(
+            tile,
+            head,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        head = next.head;
+        block = next.block;
+    }
+}

@@ -1,0 +1,374 @@
+//! What a cube of the Hopper kernels holds for the backward, a tile of queries or of keys, and the blocks of the
+//! other side that it passes over: of one head, or, where it holds keys, of each query head of the group.
+
+use crate::engine::wgmma::output::{without_blind, write_row};
+use crate::engine::wgmma::tile::{HopperKind, Standing, meets};
+use crate::fragment::bias::bias_of_head;
+use crate::fragment::gradient::terms_of_rows;
+use crate::fragment::{FragmentKind, RowPair, rows_end};
+use crate::kit::hopper::accumulator::{Pair, pair};
+use crate::kit::hopper::ptx::barrier_expect;
+use crate::kit::hopper::tma::load_subtiles;
+use crate::kit::hopper::tma::store_boxes;
+use crate::kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
+use crate::math::schedule::{Grid, Share, block_count, share};
+use crate::math::side::Side;
+use crate::math::visibility::{Extent, Run, Sight, visible_keys, visible_queries, within_segments};
+use crate::passes::delta::kernel::is_blind;
+use crate::passes::mask_bits::kernel::MaskPlaces;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Which way sequences and heads lead through the operands: 0 where one is broadcast, else 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct GradientSteps {
+    pub held_dot_batch: u32,
+    pub held_dot_head: u32,
+    pub held_value_batch: u32,
+    pub held_value_head: u32,
+    pub dot_batch: u32,
+    pub dot_head: u32,
+    pub value_batch: u32,
+    pub value_head: u32,
+}
+
+/// A tile that is held.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Held {
+    pub batch: u32,
+    /// Of the tile: a query head, or a head of keys.
+    pub head: u32,
+    pub first_row: i32,
+    /// Rows that exist.
+    pub rows: i32,
+    /// The number of the tile among the blocks that segments are bounded by.
+    pub row_block: u32,
+    /// What any row sees on the other side.
+    pub run: Run,
+    pub first_block: i32,
+    pub end_block: i32,
+    /// Heads of the other side: the first, and how many.
+    pub first_head: u32,
+    pub heads: u32,
+}
+
+/// The tile of a cube with this share.
+#[cube]
+pub(crate) fn held(
+    share: Share,
+    extent: &Extent,
+    sight: &Sight,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    group: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: HopperKind,
+) -> Held {
+    let side = comptime!(kind.fragment.side);
+    let first_row = (share.tile * comptime!(rows as u32)) as i32;
+    let size = comptime!(columns as i32);
+    let existing = min(comptime!(rows as i32), rows_end(extent, side) - first_row);
+    // Keys past the sequence's length are seen by nobody.
+    let exist = min(first_row + existing, sight.length);
+    let run = if comptime!(side == Side::Queries) {
+        // Rows that do not exist may see what the others see, but they must not read a bias.
+        let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
+        visible_keys(sight, first_row, first_row + existing - 1i32, full)
+    } else {
+        let full = first_row + comptime!(rows as i32) <= exist;
+        visible_queries(sight, first_row, exist - 1i32, full)
+    };
+    let heads = if comptime!(side == Side::Queries) {
+        u32::new(1)
+    } else {
+        group
+    };
+    let first_head = if comptime!(side == Side::Queries) {
+        share.head / group
+    } else {
+        share.head * group
+    };
+    let blocks = within_segments(
+        run.first / size,
+        block_count(run.end, size),
+        extent,
+        integers,
+        share.batch,
+        share.tile,
+        side,
+        kind.fragment.structure,
+    );
+    Held {
+        batch: share.batch,
+        head: share.head,
+        first_row,
+        rows: existing,
+        row_block: share.tile,
+        run,
+        first_block: blocks.first,
+        end_block: blocks.end,
+        first_head,
+        heads,
+    }
+}
+
+/// The share of cube `index`. Under a causal mask the last queries see the most keys, and the first keys are seen by the most queries.
+#[cube]
+pub(crate) fn held_share(grid: &Grid, index: u32, #[comptime] side: Side) -> Share {
+    share(grid, index, comptime!(side == Side::Queries))
+}
+
+/// A block of one of the other side's heads.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Visit {
+    /// Counted from the tile's first; `heads` of it when there is nothing left.
+    pub head: u32,
+    pub block: i32,
+}
+
+/// Where the tile stands towards the blocks of a head.
+#[cube]
+pub(crate) fn standing_of(tile: &Held, head: u32, #[comptime] side: Side) -> Standing {
+    let query_head = if comptime!(side == Side::Queries) {
+        tile.head
+    } else {
+        tile.first_head + head
+    };
+    Standing {
+        batch: tile.batch,
+        head: query_head,
+        row_block: tile.row_block,
+        run: tile.run,
+    }
+}
+
+/// The first visit of a tile.
+#[cube]
+pub(crate) fn first_visit(
+    tile: &Held,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] kind: HopperKind,
+) -> Visit {
+    let head = select(tile.first_block < tile.end_block, 0u32, tile.heads);
+    visit_from(
+        tile,
+        head,
+        tile.first_block,
+        extent,
+        mask,
+        mask_places,
+        integers,
+        kind,
+    )
+}
+
+/// The first visit from a block of a head on.
+#[cube]
+pub(crate) fn visit_from(
+    tile: &Held,
+    head: u32,
+    block: i32,
+    extent: &Extent,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] kind: HopperKind,
+) -> Visit {
+    let mut head = head;
+    let mut block = block;
+    if block >= tile.end_block && head < tile.heads {
+        head += 1u32;
+        block = tile.first_block;
+    }
+    if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
+        let mut searching = head < tile.heads;
+        while searching {
+            let standing = standing_of(tile, head, kind.fragment.side);
+            if meets(&standing, block, extent, mask, mask_places, integers, kind) {
+                searching = false;
+            } else {
+                block += 1i32;
+                if block >= tile.end_block {
+                    head += 1u32;
+                    block = tile.first_block;
+                }
+                searching = head < tile.heads;
+            }
+        }
+    }
+    Visit { head, block }
+}
+
+/// Rows `first` and `first + 8` of the tile, as one of the heads sees them.
+#[cube]
+pub(crate) fn held_rows<F: Float, NB: Size>(
+    tile: &Held,
+    extent: &Extent,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    first: i32,
+    head: u32,
+    #[comptime] kind: FragmentKind,
+) -> RowPair {
+    let side = comptime!(kind.side);
+    let query_head = if comptime!(side == Side::Queries) {
+        tile.head
+    } else {
+        tile.first_head + head
+    };
+    let end = rows_end(extent, side);
+    RowPair {
+        batch: tile.batch,
+        head_0: query_head,
+        head_1: query_head,
+        position_0: min(tile.first_row + first, end),
+        position_1: min(tile.first_row + first + 8i32, end),
+        bias_of_head: bias_of_head::<F, NB>(bias, tile.batch, query_head, kind),
+    }
+}
+
+/// Copies the rows that the tile holds: dots to `dots`, and, where there are `bytes` of both, values to `values`.
+#[cube]
+pub(crate) fn fetch_held<E: Float>(
+    held_dots: &TensorMap<E, Tiled>,
+    held_values: &TensorMap<E, Tiled>,
+    tile: &Held,
+    steps: &GradientSteps,
+    dots: u32,
+    values: u32,
+    full: u32,
+    #[comptime] rows: usize,
+    #[comptime] head_dim: usize,
+    #[comptime] value_dim: usize,
+    #[comptime] bytes: usize,
+) {
+    let dot_subtiles = comptime!(head_dim.div_ceil(SUBTILE));
+    let subtile_bytes = comptime!(rows * ROW_BYTES);
+    barrier_expect(full, bytes);
+    load_subtiles(
+        dots,
+        tensor_map_address(held_dots),
+        tile.batch * steps.held_dot_batch,
+        tile.head * steps.held_dot_head,
+        tile.first_row,
+        full,
+        0usize,
+        dot_subtiles,
+        subtile_bytes,
+        comptime!(is_whole(head_dim)),
+    );
+    if comptime!(bytes > dot_subtiles * subtile_bytes) {
+        load_subtiles(
+            values,
+            tensor_map_address(held_values),
+            tile.batch * steps.held_value_batch,
+            tile.head * steps.held_value_head,
+            tile.first_row,
+            full,
+            0usize,
+            comptime!(value_dim.div_ceil(SUBTILE)),
+            subtile_bytes,
+            comptime!(is_whole(value_dim)),
+        );
+    }
+}
+
+/// Where a warpgroup's part of a gradient is: its first row in the tile, the thread's, and its first column.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct GradientPart {
+    pub first_row: i32,
+    pub row: i32,
+    pub first_column: u32,
+}
+
+/// What a thread's two rows of a gradient are multiplied with: 0 for a query that sees nothing, whatever others of its tile have
+/// seen.
+#[cube]
+pub(crate) fn row_factors(
+    terms: &Tensor<f32>,
+    tile: &Held,
+    row: i32,
+    extent: &Extent,
+    factor: f32,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let mut factors = pair(factor, factor);
+    if comptime!(kind.side == Side::Queries) {
+        let first_row = tile.first_row + row;
+        let terms = terms_of_rows(terms, tile.batch, tile.head, first_row, extent, kind);
+        factors = pair(
+            select(is_blind(terms.references.first), 0.0f32, factor),
+            select(is_blind(terms.references.second), 0.0f32, factor),
+        );
+    }
+    factors
+}
+
+/// Writes a warpgroup's part of the gradient, `columns` of `width`, its rows times `factors`: through `staging` in `boxes`, or at once.
+/// Nobody reads what was held there any more.
+#[cube]
+pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
+    sums: Vector<f32, NG>,
+    factors: Pair,
+    staging: u32,
+    map: u64,
+    gradient: &mut Tensor<Vector<E, N>>,
+    tile: &Held,
+    part: GradientPart,
+    #[comptime] columns: usize,
+    #[comptime] width: usize,
+    #[comptime] subtile_bytes: usize,
+    #[comptime] boxes: bool,
+    #[comptime] half: Half,
+    #[comptime] side: Side,
+) {
+    let mut sums = sums;
+    if comptime!(side == Side::Queries) {
+        sums = without_blind::<NG>(sums, factors, columns);
+    }
+    if comptime!(boxes) {
+        store_boxes::<NG>(
+            sums,
+            factors,
+            staging,
+            map,
+            tile.batch,
+            tile.head,
+            tile.first_row + part.first_row,
+            part.first_column,
+            columns,
+            subtile_bytes,
+            true,
+            half,
+        );
+    } else {
+        #[unroll]
+        for which in 0..2usize {
+            let own = part.row + comptime!(8 * which as i32);
+            let factor = if comptime!(which == 0) {
+                factors.first
+            } else {
+                factors.second
+            };
+            write_row::<E, N, NG>(
+                sums,
+                factor,
+                gradient,
+                tile.batch,
+                tile.head,
+                tile.first_row + own,
+                own < tile.rows,
+                which,
+                part.first_column,
+                columns,
+                width,
+            );
+        }
+    }
+}

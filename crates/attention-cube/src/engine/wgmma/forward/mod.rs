@@ -1,0 +1,5 @@
+//! The forward: a tile of queries passes over the blocks of keys that it sees.
+
+mod scheduler;
+pub(crate) mod split_d;
+pub(crate) mod split_m;

@@ -1,0 +1,546 @@
+//! The forward on Hopper for values up to 512 wide: two warpgroups have the same 64 queries, and each has
+//! half of the columns of their output.
+//!
+//! Budget. Shared memory ([`ColumnTiles::shared_memory`]), at head size 512: queries 64 KB, a ring of 8 × 16 KB,
+//! two buffers of P with 16 KB each, the rows' maxima. Registers a thread: 128 of O, 32 of S. A block of 128
+//! keys takes the tensor cores `4 head_dim + 4 value_dim` clocks, and the shared memory about 1.3 times that:
+//! both warpgroups read all queries, and P comes from shared memory. That is the bound.
+//!
+//! Schedule. Keys come in chunks of 64 columns and values in chunks of 32 keys, alternately for either
+//! warpgroup, through one ring, `K₀ K₁ V₀ K₂ V₁ …`. Each warpgroup has the scores of 64 of a block's keys;
+//! the rows' maxima meet in shared memory, and P goes there for both. Block by block: issue `S' = Q K'ᵀ` of
+//! the next; rescale O; issue `O += P V`; wait for S' alone; make P' of it while the matrix unit is at `P V`,
+//! freeing the chunks of V on the way; wait for O.
+
+mod halves;
+mod producer;
+mod zero_fill;
+
+use self::halves::{
+    exchange, free_own_first_chunk, free_values, probabilities, share_first_chunk, softmax,
+};
+use self::producer::{Places, fetch, places};
+use self::zero_fill::clean_values;
+use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
+use crate::engine::wgmma::chunked::{
+    Ring, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
+};
+use crate::engine::wgmma::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::plan::ColumnTiles;
+use crate::engine::wgmma::tile::{
+    Assigned, HopperKind, Steps, assigned, clear_other_queries, next_block, row_pair, standing,
+    view,
+};
+use crate::fragment::bias::bias_words;
+use crate::fragment::softmax::{no_progress, rescale, totals};
+use crate::fragment::{RowPair, score};
+use crate::kit::hopper::accumulator::pair;
+use crate::kit::hopper::ptx::{
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
+    shared_address, store_shared, take_registers, uniform,
+};
+use crate::kit::hopper::ring::stage_turn;
+use crate::kit::hopper::wgmma::{descriptor, free_chunk, take_fragment, transposed_descriptor};
+use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
+use crate::math::schedule::{Grid, Turns};
+use crate::math::score::ScoreArguments;
+use crate::math::visibility::Extent;
+use crate::passes::mask_bits::kernel::MaskPlaces;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Keys of a warpgroup's scores.
+const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
+
+/// Threads that multiply.
+const CONSUMERS: usize = ColumnTiles::WARPGROUPS * WARPGROUP;
+
+/// Chunks of values of a warpgroup.
+const OWN_CHUNKS: usize = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
+
+/// Meetings of both warpgroups: the maxima are there; P is there.
+const MAXIMA: u32 = 1;
+const PROBABILITIES: u32 = 2;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn forward_by_columns<
+    E: Float,
+    O: Float,
+    F: Float,
+    K: Float,
+    N: Size,
+    NB: Size,
+    NS: Size,
+    NQ: Size,
+    NO: Size,
+>(
+    query: &TensorMap<E, Tiled>,
+    key: &TensorMap<E, Tiled>,
+    value: &TensorMap<E, Tiled>,
+    mask: ComptimeOption<&Tensor<u32>>,
+    bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: ComptimeOption<&Tensor<i32>>,
+    sinks: ComptimeOption<&Tensor<K>>,
+    output_boxes: &TensorMap<E, Tiled>,
+    output: &mut Tensor<Vector<O, N>>,
+    logsumexp: &mut Tensor<f32>,
+    grid: Grid,
+    turns: Turns,
+    extent: Extent,
+    arguments: ScoreArguments,
+    steps: Steps,
+    mask_places: MaskPlaces,
+    group: u32,
+    power: f32,
+    #[comptime] tiles: ColumnTiles,
+    #[comptime] kind: HopperKind,
+    #[define(E)] _element: ElemType,
+    #[define(O)] _output_element: ElemType,
+    #[define(F)] _bias_element: ElemType,
+    #[define(K)] _sink_element: ElemType,
+    #[define(N)] _vector: usize,
+    #[define(NB)] _bias_vector: usize,
+    #[define(NS, NQ, NO)] _fragments: [usize; 3],
+) {
+    let memory = Shared::<[u32]>::new_aligned_slice(
+        comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
+        1024usize,
+    );
+    let start = shared_address(&memory);
+    let places = places(start, tiles);
+    let notices = notices_at(start, comptime!(tiles.shared_memory()), kind);
+    if UNIT_POS == 0u32 {
+        #[unroll]
+        for stage in 0..tiles.stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.full + at, 1usize);
+            // A warp of either warpgroup arrives once at a chunk of keys, a warp of one twice at one of values.
+            barrier_init(places.empty + at, 8usize);
+        }
+        barrier_init(places.queries_full, 1usize);
+        barrier_init(places.queries_empty, 8usize);
+        init_notices(notices, 8usize, kind);
+        barrier_init_fence();
+        if comptime!(kind.leaves_holes()) {
+            #[unroll]
+            for word in 0..12usize {
+                store_shared(places.used + comptime!(4 * word as u32), 0u32);
+            }
+        }
+    }
+    clear_other_queries(
+        places.queries,
+        &extent,
+        ColumnTiles::ROWS,
+        comptime!(tiles.key_chunks()),
+        ColumnTiles::UNITS,
+        kind,
+    );
+    sync_cube();
+
+    if UNIT_POS >= comptime!(CONSUMERS as u32) {
+        give_registers(24usize);
+        if UNIT_POS == comptime!(CONSUMERS as u32) {
+            fetch(
+                query,
+                key,
+                value,
+                &mask,
+                &mask_places,
+                &integers,
+                &grid,
+                &turns,
+                &extent,
+                &steps,
+                group,
+                &places,
+                notices,
+                tiles,
+                kind,
+            );
+        }
+    } else {
+        take_registers(240usize);
+        let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
+        let lane = UNIT_POS % 32u32;
+        // The row of the thread's first register, in the tile.
+        let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32) as i32;
+        let ring = Ring {
+            full: places.full,
+            empty: places.empty,
+            elected: u32::cast_from(lane == 0u32),
+        };
+        // Where the queries were: both warpgroups are done with them since they exchanged the sums.
+        let target = Target {
+            staging: places.queries
+                + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
+            row,
+            first_row: 0i32,
+            first_column: warpgroup * comptime!(tiles.value_columns() as u32),
+            writes_logsumexp: warpgroup == 0u32,
+        };
+        let output_map = tensor_map_address(output_boxes);
+
+        let mut item = CUBE_POS as u32;
+        let mut turn = 0u32;
+        let mut tiles_done = 0u32;
+        let mut visited = 0u32;
+        while item < turns.items {
+            let assigned = assigned(
+                &grid,
+                &turns,
+                item,
+                turn,
+                &extent,
+                &mask,
+                &mask_places,
+                &integers,
+                group,
+                ColumnTiles::ROWS,
+                ColumnTiles::KEYS,
+                kind,
+            );
+            if assigned.exists {
+                let tile = assigned.tile;
+                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
+                let attended = attend::<F, NB, NS, NQ, NO>(
+                    &assigned,
+                    &rows,
+                    &mask,
+                    &mask_places,
+                    &bias,
+                    &integers,
+                    &extent,
+                    &arguments,
+                    &places,
+                    ring,
+                    tiles_done % 2u32,
+                    visited,
+                    power,
+                    tiles,
+                    kind,
+                );
+                visited = attended.visited;
+                write_tile::<O, K, N, NO>(
+                    attended.finished,
+                    target,
+                    &tile,
+                    &rows,
+                    &sinks,
+                    output_map,
+                    output,
+                    logsumexp,
+                    arguments.scale,
+                    arguments.negative_infinity,
+                    comptime!(tiles.output_shape()),
+                    kind,
+                );
+                barrier_arrive(places.queries_empty, ring.elected);
+                tiles_done += 1u32;
+            }
+            item = told_item(&turns, item, turn, notices, ring.elected, kind);
+            turn += 1u32;
+        }
+    }
+}
+
+/// A tile's part of a warpgroup, and the blocks that the cube has visited.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Attended<NO: Size> {
+    finished: Finished<NO>,
+    visited: u32,
+}
+
+/// Visits a tile's blocks, after `visited` blocks of other tiles.
+#[cube]
+fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
+    assigned: &Assigned,
+    rows: &RowPair,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    ring: Ring,
+    queries_parity: u32,
+    visited: u32,
+    power: f32,
+    #[comptime] tiles: ColumnTiles,
+    #[comptime] kind: HopperKind,
+) -> Attended<NO> {
+    let sight = &assigned.sight;
+    let tile = &assigned.tile;
+    let standing = standing(tile);
+    let negative_infinity = arguments.negative_infinity;
+    let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
+    let query_operand = uniform(descriptor(places.queries));
+    let key_operand =
+        descriptor(places.stages + warpgroup * comptime!(ColumnTiles::HALF_BYTES as u32));
+    let value_operand = transposed_descriptor(
+        places.stages,
+        comptime!(ColumnTiles::VALUE_KEYS * ROW_BYTES),
+    );
+
+    let mut o = Vector::<f32, NO>::zeroed();
+    let mut progress = no_progress(negative_infinity);
+    let mut count = uniform(visited);
+    barrier_wait(places.queries_full, queries_parity);
+    if assigned.first < tile.end_block {
+        let first_queries = load_first_queries::<NQ>(places.queries, tiles);
+        let mut block = assigned.first;
+        // Chunks that went through the ring.
+        let first_chunk = count * comptime!((tiles.key_chunks() + tiles.value_chunks()) as u32);
+        let mut passed = first_chunk + comptime!(tiles.key_chunks() as u32);
+        let started = multiply_chunked_scores::<NS, NQ>(
+            first_queries,
+            query_operand,
+            key_operand,
+            ring,
+            stage_turn(first_chunk, tiles.stages),
+            tiles,
+        );
+        let seen = view(
+            &standing,
+            rows,
+            block,
+            warpgroup * comptime!((HALF_KEYS / 32) as u32),
+            extent,
+            mask,
+            mask_places,
+            integers,
+            ColumnTiles::KEYS,
+            HALF_KEYS,
+            kind,
+        );
+        let biases = bias_words::<F, NB>(
+            bias,
+            rows,
+            block * comptime!(ColumnTiles::KEYS as i32)
+                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+            extent,
+            HALF_KEYS,
+            kind.fragment,
+        );
+        let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
+        free_chunk(
+            places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
+            ring.elected,
+            0usize,
+            1usize,
+        );
+        let s = score::<F, NB, NS>(
+            s,
+            block * comptime!(ColumnTiles::KEYS as i32)
+                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+            seen.whole,
+            rows,
+            seen.mask_words,
+            biases,
+            bias,
+            sight,
+            extent,
+            arguments,
+            HALF_KEYS,
+            kind.fragment,
+        );
+        progress = softmax::<NS>(
+            s,
+            progress,
+            power,
+            negative_infinity,
+            places,
+            ring,
+            0u32,
+            count,
+            false,
+            tiles,
+            kind,
+        );
+        // There is no older output yet.
+        progress.moved = false.runtime();
+        progress.factor = pair(1.0f32, 1.0f32);
+
+        let mut next = next_block(
+            tile,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        while next < tile.end_block {
+            let started = multiply_chunked_scores::<NS, NQ>(
+                first_queries,
+                query_operand,
+                key_operand,
+                ring,
+                stage_turn(passed, tiles.stages),
+                tiles,
+            );
+            passed += comptime!(tiles.key_chunks() as u32);
+            let key_empty = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
+            o = rescale::<NO>(
+                o,
+                progress.moved,
+                progress.factor,
+                comptime!(tiles.value_columns()),
+            );
+            named_barrier(PROBABILITIES, CONSUMERS);
+            share_first_chunk(ring, passed, tiles);
+            let cleaned = clean_values(
+                places, tile, extent, block, count, passed, key_empty, ring, tiles, kind,
+            );
+            o = multiply_chunked_output::<NO>(
+                o,
+                probabilities(places, count),
+                value_operand,
+                ring,
+                stage_turn(passed + warpgroup, tiles.stages),
+                key_empty,
+                select(cleaned, 0u32, ring.elected),
+                tiles,
+            );
+            free_own_first_chunk(ring, passed, tiles);
+            let seen = view(
+                &standing,
+                rows,
+                next,
+                warpgroup * comptime!((HALF_KEYS / 32) as u32),
+                extent,
+                mask,
+                mask_places,
+                integers,
+                ColumnTiles::KEYS,
+                HALF_KEYS,
+                kind,
+            );
+            let biases = bias_words::<F, NB>(
+                bias,
+                rows,
+                next * comptime!(ColumnTiles::KEYS as i32)
+                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+                extent,
+                HALF_KEYS,
+                kind.fragment,
+            );
+            let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
+            let s = score::<F, NB, NS>(
+                s,
+                next * comptime!(ColumnTiles::KEYS as i32)
+                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+                seen.whole,
+                rows,
+                seen.mask_words,
+                biases,
+                bias,
+                sight,
+                extent,
+                arguments,
+                HALF_KEYS,
+                kind.fragment,
+            );
+            progress = softmax::<NS>(
+                s,
+                progress,
+                power,
+                negative_infinity,
+                places,
+                ring,
+                passed + warpgroup,
+                count + 1u32,
+                true,
+                tiles,
+                kind,
+            );
+            o = take_fragment::<NO>(
+                o,
+                comptime!(tiles.value_columns() / 2),
+                comptime!(tiles.output_fragment()),
+                0usize,
+            );
+            free_values(
+                places.empty,
+                ring,
+                passed + warpgroup,
+                3usize,
+                0usize,
+                tiles,
+            );
+            passed += comptime!(tiles.value_chunks() as u32);
+            block = next;
+            count += 1u32;
+            next = next_block(
+                tile,
+                block + 1i32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                kind,
+            );
+        }
+        o = rescale::<NO>(
+            o,
+            progress.moved,
+            progress.factor,
+            comptime!(tiles.value_columns()),
+        );
+        named_barrier(PROBABILITIES, CONSUMERS);
+        share_first_chunk(ring, passed, tiles);
+        clean_values(
+            places,
+            tile,
+            extent,
+            block,
+            count,
+            passed,
+            places.empty,
+            Ring {
+                full: ring.full,
+                empty: ring.empty,
+                elected: 0u32,
+            },
+            tiles,
+            kind,
+        );
+        o = multiply_chunked_output::<NO>(
+            o,
+            probabilities(places, count),
+            value_operand,
+            ring,
+            stage_turn(passed + warpgroup, tiles.stages),
+            places.empty,
+            0u32,
+            tiles,
+        );
+        free_own_first_chunk(ring, passed, tiles);
+        o = take_fragment::<NO>(
+            o,
+            comptime!(tiles.value_columns() / 2),
+            comptime!(tiles.output_fragment()),
+            0usize,
+        );
+        #[unroll]
+        for own in comptime!(usize::from(tiles.frees_first_chunk_at_once()))..OWN_CHUNKS {
+            free_values(places.empty, ring, passed + warpgroup, own, 0usize, tiles);
+        }
+        count += 1u32;
+    }
+
+    // Each warpgroup has summed over its own keys. The last maxima went through the other buffer or have
+    // been read by both.
+    let sums = totals(progress.sums);
+    named_barrier(MAXIMA, CONSUMERS);
+    Attended::<NO> {
+        finished: Finished::<NO> {
+            o,
+            reference: progress.measure.reference,
+            sums: exchange(places, sums, (count + 1u32) % 2u32, false),
+        },
+        visited: count,
+    }
+}

@@ -1,0 +1,559 @@
+//! The forward on Hopper for values up to 256 wide: each warpgroup has 64 queries and all columns of their
+//! output.
+//!
+//! Budget. Shared memory ([`RowTiles::shared_memory`]): the queries, and a ring of `stages` blocks of keys
+//! and of values. Registers a thread, at head size 256: 128 of O, 40 of S, 20 of P, and 20 of the next P
+//! while S becomes it; `setmaxnreg` takes them from the warpgroup that only fetches. A block of `keys` keys
+//! takes the tensor cores `rows · keys · (head_dim + value_dim) / 2048` clocks, and the shared memory a
+//! little less (P stays in registers): the matrix unit bounds head sizes from 128 on, the exponentials 64.
+//!
+//! Schedule. One thread of the fetching warpgroup keeps the ring full; everybody else, block by block:
+//! issue `S' = Q K'ᵀ` of the next block; rescale O; issue `O += P V`; wait for S'; make P' of it while the
+//! matrix unit is at `P V`; wait for O. A stage is free when a lane of each warp has said so. Where warpgroups issue in turns,
+//! all that a warpgroup can do before its turn is done there: each waits for the sum of all turns.
+
+mod biases;
+mod probabilities;
+mod producer;
+mod products;
+mod zero_fill;
+
+use self::biases::biases_of;
+use self::probabilities::{packed, softmax};
+use self::producer::{Places, fetch, places};
+use self::products::{take_output, take_scores};
+use self::zero_fill::{clean_values, first_row_hides, may_have_holes_in, tell_used_by};
+use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
+use crate::engine::wgmma::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::plan::RowTiles;
+use crate::engine::wgmma::tile::{
+    Assigned, HopperKind, Steps, assigned, clear_other_queries, next_block, row_pair, standing,
+    view,
+};
+use crate::fragment::bias::BiasWords;
+use crate::fragment::softmax::{no_progress, rescale, totals};
+use crate::fragment::{RowPair, score};
+use crate::kit::hopper::accumulator::pair;
+use crate::kit::hopper::barriers::{await_turn, pass_turn};
+use crate::kit::hopper::ptx::{
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, barrier_wait_both,
+    give_registers, shared_address, store_shared, take_registers, uniform,
+};
+use crate::kit::hopper::ring::stage_turn;
+use crate::kit::hopper::tma::await_stores;
+use crate::kit::hopper::wgmma::{
+    descriptor, multiply_output, multiply_scores, transposed_descriptor,
+};
+use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
+use crate::math::schedule::{Grid, Turns};
+use crate::math::score::ScoreArguments;
+use crate::math::visibility::Extent;
+use crate::passes::mask_bits::kernel::MaskPlaces;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn forward_by_rows<
+    E: Float,
+    O: Float,
+    F: Float,
+    K: Float,
+    N: Size,
+    NB: Size,
+    NS: Size,
+    NP: Size,
+    NO: Size,
+>(
+    query: &TensorMap<E, Tiled>,
+    key: &TensorMap<E, Tiled>,
+    value: &TensorMap<E, Tiled>,
+    bias_boxes: &TensorMap<E, Tiled>,
+    mask: ComptimeOption<&Tensor<u32>>,
+    bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: ComptimeOption<&Tensor<i32>>,
+    sinks: ComptimeOption<&Tensor<K>>,
+    output_boxes: &TensorMap<E, Tiled>,
+    output: &mut Tensor<Vector<O, N>>,
+    logsumexp: &mut Tensor<f32>,
+    grid: Grid,
+    turns: Turns,
+    extent: Extent,
+    arguments: ScoreArguments,
+    steps: Steps,
+    mask_places: MaskPlaces,
+    group: u32,
+    power: f32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+    #[define(E)] _element: ElemType,
+    #[define(O)] _output_element: ElemType,
+    #[define(F)] _bias_element: ElemType,
+    #[define(K)] _sink_element: ElemType,
+    #[define(N)] _vector: usize,
+    #[define(NB)] _bias_vector: usize,
+    #[define(NS, NP, NO)] _fragments: [usize; 3],
+) {
+    let memory = Shared::<[u32]>::new_aligned_slice(
+        comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
+        1024usize,
+    );
+    let start = shared_address(&memory);
+    let places = places(start, tiles);
+    let notices = notices_at(start, comptime!(tiles.shared_memory()), kind);
+    let consumers = comptime!(tiles.warpgroups * WARPGROUP);
+    if UNIT_POS == 0u32 {
+        #[unroll]
+        for stage in 0..tiles.stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.key_full + at, 1usize);
+            barrier_init(places.key_empty + at, comptime!(4 * tiles.warpgroups));
+            barrier_init(places.value_full + at, 1usize);
+            barrier_init(places.value_empty + at, comptime!(4 * tiles.warpgroups));
+        }
+        barrier_init(places.queries_full, 1usize);
+        barrier_init(places.queries_empty, comptime!(4 * tiles.warpgroups));
+        #[unroll]
+        for turn in 0..3u32 {
+            barrier_init(
+                places.used_told + 8u32 * turn,
+                comptime!(4 * tiles.warpgroups),
+            );
+        }
+        #[unroll]
+        for stage in 0..tiles.bias_stages {
+            let at = comptime!(8 * stage as u32);
+            barrier_init(places.bias_full + at, 1usize);
+            barrier_init(places.bias_empty + at, comptime!(4 * tiles.warpgroups));
+        }
+        init_notices(notices, comptime!(4 * tiles.warpgroups), kind);
+        barrier_init_fence();
+        if comptime!(kind.leaves_holes()) {
+            #[unroll]
+            for word in 0..12usize {
+                store_shared(places.used + comptime!(4 * word as u32), 0u32);
+            }
+        }
+    }
+    clear_other_queries(
+        places.queries,
+        &extent,
+        comptime!(tiles.rows()),
+        comptime!(tiles.key_subtiles()),
+        comptime!(tiles.units()),
+        kind,
+    );
+    sync_cube();
+
+    if UNIT_POS >= comptime!(consumers as u32) {
+        give_registers(comptime!(tiles.thread_registers()[0]));
+        if UNIT_POS == comptime!(consumers as u32) {
+            fetch(
+                query,
+                key,
+                value,
+                bias_boxes,
+                &mask,
+                &mask_places,
+                &integers,
+                &grid,
+                &turns,
+                &extent,
+                &steps,
+                group,
+                &places,
+                notices,
+                tiles,
+                kind,
+            );
+        }
+    } else {
+        take_registers(comptime!(tiles.thread_registers()[1]));
+        let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
+        let lane = UNIT_POS % 32u32;
+        let elected = u32::cast_from(lane == 0u32);
+        // The row of the thread's first register, in the tile.
+        let row = (UNIT_POS / 32u32 * 16u32 + lane / 4u32) as i32;
+        let target = Target {
+            staging: places.output + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+            row,
+            first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
+            first_column: 0u32,
+            writes_logsumexp: true,
+        };
+        let output_map = tensor_map_address(output_boxes);
+        if comptime!(tiles.takes_turns) {
+            // The first turn is the first warpgroup's.
+            if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
+        }
+
+        let mut item = CUBE_POS as u32;
+        let mut turn = 0u32;
+        let mut tiles_done = 0u32;
+        let mut visited = 0u32;
+        let mut holes = 0u32;
+        while item < turns.items {
+            let assigned = assigned(
+                &grid,
+                &turns,
+                item,
+                turn,
+                &extent,
+                &mask,
+                &mask_places,
+                &integers,
+                group,
+                comptime!(tiles.rows()),
+                tiles.keys,
+                kind,
+            );
+            if assigned.exists {
+                let tile = assigned.tile;
+                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
+                let attended = attend::<F, NB, NS, NP, NO>(
+                    &assigned,
+                    &rows,
+                    &mask,
+                    &mask_places,
+                    &bias,
+                    &integers,
+                    &extent,
+                    &arguments,
+                    &places,
+                    warpgroup,
+                    elected,
+                    tiles_done % 2u32,
+                    visited,
+                    holes,
+                    power,
+                    tiles,
+                    kind,
+                );
+                visited = attended.visited;
+                holes = attended.holes;
+                // Queries are not read any more; a place that is shared with the output, not yet.
+                if comptime!(tiles.has_output_place() || !kind.boxes_output) {
+                    barrier_arrive(places.queries_empty, elected);
+                }
+                write_tile::<O, K, N, NO>(
+                    attended.finished,
+                    target,
+                    &tile,
+                    &rows,
+                    &sinks,
+                    output_map,
+                    output,
+                    logsumexp,
+                    arguments.scale,
+                    arguments.negative_infinity,
+                    comptime!(tiles.output_shape()),
+                    kind,
+                );
+                if comptime!(!tiles.has_output_place() && kind.boxes_output) {
+                    barrier_arrive(places.queries_empty, elected);
+                }
+                tiles_done += 1u32;
+            }
+            item = told_item(&turns, item, turn, notices, elected, kind);
+            turn += 1u32;
+        }
+        if comptime!(kind.boxes_output) {
+            await_stores();
+        }
+    }
+}
+
+/// A tile's part of a warpgroup, and the blocks that the cube has visited, and how many of them may have had
+/// holes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Attended<NO: Size> {
+    finished: Finished<NO>,
+    visited: u32,
+    holes: u32,
+}
+
+/// Visits a tile's blocks, after `visited` blocks of other tiles, of which `holes_before` may have had holes.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
+    assigned: &Assigned,
+    rows: &RowPair,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    places: &Places,
+    warpgroup: u32,
+    elected: u32,
+    queries_parity: u32,
+    visited: u32,
+    holes_before: u32,
+    power: f32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> Attended<NO> {
+    let sight = &assigned.sight;
+    let tile = &assigned.tile;
+    let standing = standing(tile);
+    let negative_infinity = arguments.negative_infinity;
+    let query_operand = uniform(descriptor(
+        places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+    ));
+    let key_operand = descriptor(places.keys);
+    let value_operand = transposed_descriptor(places.values, comptime!(tiles.keys * ROW_BYTES));
+    let key_stage = comptime!((tiles.key_bytes() >> 4) as u32);
+    let value_stage = comptime!((tiles.value_bytes() >> 4) as u32);
+
+    let mut o = Vector::<f32, NO>::zeroed();
+    let mut progress = no_progress(negative_infinity);
+    let mut count = uniform(visited);
+    let mut holes = holes_before;
+    barrier_wait(places.queries_full, queries_parity);
+    if assigned.first < tile.end_block {
+        let mut block = assigned.first;
+        let turn = stage_turn(count, tiles.stages);
+        let key_block = uniform(key_operand + turn.stage * key_stage);
+        barrier_wait(places.key_full + 8u32 * turn.stage, turn.parity);
+        let started =
+            multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
+        let seen = view(
+            &standing,
+            rows,
+            block,
+            0u32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            tiles.keys,
+            tiles.keys,
+            kind,
+        );
+        let hides = first_row_hides::<F, NB>(bias, tile, block, seen.whole, tiles, kind);
+        let biases = biases_of::<F, NB>(
+            bias, rows, block, count, extent, places, warpgroup, elected, tiles, kind,
+        );
+        let s = take_scores::<NS>(
+            started,
+            places.key_empty + 8u32 * turn.stage,
+            elected,
+            0usize,
+            tiles,
+        );
+        let mut may_have_holes = may_have_holes_in(&seen, hides, kind);
+        let s = score::<F, NB, NS>(
+            s,
+            block * comptime!(tiles.keys as i32),
+            seen.whole,
+            rows,
+            seen.mask_words,
+            biases,
+            bias,
+            sight,
+            extent,
+            arguments,
+            tiles.keys,
+            kind.fragment,
+        );
+        let made = softmax::<NS>(s, progress, power, negative_infinity, tiles);
+        // Carried through the loop as `progress` itself, it costs D128 registers' moves and 5 % (docs/forward-split-m.md).
+        let mut running = made.progress;
+        // There is no older output yet.
+        running.moved = false.runtime();
+        running.factor = pair(1.0f32, 1.0f32);
+        let mut p = packed::<NS, NP>(made.numerators, tiles);
+        let mut hole_count = holes_before;
+        if comptime!(kind.leaves_holes()) {
+            if may_have_holes {
+                tell_used_by(places, p, hole_count, elected, tiles);
+            }
+        }
+
+        let mut next = next_block(
+            tile,
+            block + 1i32,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            kind,
+        );
+        while next < tile.end_block {
+            let turn = stage_turn(count, tiles.stages);
+            let next_turn = stage_turn(count + 1u32, tiles.stages);
+            clean_values(
+                places,
+                tile,
+                extent,
+                block,
+                turn,
+                may_have_holes,
+                hole_count,
+                false,
+                tiles,
+                kind,
+            );
+            let key_block = uniform(key_operand + next_turn.stage * key_stage);
+            let value_block = uniform(value_operand + turn.stage * value_stage);
+            let key_full = places.key_full + 8u32 * next_turn.stage;
+            let value_full = places.value_full + 8u32 * turn.stage;
+            let mut biases = BiasWords::zeroed();
+            if comptime!(tiles.takes_turns) {
+                // In its turn a warpgroup keeps the others waiting.
+                biases = biases_of::<F, NB>(
+                    bias,
+                    rows,
+                    next,
+                    count + 1u32,
+                    extent,
+                    places,
+                    warpgroup,
+                    elected,
+                    tiles,
+                    kind,
+                );
+                barrier_wait_both(key_full, next_turn.parity, value_full, turn.parity);
+                o = rescale::<NO>(
+                    o,
+                    running.moved,
+                    running.factor,
+                    comptime!(tiles.value_columns()),
+                );
+                await_turn(warpgroup);
+            } else {
+                barrier_wait(key_full, next_turn.parity);
+            }
+            let started =
+                multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
+            if comptime!(!tiles.takes_turns) {
+                o = rescale::<NO>(
+                    o,
+                    running.moved,
+                    running.factor,
+                    comptime!(tiles.value_columns()),
+                );
+                barrier_wait(value_full, turn.parity);
+            }
+            o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
+            if comptime!(tiles.takes_turns) {
+                pass_turn(warpgroup, tiles.warpgroups);
+            }
+            let seen = view(
+                &standing,
+                rows,
+                next,
+                0u32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                tiles.keys,
+                tiles.keys,
+                kind,
+            );
+            let hides = first_row_hides::<F, NB>(bias, tile, next, seen.whole, tiles, kind);
+            if comptime!(!tiles.takes_turns) {
+                biases = biases_of::<F, NB>(
+                    bias,
+                    rows,
+                    next,
+                    count + 1u32,
+                    extent,
+                    places,
+                    warpgroup,
+                    elected,
+                    tiles,
+                    kind,
+                );
+            }
+            let s = take_scores::<NS>(
+                started,
+                places.key_empty + 8u32 * next_turn.stage,
+                elected,
+                1usize,
+                tiles,
+            );
+            let s = score::<F, NB, NS>(
+                s,
+                next * comptime!(tiles.keys as i32),
+                seen.whole,
+                rows,
+                seen.mask_words,
+                biases,
+                bias,
+                sight,
+                extent,
+                arguments,
+                tiles.keys,
+                kind.fragment,
+            );
+            let made = softmax::<NS>(s, running, power, negative_infinity, tiles);
+            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+            // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
+            // product (C7513).
+            p = packed::<NS, NP>(made.numerators, tiles);
+            if comptime!(kind.leaves_holes()) {
+                hole_count += u32::cast_from(may_have_holes);
+                may_have_holes = may_have_holes_in(&seen, hides, kind);
+                if may_have_holes {
+                    tell_used_by(places, p, hole_count, elected, tiles);
+                }
+            }
+            running = made.progress;
+            block = next;
+            count += 1u32;
+            next = next_block(
+                tile,
+                block + 1i32,
+                extent,
+                mask,
+                mask_places,
+                integers,
+                kind,
+            );
+        }
+        let turn = stage_turn(count, tiles.stages);
+        o = rescale::<NO>(
+            o,
+            running.moved,
+            running.factor,
+            comptime!(tiles.value_columns()),
+        );
+        clean_values(
+            places,
+            tile,
+            extent,
+            block,
+            turn,
+            may_have_holes,
+            hole_count,
+            true,
+            tiles,
+            kind,
+        );
+        let value_block = uniform(value_operand + turn.stage * value_stage);
+        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+        o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
+        o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+        progress = running;
+        count += 1u32;
+        holes = hole_count + u32::cast_from(may_have_holes);
+    }
+
+    Attended::<NO> {
+        finished: Finished::<NO> {
+            o,
+            reference: progress.measure.reference,
+            sums: totals(progress.sums),
+        },
+        visited: count,
+        holes,
+    }
+}

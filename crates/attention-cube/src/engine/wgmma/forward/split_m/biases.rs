@@ -1,0 +1,53 @@
+//! Where a block's biases come from before its scores are there: from the ring of the copy engine, or from memory.
+
+use super::producer::Places;
+use crate::engine::wgmma::plan::RowTiles;
+use crate::engine::wgmma::tile::HopperKind;
+use crate::fragment::RowPair;
+use crate::fragment::bias::{BiasWords, bias_words};
+use crate::kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
+use crate::kit::hopper::ring::stage_turn;
+use crate::kit::hopper::wgmma::{STEP, load_rows};
+use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES};
+use crate::math::visibility::Extent;
+use cubecl::prelude::*;
+
+/// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.
+#[cube]
+pub(super) fn biases_of<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    rows: &RowPair,
+    block: i32,
+    count: u32,
+    extent: &Extent,
+    places: &Places,
+    warpgroup: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> BiasWords {
+    if comptime!(tiles.bias_stages > 0) {
+        let turn = stage_turn(count, tiles.bias_stages);
+        barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
+        let words = load_rows::<Const<32>>(
+            places.biases
+                + turn.stage * comptime!(tiles.bias_bytes() as u32)
+                + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+            comptime!(tiles.rows()),
+            comptime!(tiles.keys / STEP),
+        );
+        // Behind products that read shared memory, loads were seen to be served after the next box had come.
+        async_proxy_fence();
+        barrier_arrive(places.bias_empty + 8u32 * turn.stage, elected);
+        words
+    } else {
+        bias_words::<F, NB>(
+            bias,
+            rows,
+            block * comptime!(tiles.keys as i32),
+            extent,
+            tiles.keys,
+            kind.fragment,
+        )
+    }
+}

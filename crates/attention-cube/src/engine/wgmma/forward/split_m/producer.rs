@@ -1,0 +1,273 @@
+//! The warpgroup that fetches: one thread of it keeps the ring full.
+
+use crate::engine::wgmma::forward::scheduler::take_item;
+use crate::engine::wgmma::plan::RowTiles;
+use crate::engine::wgmma::tile::{HopperKind, Steps, Tile, assigned, copied_rows, next_block};
+use crate::kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
+use crate::kit::hopper::ring::stage_turn;
+use crate::kit::hopper::tma::{load_columns, load_subtiles};
+use crate::kit::hopper::{ROW_BYTES, is_whole};
+use crate::math::schedule::{Grid, Turns};
+use crate::math::visibility::Extent;
+use crate::passes::mask_bits::kernel::MaskPlaces;
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+/// Where things are in shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Places {
+    pub queries: u32,
+    pub keys: u32,
+    pub values: u32,
+    pub biases: u32,
+    /// Where the output goes through.
+    pub output: u32,
+    /// Full and empty barriers of the stages of keys, of values, and the queries'.
+    pub key_full: u32,
+    pub key_empty: u32,
+    pub value_full: u32,
+    pub value_empty: u32,
+    pub queries_full: u32,
+    pub queries_empty: u32,
+    /// Barriers at which all warps have told which keys they use.
+    pub used_told: u32,
+    /// Full and empty barriers of the stages of biases.
+    pub bias_full: u32,
+    pub bias_empty: u32,
+    pub used: u32,
+}
+
+#[cube]
+pub(super) fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
+    let barriers = start + comptime!(tiles.barriers_at() as u32);
+    let each = comptime!(8 * tiles.stages as u32);
+    Places {
+        queries: start,
+        keys: start + comptime!(tiles.keys_at() as u32),
+        values: start + comptime!(tiles.values_at() as u32),
+        biases: start + comptime!(tiles.biases_at() as u32),
+        output: start + comptime!(tiles.output_at() as u32),
+        key_full: barriers,
+        key_empty: barriers + each,
+        value_full: barriers + 2u32 * each,
+        value_empty: barriers + 3u32 * each,
+        queries_full: barriers + 4u32 * each,
+        queries_empty: barriers + 4u32 * each + 8u32,
+        used_told: barriers + 4u32 * each + 16u32,
+        bias_full: barriers + 4u32 * each + 40u32,
+        bias_empty: barriers + 4u32 * each + comptime!(40 + 8 * tiles.bias_stages as u32),
+        used: start + comptime!(tiles.used_at() as u32),
+    }
+}
+
+/// Copies, turn by turn, the queries, and keys and values of every visited block in the order of their use.
+#[cube]
+pub(super) fn fetch<E: Float>(
+    query: &TensorMap<E, Tiled>,
+    key: &TensorMap<E, Tiled>,
+    value: &TensorMap<E, Tiled>,
+    bias: &TensorMap<E, Tiled>,
+    mask: &ComptimeOption<&Tensor<u32>>,
+    mask_places: &MaskPlaces,
+    integers: &ComptimeOption<&Tensor<i32>>,
+    grid: &Grid,
+    turns: &Turns,
+    extent: &Extent,
+    steps: &Steps,
+    group: u32,
+    places: &Places,
+    notices: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    let query_map = tensor_map_address(query);
+    let key_map = tensor_map_address(key);
+    let value_map = tensor_map_address(value);
+    let bias_map = tensor_map_address(bias);
+    let mut item = CUBE_POS as u32;
+    let mut turn = 0u32;
+    let mut tiles_done = 0u32;
+    let mut count = 0u32;
+    while item < turns.items {
+        let assigned = assigned(
+            grid,
+            turns,
+            item,
+            turn,
+            extent,
+            mask,
+            mask_places,
+            integers,
+            group,
+            comptime!(tiles.rows()),
+            tiles.keys,
+            kind,
+        );
+        let tile = assigned.tile;
+        if assigned.exists && assigned.first < tile.end_block {
+            let key_batch = tile.batch * steps.key_batch;
+            let key_head = tile.kv_head * steps.key_head;
+            let mut block = assigned.first;
+            let mut previous = block;
+            let first_count = count;
+            while block < tile.end_block {
+                let stage = stage_turn(count, tiles.stages);
+                let full = places.key_full + 8u32 * stage.stage;
+                barrier_wait(places.key_empty + 8u32 * stage.stage, stage.parity ^ 1u32);
+                barrier_expect(full, comptime!(tiles.key_bytes()));
+                load_subtiles(
+                    places.keys + stage.stage * comptime!(tiles.key_bytes() as u32),
+                    key_map,
+                    key_batch,
+                    key_head,
+                    block * comptime!(tiles.keys as i32),
+                    full,
+                    0usize,
+                    comptime!(tiles.key_subtiles()),
+                    comptime!(tiles.keys * ROW_BYTES),
+                    comptime!(is_whole(tiles.head_dim)),
+                );
+                if count > first_count {
+                    fetch_values(
+                        value_map,
+                        steps,
+                        places,
+                        &tile,
+                        previous,
+                        count - 1u32,
+                        tiles,
+                    );
+                } else {
+                    // After the first keys: the last tile's queries may still be in use.
+                    fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                }
+                if comptime!(tiles.bias_stages > 0) {
+                    fetch_biases(bias_map, steps, places, &tile, block, count, tiles);
+                }
+                previous = block;
+                block = next_block(
+                    &tile,
+                    block + 1i32,
+                    extent,
+                    mask,
+                    mask_places,
+                    integers,
+                    kind,
+                );
+                count += 1u32;
+            }
+            fetch_values(
+                value_map,
+                steps,
+                places,
+                &tile,
+                previous,
+                count - 1u32,
+                tiles,
+            );
+        } else if assigned.exists {
+            // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
+            // tiles ahead of the other, since a barrier tells a phase from the next alone.
+            await_queries_empty(places, tiles_done);
+            barrier_arrive(places.queries_full, 1u32);
+        }
+        tiles_done += u32::cast_from(assigned.exists);
+        item = take_item(grid, turns, item, turn, extent, integers, notices, kind);
+        turn += 1u32;
+    }
+}
+
+/// Waits until what was before the `count`-th tile is done with the queries' place.
+#[cube]
+fn await_queries_empty(places: &Places, count: u32) {
+    barrier_wait(places.queries_empty, (count % 2u32) ^ 1u32);
+}
+
+/// Copies the queries of the `count`-th tile.
+#[cube]
+fn fetch_queries(
+    map: u64,
+    steps: &Steps,
+    places: &Places,
+    tile: &Tile,
+    count: u32,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    await_queries_empty(places, count);
+    barrier_expect_bytes(
+        places.queries_full,
+        copied_rows(tile, comptime!(tiles.rows()), kind)
+            * comptime!((tiles.key_subtiles() * ROW_BYTES) as u32),
+    );
+    load_subtiles(
+        places.queries,
+        map,
+        tile.batch * steps.query_batch,
+        tile.first_head,
+        tile.first_query,
+        places.queries_full,
+        0usize,
+        comptime!(tiles.key_subtiles()),
+        comptime!(tiles.rows() * ROW_BYTES),
+        comptime!(kind.heads == 1 && is_whole(tiles.head_dim)),
+    );
+}
+
+/// Copies the values of the `count`-th visited block.
+#[cube]
+fn fetch_values(
+    map: u64,
+    steps: &Steps,
+    places: &Places,
+    tile: &Tile,
+    block: i32,
+    count: u32,
+    #[comptime] tiles: RowTiles,
+) {
+    let turn = stage_turn(count, tiles.stages);
+    let full = places.value_full + 8u32 * turn.stage;
+    barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+    barrier_expect(full, comptime!(tiles.value_bytes()));
+    load_subtiles(
+        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        map,
+        tile.batch * steps.value_batch,
+        tile.kv_head * steps.value_head,
+        block * comptime!(tiles.keys as i32),
+        full,
+        0usize,
+        comptime!(tiles.value_subtiles()),
+        comptime!(tiles.keys * ROW_BYTES),
+        comptime!(is_whole(tiles.value_dim)),
+    );
+}
+
+/// Copies the biases of the `count`-th visited block.
+#[cube]
+fn fetch_biases(
+    map: u64,
+    steps: &Steps,
+    places: &Places,
+    tile: &Tile,
+    block: i32,
+    count: u32,
+    #[comptime] tiles: RowTiles,
+) {
+    let turn = stage_turn(count, tiles.bias_stages);
+    let full = places.bias_full + 8u32 * turn.stage;
+    barrier_wait(places.bias_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+    barrier_expect(full, comptime!(tiles.bias_bytes()));
+    load_columns(
+        places.biases + turn.stage * comptime!(tiles.bias_bytes() as u32),
+        map,
+        tile.batch * steps.bias_batch,
+        tile.first_head * steps.bias_head,
+        tile.first_query,
+        block as u32 * comptime!(tiles.keys as u32),
+        full,
+        comptime!(tiles.bias_subtiles()),
+        comptime!(tiles.rows() * ROW_BYTES),
+    );
+}

@@ -1,0 +1,144 @@
+//! Keys of a block that nobody in the tile sees, whose values may be anything: they are found and cleared before they are multiplied.
+
+use super::producer::Places;
+use crate::engine::wgmma::plan::RowTiles;
+use crate::engine::wgmma::tile::{HopperKind, Tile, View};
+use crate::engine::wgmma::zero_fill::{
+    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
+};
+use crate::fragment::bias::lane_hides;
+use crate::kit::hopper::WARPGROUP;
+use crate::kit::hopper::ptx::{barrier_arrive, barrier_wait, named_barrier};
+use crate::kit::hopper::ring::Turn;
+use crate::math::visibility::Extent;
+use cubecl::prelude::*;
+
+/// Whether a block that every query sees, but for what the bias hides, has a key that the bias hides from the tile's first query,
+/// by the columns that this lane looks at. What is hidden from all is hidden from that, and every warp learns it by itself.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
+pub(super) fn first_row_hides<F: Float, NB: Size>(
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    tile: &Tile,
+    block: i32,
+    whole: bool,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) -> bool {
+    let mut hides = false;
+    if comptime!(kind.fragment.has_own_biases()) {
+        if whole {
+            hides = lane_hides::<F, NB>(
+                bias,
+                tile.batch,
+                tile.first_head,
+                tile.first_query as u32,
+                block * comptime!(tiles.keys as i32),
+                tiles.keys,
+            );
+        }
+    }
+    hides
+}
+
+/// Whether there may be keys in a block that nobody in the tile sees.
+#[cube]
+pub(super) fn may_have_holes_in(
+    seen: &View,
+    first_row_hides: bool,
+    #[comptime] kind: HopperKind,
+) -> bool {
+    if comptime!(kind.fragment.has_own_biases()) {
+        !seen.whole || plane_any(first_row_hides)
+    } else {
+        seen.may_have_holes
+    }
+}
+
+/// Tells which keys the warp's rows use of the `count`-th block that may have holes.
+#[cube]
+pub(super) fn tell_used_by<NP: Size>(
+    places: &Places,
+    p: Vector<u32, NP>,
+    count: u32,
+    elected: u32,
+    #[comptime] tiles: RowTiles,
+) {
+    let used = used_columns::<NP>(p, tiles.keys);
+    tell_used(places.used, used, 0u32, count);
+    sync_plane();
+    barrier_arrive(places.used_told + 8u32 * (count % 3u32), elected);
+}
+
+/// Before a block's values are multiplied, the tile's `last` or another: zeros in place of those that nobody in the tile sees.
+/// If the block may have holes, it is the `count`-th of that kind.
+#[cube]
+pub(super) fn clean_values(
+    places: &Places,
+    tile: &Tile,
+    extent: &Extent,
+    block: i32,
+    turn: Turn,
+    may_have_holes: bool,
+    count: u32,
+    #[comptime] last: bool,
+    #[comptime] tiles: RowTiles,
+    #[comptime] kind: HopperKind,
+) {
+    let first_key = block * comptime!(tiles.keys as i32);
+    // A run ends in its last block.
+    let strangers = if comptime!(last) {
+        has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys)
+    } else {
+        first_key < tile.keys.first
+    };
+    if comptime!(kind.leaves_holes()) {
+        if may_have_holes {
+            let words = used_words(places.used, count);
+            barrier_wait(
+                places.used_told + 8u32 * (count % 3u32),
+                count / 3u32 % 2u32,
+            );
+            let dirty = has_holes(words, tiles.keys);
+            forget_used(places.used, count);
+            if dirty {
+                clear(places, tile, first_key, turn, words, true, tiles);
+            }
+        } else if strangers {
+            clear(places, tile, first_key, turn, 0u32, false, tiles);
+        }
+    } else if strangers {
+        clear(places, tile, first_key, turn, 0u32, false, tiles);
+    }
+}
+
+/// Writes zeros over values that nobody sees, by the tile's run or by the `words` of used keys.
+#[cube]
+fn clear(
+    places: &Places,
+    tile: &Tile,
+    first_key: i32,
+    turn: Turn,
+    words: u32,
+    #[comptime] holes: bool,
+    #[comptime] tiles: RowTiles,
+) {
+    let units = comptime!(tiles.warpgroups * WARPGROUP);
+    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+    clear_unseen(
+        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        &tile.keys,
+        first_key,
+        words,
+        UNIT_POS,
+        0usize,
+        units,
+        tiles.keys,
+        comptime!(tiles.value_subtiles()),
+        holes,
+    );
+    named_barrier(2u32, units);
+}

@@ -1,0 +1,4 @@
+//! Launches the wgmma engine's kernels.
+
+pub(crate) mod backward;
+pub(crate) mod forward;

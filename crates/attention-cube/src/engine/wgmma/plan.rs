@@ -1,0 +1,376 @@
+//! The plan of the `wgmma` engine, for NVIDIA's Hopper: tiles from tables by head size, and the shared
+//! memory that they take.
+
+mod gradient;
+mod mask;
+mod tiles;
+
+use crate::AttentionProblem;
+use crate::engine::unit::plan::MAX_LENGTH;
+use crate::kit::hopper::Half;
+use crate::select::{DeviceProfile, Layouts, Operands, Pass, Refusal};
+
+use gradient::backward;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use gradient::gradient_tiles;
+pub use gradient::{BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Sums};
+#[cfg(feature = "cuda")]
+pub(crate) use mask::{MaskWords, WORDS_PER_PLANE};
+pub use tiles::{
+    ChunkedProduct, ChunkedScores, ColumnTiles, ForwardTiles, OutputShape, RingShape, RowTiles,
+};
+
+/// What the wgmma engine launches.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum WgmmaPlan {
+    /// Output and logsumexp.
+    Forward(ForwardPlan),
+    /// The gradients.
+    Backward(Box<BackwardPlan>),
+}
+
+/// The kernel of the forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ForwardPlan {
+    /// The tiles.
+    pub tiles: ForwardTiles,
+    /// Query heads of a group that share a tile, one after the other; 1 where a tile has one head.
+    pub heads: usize,
+    /// Parts that the keys are split into; 1 writes the output at once.
+    pub splits: usize,
+    /// Heads, counted through the sequences, whose tiles are in flight together.
+    pub together: usize,
+    /// How tiles come to cubes.
+    pub residence: Residence,
+    /// Operands that are copied first, to rows that the copy engine can read.
+    pub copies: Operands,
+}
+
+/// How tiles come to cubes. A cube that stays loads the next tile's first keys while the last one ends, but
+/// nobody evens out what its tiles take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Residence {
+    /// A cube a tile, and the device hands them out, the heavy ones first.
+    Leaves,
+    /// This many cubes, and each takes every so many-th tile.
+    Stays(usize),
+    /// This many cubes, and each takes every so many-th pair of a tile and its mirror image in the sequence.
+    StaysForPairs(usize),
+    /// This many cubes, and each takes the next tile that none has: where documents make tiles differ.
+    Takes(usize),
+}
+
+/// Bytes of shared memory by which a cube's warps learn what it has taken: two words, and two barriers for each.
+pub(crate) const NOTICE_BYTES: usize = 48;
+
+/// The part of [`RowTiles`] that is chosen.
+struct RowShape {
+    /// The widest keys and values it is for.
+    head_dim: usize,
+    value_dim: usize,
+    warpgroups: usize,
+    keys: usize,
+    stages: usize,
+    turns: Turns,
+    /// Keys of a block where the copy engine brings biases, too, and blocks of these in shared memory.
+    biased: [usize; 2],
+}
+
+/// Where warpgroups issue their products in turns: see [`RowTiles::takes_turns`].
+#[derive(Clone, Copy)]
+enum Turns {
+    Always,
+    /// Tiles that end in partial blocks lose more by waiting than they gain.
+    UnlessCausal,
+    /// So do those whose softmax has a mask or a bias to read.
+    UnlessMasked,
+}
+
+const fn row_shape(
+    head_dim: usize,
+    value_dim: usize,
+    warpgroups: usize,
+    keys: usize,
+    stages: usize,
+    turns: Turns,
+    biased: [usize; 2],
+) -> RowShape {
+    RowShape {
+        head_dim,
+        value_dim,
+        warpgroups,
+        keys,
+        stages,
+        turns,
+        biased,
+    }
+}
+
+/// By rows, the first that is wide enough. TFLOP/s on one H200, bf16, at 4,096 queries and keys (docs/forward-split-m.md).
+const BY_ROWS: &[RowShape] = &[
+    // Causal 463 (two stages 449; 80, 112, 128 keys 414, 426, 460; without turns 450).
+    row_shape(64, 64, 3, 96, 3, Turns::Always, [96, 2]),
+    // Causal 649 (in turns 629; 112, 144 keys 622, 618), all seen 691 (144: 697), a bias 460 (96 keys, two stages: 461).
+    row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal, [128, 1]),
+    row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal, [96, 1]),
+    row_shape(192, 192, 2, 112, 2, Turns::Always, [80, 1]),
+    // All seen 788 (64 keys 796; without turns 779), a bias 534 (one stage: the same).
+    row_shape(256, 256, 2, 80, 2, Turns::UnlessMasked, [64, 2]),
+];
+
+/// By columns: the widest keys, and how many stages fit beside them.
+const BY_COLUMNS: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
+
+/// The narrowest operands. With one column, gradients of values erred by 2.2 times what the definition in bf16 does (H200, 140
+/// queries, 270 keys): a key far from the others has most of the probability, which is rounded to half precision.
+const NARROWEST: usize = 8;
+
+/// The widest queries and keys that leave room for a ring.
+const WIDEST_DOTS: usize = 576;
+
+/// The widest values that two warpgroups hold by columns.
+const WIDEST_VALUES: usize = 512;
+
+/// Bytes of keys and values whose tiles are in flight together under a causal mask, where heads are
+/// interleaved so that what starts last is short: they share the L2 cache.
+const CACHE_BYTES: usize = 34 << 20;
+
+/// Multiprocessors assumed where the runtime does not say.
+const ASSUMED_MULTIPROCESSORS: usize = 132;
+
+/// Blocks of keys that a part has at least where keys are split.
+const BLOCKS_PER_SPLIT: usize = 2;
+
+pub(crate) fn multiprocessors(device: &DeviceProfile) -> usize {
+    device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
+}
+
+/// Tiles for `problem`, or why there are none.
+pub fn plan(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+    pass: Pass,
+) -> Result<WgmmaPlan, Refusal> {
+    if !device.hopper {
+        return Err(Refusal::NotHopper);
+    }
+    let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
+    if problem.head_dim.min(problem.value_dim) < NARROWEST {
+        return Err(Refusal::Narrow {
+            narrowest: NARROWEST,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+        });
+    }
+    let length = problem.q_len.max(problem.kv_len);
+    if length > MAX_LENGTH {
+        return Err(Refusal::Length {
+            length,
+            limit: MAX_LENGTH,
+        });
+    }
+    let plan = match pass {
+        Pass::Forward => WgmmaPlan::Forward(forward(problem, device, layouts, half)?),
+        Pass::Backward => WgmmaPlan::Backward(Box::new(backward(problem, device, layouts, half)?)),
+    };
+    mask::check(problem, &plan)?;
+    Ok(plan)
+}
+
+/// The kernel of the forward.
+fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+    half: Half,
+) -> Result<ForwardPlan, Refusal> {
+    let tiles = |boxes_bias| {
+        forward_tiles(
+            problem.head_dim,
+            problem.value_dim,
+            half,
+            problem.causal.is_some(),
+            problem.mask.is_some() || problem.bias.is_some(),
+            boxes_bias,
+        )
+        .ok_or(Refusal::Width {
+            widest_head: WIDEST_DOTS,
+            widest_value: WIDEST_VALUES,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+        })
+    };
+    let group = problem.group().max(1);
+    // Two heads at least must fit for sharing a tile to save one.
+    let heads = match tiles(false)?.rows() / problem.q_len.max(1) {
+        0 | 1 => 1,
+        heads => heads.min(group),
+    };
+    let tiles = tiles(heads == 1 && layouts.bias_boxes && has_box_of_biases(problem))?;
+    let notices = if problem.segments { NOTICE_BYTES } else { 0 };
+    let shared_memory = tiles.shared_memory() + notices;
+    if shared_memory > device.shared_memory || tiles.units() > device.units_per_cube {
+        return Err(Refusal::Tiles {
+            width: problem.value_dim,
+            shared_memory: device.shared_memory,
+            units: device.units_per_cube,
+        });
+    }
+
+    let (planes, tile_count) = match heads {
+        1 => (
+            problem.batch * problem.q_heads,
+            problem.q_len.div_ceil(tiles.rows()),
+        ),
+        heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
+    };
+    let splits = splits(problem, device, &tiles, planes * tile_count);
+    Ok(ForwardPlan {
+        tiles,
+        heads,
+        splits,
+        together: together(problem, planes, heads),
+        residence: residence(problem, device, planes * tile_count, splits),
+        copies: layouts.boxes.others(Pass::Forward),
+    })
+}
+
+/// Whether a tile's biases are a box: every pair of query and key has its own, in the precision of the queries.
+fn has_box_of_biases(problem: &AttentionProblem) -> bool {
+    problem.bias.is_some_and(|([_, _, queries, keys], dtype)| {
+        queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype
+    })
+}
+
+/// The tiles for operands of this width.
+pub(crate) fn forward_tiles(
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+    causal: bool,
+    masked: bool,
+    boxes_bias: bool,
+) -> Option<ForwardTiles> {
+    let by_rows = BY_ROWS
+        .iter()
+        .find(|shape| head_dim <= shape.head_dim && value_dim <= shape.value_dim)
+        .map(|shape| {
+            let [keys, bias_stages] = match boxes_bias {
+                true => shape.biased,
+                false => [shape.keys, 0],
+            };
+            ForwardTiles::Rows(RowTiles {
+                head_dim,
+                value_dim,
+                half,
+                warpgroups: shape.warpgroups,
+                keys,
+                stages: shape.stages,
+                bias_stages,
+                takes_turns: match shape.turns {
+                    Turns::Always => true,
+                    Turns::UnlessCausal => !causal,
+                    Turns::UnlessMasked => !masked,
+                },
+            })
+        });
+    by_rows.or_else(|| {
+        BY_COLUMNS
+            .iter()
+            .find(|(widest, _)| head_dim <= *widest && value_dim <= WIDEST_VALUES)
+            .map(|(_, stages)| {
+                ForwardTiles::Columns(ColumnTiles {
+                    head_dim,
+                    value_dim,
+                    half,
+                    stages: *stages,
+                })
+            })
+    })
+}
+
+/// Parts of the keys, where there are fewer tiles than multiprocessors.
+fn splits(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: &ForwardTiles,
+    cubes: usize,
+) -> usize {
+    let multiprocessors = multiprocessors(device);
+    let blocks = problem
+        .visible_keys(tiles.rows())
+        .div_ceil(tiles.keys())
+        .div_ceil(BLOCKS_PER_SPLIT);
+    (multiprocessors / cubes.max(1)).clamp(1, blocks.max(1))
+}
+
+/// Cubes stay where tiles, or pairs of them, are equally heavy, or where segments come with a counter of taken ones.
+fn residence(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: usize,
+    splits: usize,
+) -> Residence {
+    let multiprocessors = multiprocessors(device);
+    if problem.segments && splits == 1 {
+        return Residence::Takes(tiles.min(multiprocessors));
+    }
+    if tiles * splits <= multiprocessors || problem.kv_lengths {
+        return Residence::Leaves;
+    }
+    let windowed = problem
+        .window_left
+        .is_some_and(|left| left <= problem.kv_len / 2);
+    match problem.causal {
+        None => Residence::Stays(multiprocessors),
+        Some(_) if windowed => Residence::Leaves,
+        Some(_) if problem.q_len <= problem.kv_len => Residence::StaysForPairs(multiprocessors),
+        Some(_) => Residence::Leaves,
+    }
+}
+
+/// Heads whose tiles alternate. Where all tiles are equally long, a head's own come one after the other.
+fn together(problem: &AttentionProblem, planes: usize, heads: usize) -> usize {
+    if problem.causal.is_none() {
+        return 1;
+    }
+    let key_value_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim);
+    let sharing = if heads == 1 {
+        problem.group().max(1)
+    } else {
+        1
+    };
+    cached(key_value_bytes, sharing, planes)
+}
+
+/// Heads whose tiles' operands, `bytes` for every `sharing` of them, fit the cache together.
+fn cached(bytes: usize, sharing: usize, planes: usize) -> usize {
+    (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every width up to the limit has a tile, and every tile fits a Hopper GPU's shared memory.
+    #[test]
+    fn every_width_has_a_tile_that_fits() {
+        let widths =
+            (1..=576).flat_map(|head_dim| (1..=512).map(move |value_dim| (head_dim, value_dim)));
+        for (head_dim, value_dim) in widths {
+            for biased in [false, true] {
+                let tiles = forward_tiles(head_dim, value_dim, Half::Bf16, false, biased, biased);
+                let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {head_dim}/{value_dim}"));
+                assert!(tiles.shared_memory() + NOTICE_BYTES <= 232_448, "{tiles:?}");
+                if let ForwardTiles::Rows(rows) = tiles {
+                    assert!(
+                        rows.keys.is_multiple_of(16) && rows.keys <= 128,
+                        "{tiles:?}"
+                    );
+                    assert!(rows.rows() <= 256, "{tiles:?}");
+                }
+            }
+        }
+    }
+}

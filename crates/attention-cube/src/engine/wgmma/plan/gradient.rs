@@ -1,0 +1,327 @@
+//! The tiles of the `wgmma` engine's backward: which gradient each of its kernels sums, and where things are in
+//! a cube's shared memory.
+//!
+//! Every kernel holds a tile of one side, queries or keys, and passes over the blocks of the other. *Dots* are
+//! the operands whose products are the scores, queries and keys; *values* those whose products are the
+//! gradients of P, the output's gradients and the values.
+
+mod split_d;
+mod split_m;
+
+pub use self::split_d::GradientColumnTiles;
+pub use self::split_m::GradientRowTiles;
+use super::cached;
+use super::tiles::ColumnTiles;
+use crate::AttentionProblem;
+use crate::engine::unit::plan as unit;
+use crate::engine::unit::plan::UnitPlan;
+use crate::kit::hopper::Half;
+use crate::math::side::Side;
+use crate::select::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
+
+/// The kernels of the backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardPlan {
+    /// Holds queries, and sums their gradient.
+    pub query: GradientTiles,
+    /// Holds keys, and sums their gradient; the values' too, if these have no kernel of their own.
+    pub key: GradientTiles,
+    /// Holds keys, and sums the values' gradient.
+    pub value: Option<GradientTiles>,
+    /// Heads of queries, counted through the sequences, whose tiles are in flight together.
+    pub queries_together: usize,
+    /// Heads of keys likewise.
+    pub keys_together: usize,
+    /// The portable engine's kernels, for the queries' terms and the bias's gradient.
+    pub rest: unit::BackwardPlan,
+    /// Operands that are copied first, to rows that the copy engine can read.
+    pub copies: Operands,
+}
+
+impl BackwardPlan {
+    /// The kernels that are launched for the gradients asked for.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientTiles> {
+        let key = request.key || (request.value && self.value.is_none());
+        let value = self.value.filter(|_| request.value);
+        let kernels = [
+            request.query.then_some(self.query),
+            key.then_some(self.key),
+            value,
+        ];
+        kernels.into_iter().flatten().collect()
+    }
+}
+
+/// How the warpgroups of a cube divide a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GradientTiles {
+    /// By rows.
+    Rows(GradientRowTiles),
+    /// By columns of the gradient.
+    Columns(GradientColumnTiles),
+}
+
+impl GradientTiles {
+    /// Rows of a tile.
+    pub const fn rows(&self) -> usize {
+        match self {
+            Self::Rows(tiles) => tiles.rows(),
+            Self::Columns(_) => GradientColumnTiles::ROWS,
+        }
+    }
+
+    /// Rows of a block of the other side.
+    pub const fn columns(&self) -> usize {
+        match self {
+            Self::Rows(tiles) => tiles.columns,
+            Self::Columns(_) => GradientColumnTiles::COLUMNS,
+        }
+    }
+
+    /// What is summed.
+    pub const fn sums(&self) -> Sums {
+        match self {
+            Self::Rows(tiles) => tiles.sums,
+            Self::Columns(tiles) => tiles.sums,
+        }
+    }
+
+    /// What the rows are.
+    pub const fn side(&self) -> Side {
+        match self {
+            Self::Rows(tiles) => tiles.side,
+            Self::Columns(tiles) => tiles.side,
+        }
+    }
+
+    /// Bytes of shared memory.
+    pub const fn shared_memory(&self) -> usize {
+        match self {
+            Self::Rows(tiles) => tiles.shared_memory(),
+            Self::Columns(tiles) => tiles.shared_memory(),
+        }
+    }
+
+    /// Threads of a cube.
+    pub const fn units(&self) -> usize {
+        match self {
+            Self::Rows(tiles) => tiles.units(),
+            Self::Columns(_) => ColumnTiles::UNITS,
+        }
+    }
+}
+
+/// The part of [`GradientRowTiles`] that is chosen: warpgroups, columns, stages of dots and of values, and warpgroups to
+/// spare.
+type Shape = [usize; 5];
+
+/// The kernels for operands of up to this width.
+struct Row {
+    width: usize,
+    query: Shape,
+    key: Shape,
+    /// Where keys and values do not fit one kernel's registers.
+    value: Option<Shape>,
+}
+
+// TFLOP/s of the whole backward, bf16, one H200, median of 20 launches, causal B4 S4096 with heads × width = 4096,
+// 2026-11-21, width 64 on 2026-11-22; others that were tried in brackets, by the columns of a block.
+const ROWS: &[Row] = &[
+    Row {
+        width: 64,
+        query: [2, 128, 2, 2, 0], // (112: 350; four warpgroups of 48: 310; three of 80: 319 to 332)
+        // With the spare warpgroup; without one 48 columns: 332.
+        key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two to spare: 356)
+        value: None,
+    },
+    Row {
+        width: 128,
+        query: [2, 96, 2, 2, 0], // 461 (64: 448, 80: 443)
+        key: [2, 64, 3, 3, 0],   // 456 (two stages: 443; 48: 443; apart: 389)
+        value: None,
+    },
+    Row {
+        width: 192,
+        query: [2, 64, 2, 2, 0],
+        key: [2, 64, 2, 2, 0],
+        value: Some([2, 80, 2, 2, 0]),
+    },
+    Row {
+        width: 256,
+        query: [2, 64, 2, 1, 0], // 413, full 424
+        key: [2, 64, 2, 1, 0],
+        value: Some([2, 80, 2, 2, 0]), // (64: the same)
+    },
+];
+
+/// The kernels for `problem`, or why there are none.
+pub(super) fn backward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+    half: Half,
+) -> Result<BackwardPlan, Refusal> {
+    let AttentionProblem {
+        head_dim,
+        value_dim,
+        ..
+    } = *problem;
+    let [query, key, value] = gradient_tiles(head_dim, value_dim, half, problem.bias.is_some());
+    let (Some(query), Some(key)) = (query, key) else {
+        return Err(Refusal::Width {
+            widest_head: WIDEST,
+            widest_value: WIDEST,
+            head_dim,
+            value_dim,
+        });
+    };
+    for tiles in [Some(query), Some(key), value].into_iter().flatten() {
+        if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
+            return Err(Refusal::Tiles {
+                width: head_dim.max(value_dim),
+                shared_memory: device.shared_memory,
+                units: device.units_per_cube,
+            });
+        }
+    }
+    // Rows that the copy engine can read, copied or not, can be read in vectors of four where these divide them.
+    let layouts = Layouts {
+        vectors: true,
+        ..layouts
+    };
+    let rest = match unit::plan(problem, device, layouts, Pass::Backward)? {
+        UnitPlan::Backward(plan) => plan,
+        UnitPlan::Forward(_) => unreachable!("a backward was asked for"),
+    };
+    // Bytes of what a head's tiles pass over.
+    let bytes = |length: usize| 2 * length * (head_dim + value_dim);
+    let group = problem.group().max(1);
+    let together = |bytes, sharing, planes| match problem.causal {
+        None => 1,
+        Some(_) => cached(bytes, sharing, planes),
+    };
+    Ok(BackwardPlan {
+        query,
+        key,
+        value,
+        queries_together: together(
+            bytes(problem.kv_len),
+            group,
+            problem.batch * problem.q_heads,
+        ),
+        keys_together: together(
+            bytes(problem.q_len) * group,
+            1,
+            problem.batch * problem.kv_heads,
+        ),
+        rest,
+        copies: layouts.boxes.others(Pass::Backward),
+    })
+}
+
+/// The widest operands, of which a tile of 64 rows and five chunks fit.
+const WIDEST: usize = 512;
+
+/// Chunks in shared memory beside dots and values, and beside dots alone.
+const STAGES: usize = 5;
+const STAGES_BESIDE_DOTS: usize = 8;
+
+/// The tiles for operands of this width, with a bias or without: of queries, of keys, and of values where these have their own.
+pub(crate) fn gradient_tiles(
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+    biased: bool,
+) -> [Option<GradientTiles>; 3] {
+    let width = head_dim.max(value_dim);
+    let terms = if biased { 3 } else { 2 };
+    let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
+        let tiles = |side, sums, stages| {
+            Some(GradientTiles::Columns(GradientColumnTiles {
+                side,
+                sums,
+                head_dim,
+                value_dim,
+                half,
+                terms,
+                stages,
+            }))
+        };
+        return match width <= WIDEST {
+            true => [
+                tiles(Side::Queries, Sums::Dots, STAGES),
+                tiles(Side::Keys, Sums::Dots, STAGES),
+                tiles(Side::Keys, Sums::Values, STAGES_BESIDE_DOTS),
+            ],
+            false => [None; 3],
+        };
+    };
+    let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages, spare]: Shape| {
+        Some(GradientTiles::Rows(GradientRowTiles {
+            side,
+            sums,
+            head_dim,
+            value_dim,
+            half,
+            terms,
+            warpgroups,
+            columns,
+            dot_stages,
+            value_stages,
+            spare,
+        }))
+    };
+    let keys = match row.value {
+        Some(_) => Sums::Dots,
+        None => Sums::Both,
+    };
+    [
+        tiles(Side::Queries, Sums::Dots, row.query),
+        tiles(Side::Keys, keys, row.key),
+        row.value
+            .and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
+    ]
+}
+
+/// Which gradients a kernel sums in registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sums {
+    /// Of the dots that it holds: queries, or keys.
+    Dots,
+    /// Of the values that it holds.
+    Values,
+    /// Of keys and values.
+    Both,
+}
+
+impl Sums {
+    /// Whether the gradients of the scores are needed.
+    pub const fn has_dots(self) -> bool {
+        matches!(self, Self::Dots | Self::Both)
+    }
+
+    /// Whether P is multiplied.
+    pub const fn has_values(self) -> bool {
+        matches!(self, Self::Values | Self::Both)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every width up to the limit has tiles, and these fit a Hopper GPU's shared memory.
+    #[test]
+    fn every_width_has_tiles_that_fit() {
+        for head_dim in 1..=WIDEST {
+            for value_dim in 1..=WIDEST {
+                let [query, key, value] = gradient_tiles(head_dim, value_dim, Half::Bf16, true);
+                for tiles in [query, key, value.or(query)] {
+                    let tiles = tiles.unwrap_or_else(|| panic!("none for {head_dim}/{value_dim}"));
+                    assert!(tiles.shared_memory() <= 232_448, "{tiles:?}");
+                    assert!(tiles.columns().is_multiple_of(16) && tiles.columns() <= 128);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! From scores and the gradients of P to the gradients of scores, on an accumulator's registers: see
+//! `fragment/mod.rs` for what a thread has of them.
+//!
+//! With a query's terms, its logsumexp and Δ, a score's *weight* is its probability times the
+//! slope of the softcap, and its gradient the weight times `dp − Δ`.
+
+use crate::fragment::bias::with_bias;
+use crate::fragment::{
+    FragmentKind, Known, MaskWords, PAIRS_PER_WORD, RowPair, bits_of_word, capped, known,
+    own_column, pair_of, shown,
+};
+use crate::kit::hopper::Half;
+use crate::kit::hopper::accumulator::{Pair, is_second, pair};
+use crate::kit::hopper::ptx::{exp2, load_shared_pair, pack};
+use crate::math::score::ScoreArguments;
+use crate::math::side::Side;
+use crate::math::visibility::{Extent, Sight};
+use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
+
+/// The queries' terms: of the thread's rows, or, where the columns are queries, the places of these in shared
+/// memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Terms {
+    /// Or the logsumexps themselves, where these are one number.
+    pub references: Pair,
+    pub deltas: Pair,
+    /// Of the sums by the references, in powers of two.
+    pub logarithms: Pair,
+    pub references_at: u32,
+    pub deltas_at: u32,
+    pub logarithms_at: u32,
+}
+
+/// The terms of blocks' queries, of `columns` of which a stage has all at `at`; or of the rows, which these `rows` are.
+#[cube]
+pub(crate) fn terms_of_block(rows: &Terms, at: u32, #[comptime] columns: usize) -> Terms {
+    Terms {
+        references: rows.references,
+        deltas: rows.deltas,
+        logarithms: rows.logarithms,
+        references_at: at,
+        deltas_at: at + comptime!(4 * columns as u32),
+        logarithms_at: at + comptime!(8 * columns as u32),
+    }
+}
+
+/// The terms of the thread's rows, `row` and the 8th after it, where these are queries.
+#[cube]
+pub(crate) fn terms_of_rows(
+    terms: &Tensor<f32>,
+    batch: u32,
+    head: u32,
+    row: i32,
+    extent: &Extent,
+    #[comptime] kind: FragmentKind,
+) -> Terms {
+    let zero = f32::new(0.0);
+    let mut logarithms = pair(zero, zero);
+    if comptime!(kind.side == Side::Queries) {
+        let start = batch as usize * terms.stride(0) + head as usize * terms.stride(1);
+        let last = extent.q_len - 1i32;
+        let first = start + min(row, last) as usize;
+        let second = start + min(row + 8i32, last) as usize;
+        let to_deltas = terms.stride(2);
+        if comptime!(kind.has_logarithms()) {
+            let to_logarithms = 2 * to_deltas;
+            logarithms = pair(
+                terms[first + to_logarithms] * LOG2_E,
+                terms[second + to_logarithms] * LOG2_E,
+            );
+        }
+        Terms {
+            references: pair(terms[first], terms[second]),
+            deltas: pair(terms[first + to_deltas], terms[second + to_deltas]),
+            logarithms,
+            references_at: 0u32.runtime(),
+            deltas_at: 0u32.runtime(),
+            logarithms_at: 0u32.runtime(),
+        }
+    } else {
+        Terms {
+            references: pair(zero, zero),
+            deltas: pair(zero, zero),
+            logarithms,
+            references_at: 0u32.runtime(),
+            deltas_at: 0u32.runtime(),
+            logarithms_at: 0u32.runtime(),
+        }
+    }
+}
+
+/// The `pair`-th two registers' terms.
+#[cube]
+fn terms_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
+    if comptime!(side == Side::Keys) {
+        let at = address + comptime!(32 * (pair / 2) as u32) + UNIT_POS % 4u32 * 8u32;
+        let own = load_shared_pair(at);
+        Pair {
+            first: own.extract(0usize),
+            second: own.extract(1usize),
+        }
+    } else if comptime!(is_second(2 * pair)) {
+        Pair {
+            first: rows.second,
+            second: rows.second,
+        }
+    } else {
+        Pair {
+            first: rows.first,
+            second: rows.first,
+        }
+    }
+}
+
+/// The `pair`-th two registers' logarithms, in powers of two.
+#[cube]
+fn logarithms_of(terms: &Terms, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
+    let own = terms_of(terms.logarithms, terms.logarithms_at, pair, side);
+    if comptime!(side == Side::Keys) {
+        Pair {
+            first: own.first * LOG2_E,
+            second: own.second * LOG2_E,
+        }
+    } else {
+        own
+    }
+}
+
+/// The weights of a fragment, and P as the left operand of a product, where that is asked for.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Weights<NS: Size, NP: Size> {
+    pub w: Vector<f32, NS>,
+    pub p: Vector<u32, NP>,
+}
+
+/// The weights of the scores that become of the dots `s`, of `columns` columns from `first_column` on; 0 where
+/// the one does not see the other. In a `whole` block nothing is hidden, but by a bias.
+#[cube]
+pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
+    s: Vector<f32, NS>,
+    terms: &Terms,
+    first_column: i32,
+    whole: bool,
+    rows: &RowPair,
+    mask_words: MaskWords,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    sight: &Sight,
+    extent: &Extent,
+    arguments: &ScoreArguments,
+    #[comptime] columns: usize,
+    #[comptime] gives_p: bool,
+    #[comptime] half: Half,
+    #[comptime] kind: FragmentKind,
+) -> Weights<NS, NP> {
+    let mut w = s;
+    let mut p = Vector::<u32, NP>::zeroed();
+    if whole {
+        let known = known::<F, NB>(rows, bias, sight, extent, kind);
+        let mut reference = pair(f32::new(0.0), f32::new(0.0));
+        let mut logarithm = pair(f32::new(0.0), f32::new(0.0));
+        #[unroll]
+        for pair in 0..columns / 4 {
+            let at = own_column(first_column, pair) as u32;
+            let scored = scored::<F, NB, NS>(s, bias, &known, at, arguments, pair, kind);
+            // Two rows have the same columns.
+            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
+                reference = terms_of(terms.references, terms.references_at, pair, kind.side);
+                if comptime!(kind.has_logarithms()) {
+                    logarithm = logarithms_of(terms, pair, kind.side);
+                }
+            }
+            let first = probability(
+                scored.values.first,
+                reference.first,
+                logarithm.first,
+                arguments,
+                kind,
+            );
+            let second = probability(
+                scored.values.second,
+                reference.second,
+                logarithm.second,
+                arguments,
+                kind,
+            );
+            if comptime!(gives_p) {
+                p.insert(pair, pack(first, second, half));
+            }
+            w.insert(comptime!(2 * pair), first * scored.slopes.first);
+            w.insert(comptime!(2 * pair + 1), second * scored.slopes.second);
+        }
+    } else {
+        let known = known::<F, NB>(rows, bias, sight, extent, kind);
+        let mut bits_0 = u32::new(0);
+        let mut bits_1 = u32::new(0);
+        let mut reference = pair(f32::new(0.0), f32::new(0.0));
+        let mut logarithm = pair(f32::new(0.0), f32::new(0.0));
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
+                let word = comptime!(pair / PAIRS_PER_WORD);
+                let bits = bits_of_word(mask_words, &known, first_column, word);
+                bits_0 = bits.first;
+                bits_1 = bits.second;
+            }
+            let at = own_column(first_column, pair);
+            let existing = min(at as u32, known.last_pair);
+            let scored = scored::<F, NB, NS>(s, bias, &known, existing, arguments, pair, kind);
+            let values = shown(
+                scored.values,
+                &known,
+                if comptime!(is_second(2 * pair)) {
+                    bits_1
+                } else {
+                    bits_0
+                },
+                at,
+                arguments.negative_infinity,
+                pair,
+                kind,
+            );
+            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
+                reference = terms_of(terms.references, terms.references_at, pair, kind.side);
+                if comptime!(kind.has_logarithms()) {
+                    logarithm = logarithms_of(terms, pair, kind.side);
+                }
+            }
+            let first = probability(
+                values.first,
+                reference.first,
+                logarithm.first,
+                arguments,
+                kind,
+            );
+            let second = probability(
+                values.second,
+                reference.second,
+                logarithm.second,
+                arguments,
+                kind,
+            );
+            if comptime!(gives_p) {
+                p.insert(pair, pack(first, second, half));
+            }
+            // The slope where nothing is seen may be no number.
+            w.insert(
+                comptime!(2 * pair),
+                sloped(first, scored.slopes.first, kind),
+            );
+            w.insert(
+                comptime!(2 * pair + 1),
+                sloped(second, scored.slopes.second, kind),
+            );
+        }
+    }
+    Weights::<NS, NP> { w, p }
+}
+
+/// The probability of a score, or of a dot that waits for its scale. The difference is taken before the change to
+/// powers of two: where scores are huge, it is all that f32 holds finely enough.
+#[cube]
+fn probability(
+    value: f32,
+    reference: f32,
+    logarithm: f32,
+    arguments: &ScoreArguments,
+    #[comptime] kind: FragmentKind,
+) -> f32 {
+    let difference = if comptime!(kind.raw) {
+        fma(value, arguments.scale, -reference)
+    } else {
+        value - reference
+    };
+    if comptime!(kind.has_logarithms()) {
+        exp2(fma(difference, LOG2_E, -logarithm))
+    } else {
+        exp2(difference * LOG2_E)
+    }
+}
+
+/// The probability times the slope, 0 where the probability is.
+#[cube]
+fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
+    if comptime!(kind.score.softcap) {
+        select(probability == 0.0f32, 0.0f32, probability * slope)
+    } else {
+        probability
+    }
+}
+
+/// Scores, and their derivatives by the scaled dots.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Scored {
+    values: Pair,
+    slopes: Pair,
+}
+
+/// The `pair`-th two registers' scores; dots that wait for their scale, where the kind is raw.
+#[cube]
+fn scored<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    known: &Known,
+    at: u32,
+    arguments: &ScoreArguments,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> Scored {
+    let dots = pair_of::<NS>(s, pair);
+    let one = Pair {
+        first: f32::new(1.0),
+        second: f32::new(1.0),
+    };
+    if comptime!(kind.raw) {
+        Scored {
+            values: dots,
+            slopes: one,
+        }
+    } else {
+        let capped = capped(dots, arguments, kind.score);
+        let slopes = if comptime!(kind.score.softcap) {
+            Pair {
+                first: slope(capped.first, arguments),
+                second: slope(capped.second, arguments),
+            }
+        } else {
+            one
+        };
+        let hidden = arguments.negative_infinity;
+        Scored {
+            values: with_bias::<F, NB>(capped, bias, known, at, hidden, pair, kind),
+            slopes,
+        }
+    }
+}
+
+/// The derivative of `c tanh(x / c)` by x, from its value.
+#[cube]
+fn slope(capped: f32, arguments: &ScoreArguments) -> f32 {
+    let tanh = capped / arguments.softcap;
+    fma(-tanh, tanh, 1.0f32)
+}
+
+/// The gradients of the scaled dots as the left operand of a product, from their weights and the gradients of P.
+/// Where a block is not `whole`, the latter may be anything where nothing is seen.
+#[cube]
+pub(crate) fn dot_gradients<NS: Size, NP: Size>(
+    w: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
+    terms: &Terms,
+    whole: bool,
+    #[comptime] columns: usize,
+    #[comptime] half: Half,
+    #[comptime] kind: FragmentKind,
+) -> Vector<u32, NP> {
+    let mut ds = Vector::<u32, NP>::zeroed();
+    if whole && comptime!(!kind.has_own_biases()) {
+        let mut delta_0 = f32::new(0.0);
+        let mut delta_1 = f32::new(0.0);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
+                let delta = terms_of(terms.deltas, terms.deltas_at, pair, kind.side);
+                delta_0 = delta.first;
+                delta_1 = delta.second;
+            }
+            let first =
+                w.extract(comptime!(2 * pair)) * (dp.extract(comptime!(2 * pair)) - delta_0);
+            let second = w.extract(comptime!(2 * pair + 1))
+                * (dp.extract(comptime!(2 * pair + 1)) - delta_1);
+            ds.insert(pair, pack(first, second, half));
+        }
+    } else {
+        let mut delta_0 = f32::new(0.0);
+        let mut delta_1 = f32::new(0.0);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
+                let delta = terms_of(terms.deltas, terms.deltas_at, pair, kind.side);
+                delta_0 = delta.first;
+                delta_1 = delta.second;
+            }
+            let first = seen_gradient(
+                w.extract(comptime!(2 * pair)),
+                dp.extract(comptime!(2 * pair)),
+                delta_0,
+            );
+            let second = seen_gradient(
+                w.extract(comptime!(2 * pair + 1)),
+                dp.extract(comptime!(2 * pair + 1)),
+                delta_1,
+            );
+            ds.insert(pair, pack(first, second, half));
+        }
+    }
+    ds
+}
+
+#[cube]
+fn seen_gradient(weight: f32, dp: f32, delta: f32) -> f32 {
+    select(weight == 0.0f32, 0.0f32, weight * (dp - delta))
+}

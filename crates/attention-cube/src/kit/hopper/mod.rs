@@ -1,0 +1,103 @@
+//! Hopper: what its matrix unit and its copy engine (TMA) read and write, and the instructions for them.
+
+#[cfg(feature = "cuda")]
+pub(crate) mod accumulator;
+#[cfg(feature = "cuda")]
+pub(crate) mod barriers;
+#[cfg(feature = "cuda")]
+pub(crate) mod ptx;
+#[cfg(feature = "cuda")]
+pub(crate) mod ring;
+#[cfg(feature = "cuda")]
+pub(crate) mod tma;
+#[cfg(feature = "cuda")]
+pub(crate) mod wgmma;
+
+use burn::tensor::DType;
+
+/// The half precisions that the matrix unit multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Half {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Half {
+    /// Its name in PTX.
+    pub const fn ptx(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    pub(crate) const fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F16 => Some(Self::F16),
+            DType::BF16 => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+}
+
+/// Bytes of a row of a subtile, 64 halves: what the 128-byte swizzle permutes.
+pub(crate) const ROW_BYTES: usize = 128;
+
+/// Columns of a subtile.
+pub(crate) const SUBTILE: usize = 64;
+
+/// Rows of one matrix product.
+pub(crate) const PRODUCT_ROWS: usize = 64;
+
+/// Threads of a warpgroup.
+pub(crate) const WARPGROUP: usize = 128;
+
+/// Whether rows of so many columns are whole subtiles, which the copy engine then brings by one box.
+pub(crate) const fn is_whole(columns: usize) -> bool {
+    columns.is_multiple_of(SUBTILE)
+}
+
+/// `left · rightᵀ`, both in shared memory in subtiles of their rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ScoreProduct {
+    /// Columns of both, which are summed over.
+    pub depth: usize,
+    /// Rows of a subtile of the left operand.
+    pub left_rows: usize,
+    /// Rows of the right operand: columns of the product.
+    pub right_rows: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+impl ScoreProduct {
+    /// Size of the product's vector of registers.
+    pub const fn fragment(&self) -> usize {
+        registers(self.right_rows / 2)
+    }
+}
+
+/// `left · right`, the left operand in registers, the right one in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Product {
+    /// Rows of the right operand, which are summed over.
+    pub depth: usize,
+    /// Columns of the product.
+    pub columns: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+impl Product {
+    /// Sizes of the vectors of registers of the left operand, and of the product.
+    pub const fn fragments(&self) -> [usize; 2] {
+        [registers(self.depth / 4), registers(self.columns / 2)]
+    }
+}
+
+/// A vector of registers has a power of two of them.
+pub(crate) const fn registers(used: usize) -> usize {
+    used.next_power_of_two()
+}

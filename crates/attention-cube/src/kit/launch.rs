@@ -1,0 +1,32 @@
+//! Launches: new outputs, grids, the width of addresses.
+
+use burn::tensor::{DType, Shape};
+use burn_cubecl::{cubecl, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor};
+use cubecl::client::Client;
+use cubecl::prelude::{AddressType, CubeCount};
+
+/// A new contiguous tensor beside `like`.
+pub(crate) fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
+    empty_device_contiguous_dtype(
+        like.client.clone(),
+        like.device.clone(),
+        shape.into(),
+        dtype,
+    )
+}
+
+/// The launch of `cubes` cubes, which may be more than fit one dimension.
+pub(crate) fn cube_count(client: &Client, cubes: usize) -> CubeCount {
+    let limit = client.properties().hardware.max_cube_count.0 as usize;
+    let rows = cubes.div_ceil(limit);
+    CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
+}
+
+/// The width of addresses that reach every element of `tensors`.
+pub(crate) fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
+    tensors
+        .into_iter()
+        .map(|tensor| tensor.required_address_type())
+        .max()
+        .unwrap_or_default()
+}

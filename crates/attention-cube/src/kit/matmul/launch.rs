@@ -1,0 +1,218 @@
+//! Launches the matrix product of Hopper.
+
+use crate::AttentionError;
+use crate::backend::cube::profile;
+use crate::engine::wgmma::plan::multiprocessors;
+use crate::kit::hopper::tma::boxes;
+use crate::kit::hopper::{Half, PRODUCT_ROWS, SUBTILE};
+use crate::kit::launch::empty;
+use crate::kit::matmul::kernel::{MatrixGridLaunch, product};
+use crate::kit::matmul::plan::{Major, MatrixTiles, TOGETHER};
+use crate::problem::check_dtype;
+use burn::backend::TensorMetadata;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::CubeCount;
+use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
+
+/// `[rows, inner]` times `[inner, columns]` of f16 or bf16, summed in f32 and rounded once, at the speed of Hopper's matrix
+/// units; `None` where the device is no Hopper, the dtype another, or where the copy engine cannot read an operand or write
+/// the result.
+///
+/// It reads either operand along either dimension: each must have one that lies together, and a stride of a multiple of 16
+/// bytes along the other. The result, `[rows, columns]`, needs a multiple of 8 columns. For the projections around
+/// attention and their gradients.
+///
+/// # Errors
+/// [`AttentionError`] where an operand is no matrix, or where the two differ in inner size, dtype or device.
+pub fn matrix_product(
+    lhs: &CubeTensor,
+    rhs: &CubeTensor,
+) -> Result<Option<CubeTensor>, AttentionError> {
+    check_operands(lhs, rhs)?;
+    Ok(served(lhs, rhs))
+}
+
+fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionError> {
+    for (argument, matrix) in [("lhs", lhs), ("rhs", rhs)] {
+        let shape = matrix.shape();
+        if shape.num_dims() != 2 {
+            return Err(AttentionError::Shape {
+                argument,
+                has: shape.to_vec(),
+                dimension: "rank",
+                found: shape.num_dims(),
+                expected: "2".into(),
+            });
+        }
+    }
+    let ([_, inner], [found, columns]) = (lhs.shape().dims(), rhs.shape().dims());
+    if found != inner {
+        return Err(AttentionError::Shape {
+            argument: "rhs",
+            has: vec![found, columns],
+            dimension: "inner size",
+            found,
+            expected: format!("{inner}, the lhs's"),
+        });
+    }
+    check_dtype("rhs", rhs.dtype, &[(lhs.dtype, "the lhs's")])?;
+    if rhs.device != lhs.device {
+        return Err(AttentionError::Device {
+            argument: "rhs",
+            has: format!("{:?}", rhs.device),
+            whose: "lhs",
+            expected: format!("{:?}", lhs.device),
+        });
+    }
+    Ok(())
+}
+
+/// The product of operands that fit each other, where this multiplies them.
+fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+    let client = lhs.client.clone();
+    let half = Half::of(lhs.dtype)?;
+    let device = profile(&client);
+    if !device.hopper || lhs.meta.is_tiled() || rhs.meta.is_tiled() {
+        return None;
+    }
+    let [rows, inner] = shape(lhs);
+    let [_, columns] = shape(rhs);
+    let fits = rows > 0 && inner > 0 && columns > 0 && columns.is_multiple_of(BOX_ALIGNMENT / 2);
+    if !fits
+        || [rows, inner, columns]
+            .into_iter()
+            .any(|length| length > LONGEST)
+    {
+        return None;
+    }
+    let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
+    let multiprocessors = multiprocessors(&device);
+    let tiles = MatrixTiles::choose(
+        [rows, inner, columns],
+        multiprocessors,
+        [lhs_major, rhs_major],
+        half,
+    );
+    let output = empty(lhs, [rows, columns], lhs.dtype);
+    let grid = [
+        rows.div_ceil(MatrixTiles::ROWS),
+        columns.div_ceil(tiles.columns),
+    ];
+    let cubes = multiprocessors.min(grid[0] * grid[1]);
+    let extent = |major, outer| match major {
+        Major::Inner => outer,
+        Major::Outer => MatrixTiles::DEPTH,
+    };
+    // SAFETY: the copy engine stays inside the shapes of its maps.
+    unsafe {
+        product::launch_unchecked(
+            &client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(MatrixTiles::UNITS as u32),
+            map(lhs, [0, 1], lhs_major, extent(lhs_major, MatrixTiles::ROWS)),
+            map(rhs, [1, 0], rhs_major, extent(rhs_major, tiles.columns)),
+            map(&output, [0, 1], Major::Inner, PRODUCT_ROWS),
+            MatrixGridLaunch::new(
+                grid[0] as u32,
+                grid[1] as u32,
+                TOGETHER as u32,
+                inner.div_ceil(MatrixTiles::DEPTH) as u32,
+            ),
+            tiles,
+            dtype_to_storage_type(lhs.dtype),
+            tiles.columns / 2,
+        );
+    }
+    Some(output)
+}
+
+/// Strides that the copy engine takes are multiples of so many bytes.
+const BOX_ALIGNMENT: usize = 16;
+
+/// Coordinates are 32 bits wide.
+const LONGEST: usize = i32::MAX as usize / 2;
+
+fn shape(matrix: &CubeTensor) -> [usize; 2] {
+    [matrix.meta.shape()[0], matrix.meta.shape()[1]]
+}
+
+/// Which of the dimensions, the operand's own and the inner one, lies together, if the copy engine reads the operand.
+fn major(matrix: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Major> {
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let reads = |together: usize, apart: usize| {
+        let stride = strides[apart] * matrix.dtype.size();
+        let is_legal = stride > 0 && stride.is_multiple_of(BOX_ALIGNMENT);
+        (strides[together] == 1 || shape[together] == 1) && (is_legal || shape[apart] == 1)
+    };
+    if reads(inner, outer) {
+        return Some(Major::Inner);
+    }
+    reads(outer, inner).then_some(Major::Outer)
+}
+
+/// How the copy engine sees an operand: boxes of 64 elements that lie together, and `extent` of them.
+fn map(
+    matrix: &CubeTensor,
+    [outer, inner]: [usize; 2],
+    major: Major,
+    extent: usize,
+) -> TensorMapArg<Tiled> {
+    let [apart, together] = match major {
+        Major::Inner => [outer, inner],
+        Major::Outer => [inner, outer],
+    };
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let row = match shape[apart] {
+        // A stride that nothing is read by must still be a legal one.
+        1 => shape[together].next_multiple_of(SUBTILE),
+        _ => strides[apart],
+    };
+    let shape = vec![1, 1, shape[apart], shape[together]];
+    let whole = row * shape[2];
+    boxes(
+        matrix,
+        shape,
+        vec![whole, whole, row, 1],
+        vec![1, 1, extent, SUBTILE],
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{DType, Shape};
+    use burn_cubecl::CubeDevice;
+    use burn_cubecl::cubecl::device::CudaDevice;
+    use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+
+    /// What does not fit is an error that names what does not, whatever the device; what fits is served or not.
+    #[test]
+    fn operands_that_do_not_fit_are_errors() {
+        let device = CubeDevice::default();
+        let matrix = |shape: Vec<usize>, dtype| {
+            let shape = Shape::from(shape);
+            empty_device_contiguous_dtype(device.client(), device.clone(), shape, dtype)
+        };
+        let f16 = |shape: &[usize]| matrix(shape.to_vec(), DType::F16);
+        let elsewhere = CubeTensor {
+            device: CubeDevice::Cuda(CudaDevice::new(97)),
+            ..f16(&[64, 8])
+        };
+        for (lhs, rhs, text) in [
+            (f16(&[16, 64]), f16(&[32, 8]), "inner"),
+            (f16(&[1, 16, 64]), f16(&[64, 8]), "rank"),
+            (f16(&[16, 64]), f16(&[1, 64, 8]), "rank"),
+            (f16(&[16, 64]), matrix(vec![64, 8], DType::F32), "F32"),
+            (f16(&[16, 64]), elsewhere, "97"),
+        ] {
+            let outcome = format!("{:?}", matrix_product(&lhs, &rhs));
+            assert!(
+                outcome.starts_with("Err") && outcome.contains(text),
+                "{text}: {outcome}"
+            );
+        }
+        let outcome = format!("{:?}", matrix_product(&f16(&[16, 64]), &f16(&[64, 8])));
+        assert!(!outcome.starts_with("Err"), "{outcome}");
+    }
+}

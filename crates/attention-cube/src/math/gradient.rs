@@ -1,0 +1,54 @@
+//! From a score and the gradient of its probability to the gradient of the score.
+
+use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
+use cubecl::prelude::*;
+
+/// What the gradients need of a query beyond its scores.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct RowTerms {
+    /// With the logarithm of the sum by it, the logsumexp.
+    pub reference: f32,
+    pub logarithm: f32,
+    /// `rowsum(do ∘ o) − dlse`.
+    pub delta: f32,
+}
+
+/// The derivatives at one score.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct ScoreGradient {
+    /// The probability.
+    pub p: f32,
+    /// `d loss / d score`, after bias and softcap: the bias's gradient.
+    pub ds: f32,
+    /// `d loss / d (q·k)`.
+    pub ddot: f32,
+}
+
+/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are.
+#[cube]
+pub(crate) fn score_gradient<F: Float>(
+    dot: f32,
+    dp: f32,
+    terms: RowTerms,
+    visible: bool,
+    bias: &ComptimeOption<&Tensor<F>>,
+    place: &Place,
+    arguments: &ScoreArguments,
+    #[comptime] kind: ScoreKind,
+) -> ScoreGradient {
+    let mut p = 0.0f32;
+    let mut ds = 0.0f32;
+    let mut ddot = 0.0f32;
+    if visible {
+        let capped = capped(dot, arguments, kind);
+        let score = biased(capped, bias, place, arguments.negative_infinity);
+        p = probability(score, terms.reference, terms.logarithm);
+        if p != 0.0f32 {
+            ds = p * (dp - terms.delta);
+            ddot = ds * slope(capped, arguments, kind);
+        }
+    }
+    ScoreGradient { p, ds, ddot }
+}

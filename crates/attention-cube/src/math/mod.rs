@@ -1,0 +1,16 @@
+//! The mathematics of attention, written once for all engines.
+
+#[cfg(feature = "cube")]
+pub(crate) mod gradient;
+#[cfg(feature = "cube")]
+pub(crate) mod layout;
+#[cfg(feature = "cube")]
+pub(crate) mod rounding;
+#[cfg(feature = "cube")]
+pub(crate) mod schedule;
+#[cfg(feature = "cube")]
+pub(crate) mod score;
+pub(crate) mod side;
+pub(crate) mod softcap;
+#[cfg(feature = "cube")]
+pub(crate) mod visibility;

@@ -1,0 +1,151 @@
+//! Copies of operands whose rows Hopper's copy engine cannot read where they lie: see `kernel.rs`.
+
+mod kernel;
+
+use crate::arguments::{BROADCAST_KEYS, BROADCAST_QUERIES, distinct, is_in_vectors};
+use crate::backend::AttentionInputs;
+use crate::kit::launch::{address_type, cube_count, empty};
+use crate::passes::aligned::kernel::align_rows;
+use crate::select::Operands;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::CubeDim;
+
+/// Rows start at multiples of so many bytes.
+const ROW_BYTES: usize = 16;
+
+const UNITS: usize = 256;
+
+/// The inputs, those that the plan wants copied as copies.
+pub(crate) fn aligned_inputs(
+    inputs: AttentionInputs<CubeBackend>,
+    copies: Operands,
+) -> AttentionInputs<CubeBackend> {
+    AttentionInputs {
+        query: aligned(inputs.query, BROADCAST_QUERIES, copies.query),
+        key: aligned(inputs.key, BROADCAST_KEYS, copies.key),
+        value: aligned(inputs.value, BROADCAST_KEYS, copies.value),
+        ..inputs
+    }
+}
+
+/// The tensor, or its copy, which along the first `broadcast` dimensions still has a stride of 0 where it had.
+pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
+    if !copied {
+        return tensor;
+    }
+    let source = distinct(&tensor, broadcast);
+    let shape = source.meta.shape();
+    let [batch, heads, length, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+    let size = ROW_BYTES / tensor.dtype.size();
+    let pitch = columns.next_multiple_of(size);
+    let mut target = empty(&tensor, [batch, heads, length, pitch], tensor.dtype);
+    let client = target.client.clone();
+    let vectors = batch * heads * length * pitch / size;
+    let source_vector = [8, 4, 2]
+        .into_iter()
+        .find(|vector| *vector <= size && is_in_vectors(&source, *vector))
+        .unwrap_or(1);
+    // SAFETY: a unit a vector of the target, the rest stops at once; rows and columns stay inside the source's shape.
+    unsafe {
+        align_rows::launch_unchecked(
+            &client,
+            cube_count(&client, vectors.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            address_type([&source, &target]),
+            source.into_tensor_arg(),
+            target.clone().into_tensor_arg(),
+            heads as u32,
+            length as u32,
+            columns as u32,
+            (pitch / size) as u32,
+            vectors,
+            dtype_to_storage_type(tensor.dtype),
+            source_vector,
+            size,
+        );
+    }
+    for dim in 0..broadcast {
+        if tensor.meta.strides()[dim] == 0 {
+            target.meta.strides[dim] = 0;
+        }
+    }
+    target.meta.shape = tensor.meta.shape().clone();
+    target
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arguments::is_boxed;
+    use crate::testing::cube_device;
+    use burn::{
+        backend::{ops::FloatTensorOps, read_sync},
+        tensor::{Shape, TensorData},
+    };
+
+    fn numbers(tensor: CubeTensor) -> Vec<f32> {
+        let data = read_sync(CubeBackend::float_into_data(tensor));
+        let data = data.expect("a device that answers").convert::<f32>();
+        data.try_into_vec().expect("numbers of f32")
+    }
+
+    /// `[2, 3, 5, columns]` on a device, from a tensor of `shape` that `view` changes.
+    fn check(shape: [usize; 4], broadcast: usize, view: impl Fn(CubeTensor) -> CubeTensor) {
+        let device = cube_device();
+        let numbers_of: Vec<f32> = (1..=shape.iter().product())
+            .map(|x: usize| x as f32)
+            .collect();
+        let data = TensorData::new(numbers_of, shape);
+        let tensor = view(CubeBackend::float_from_data(data, &device));
+        let copy = aligned(tensor.clone(), broadcast, true);
+        let context = format!("{tensor:?} as {copy:?}");
+        assert_eq!(copy.meta.shape(), tensor.meta.shape(), "{context}");
+        assert!(is_boxed(&copy, broadcast), "{context}");
+        for dim in 0..broadcast {
+            let is_broadcast = |tensor: &CubeTensor| tensor.meta.strides()[dim] == 0;
+            assert_eq!(is_broadcast(&copy), is_broadcast(&tensor), "{context}");
+        }
+        assert_eq!(numbers(copy), numbers(tensor), "{context}");
+    }
+
+    #[test]
+    fn copies_are_equal_and_lie_as_the_copy_engine_reads() {
+        for columns in [1, 2, 3, 4, 6, 8, 33] {
+            check([2, 3, 5, columns], 1, |tensor| tensor);
+            // Columns that do not lie together.
+            check([2, 3, columns, 5], 1, |tensor| {
+                CubeBackend::float_swap_dims(tensor, 2, 3)
+            });
+            // Heads last, and a slice of a wider row.
+            check([2, 5, 3, columns + 3], 2, |tensor| {
+                let slices = [
+                    (0..2).into(),
+                    (0..5).into(),
+                    (0..3).into(),
+                    (2..columns + 2).into(),
+                ];
+                let sliced = CubeBackend::float_slice(tensor, &slices);
+                CubeBackend::float_swap_dims(sliced, 1, 2)
+            });
+        }
+    }
+
+    /// What repeats along sequences and heads is copied once; along rows and columns it cannot be read but as a whole.
+    #[test]
+    fn what_is_broadcast_is_copied_once() {
+        let expanded = |tensor| CubeBackend::float_expand(tensor, Shape::new([2, 3, 5, 6]));
+        for shape in [
+            [1, 3, 5, 6],
+            [1, 1, 5, 6],
+            [2, 1, 1, 6],
+            [2, 3, 5, 1],
+            [1, 1, 1, 1],
+        ] {
+            for broadcast in [1, 2] {
+                check(shape, broadcast, expanded);
+            }
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Combines the parts of an output whose keys were split.
+
+mod kernel;
+
+use self::kernel::merge;
+use crate::AttentionProblem;
+use crate::backend::AttentionOutput;
+use crate::kit::launch::{address_type, cube_count, empty};
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::DType;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::CubeDim;
+/// The merge of `splits` parts.
+pub(crate) fn join(
+    partial_output: CubeTensor,
+    partial_logsumexp: CubeTensor,
+    sinks: Option<CubeTensor>,
+    problem: &AttentionProblem,
+    splits: usize,
+    vector: usize,
+) -> AttentionOutput<CubeBackend> {
+    let output = empty(&partial_output, problem.output_shape(), problem.dtype);
+    let logsumexp = empty(&partial_output, problem.logsumexp_parts_shape(), DType::F32);
+    let client = output.client.clone();
+    let rows = problem.batch * problem.q_heads * problem.q_len;
+    let row_vectors = problem.value_dim / vector;
+    let units = 128;
+    let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
+    // SAFETY: one unit a vector of the output, the rest stops at once; the parts have the same rows.
+    unsafe {
+        merge::launch_unchecked(
+            &client,
+            cube_count(&client, (rows * row_vectors).div_ceil(units)),
+            CubeDim::new_1d(units as u32),
+            address_type([&partial_output, &output]),
+            partial_output.into_tensor_arg(),
+            partial_logsumexp.into_tensor_arg(),
+            sinks.map(CubeTensor::into_tensor_arg).into(),
+            output.clone().into_tensor_arg(),
+            logsumexp.clone().into_tensor_arg(),
+            splits as u32,
+            rows as u32,
+            problem.q_len as u32,
+            problem.q_heads as u32,
+            row_vectors as u32,
+            f32::NEG_INFINITY,
+            dtype_to_storage_type(problem.dtype),
+            dtype_to_storage_type(sink_dtype),
+            vector,
+        );
+    }
+    AttentionOutput { output, logsumexp }
+}

@@ -1,0 +1,290 @@
+//! Selection: a problem and a device → a kernel with its tiles, or the reasons why each faster one refused.
+//!
+//! Engines are asked in order, the fastest first; each answers with a plan or a typed [`Refusal`]. The
+//! [`reference`](crate::reference) comes last and serves everything. A new engine is a variant of
+//! [`Engine`] and of [`Kernel`], and a row in [`select()`].
+
+use crate::AttentionProblem;
+use crate::engine::wgmma::plan::WgmmaPlan;
+use crate::engine::{Engine, Kernel, unit, wgmma};
+use burn::tensor::DType;
+use std::fmt;
+
+/// Which of the two passes is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pass {
+    /// Output and logsumexp.
+    Forward,
+    /// The gradients.
+    Backward,
+}
+
+/// Which gradients the backward is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardRequest {
+    /// The query's.
+    pub query: bool,
+    /// The keys'.
+    pub key: bool,
+    /// The values'.
+    pub value: bool,
+    /// The bias's: where it has as many numbers as there are scores, it costs a pass over these.
+    pub bias: bool,
+    /// The sinks'.
+    pub sinks: bool,
+}
+
+/// What of a device the choice depends on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceProfile {
+    /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
+    pub name: String,
+    /// Float dtypes that kernels can read and write.
+    pub dtypes: Vec<DType>,
+    /// Bytes of shared memory that a cube may take.
+    pub shared_memory: usize,
+    /// Units that a cube may have.
+    pub units_per_cube: usize,
+    /// Buffers that a kernel may bind.
+    pub bindings: usize,
+    /// Bytes that a buffer may have.
+    pub largest_buffer: usize,
+    /// Cubes along one dimension of a launch.
+    pub cube_count: u32,
+    /// The processor's threads, where it does the work, as with Mesa's llvmpipe; `None` on a card.
+    pub processors: Option<usize>,
+    /// Streaming multiprocessors, where the runtime says.
+    pub multiprocessors: Option<usize>,
+    /// Whether it is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
+    pub hopper: bool,
+}
+
+/// How the inputs' rows lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layouts {
+    /// Every row can be read in vectors of four.
+    pub vectors: bool,
+    /// The operands that Hopper's copy engine can read where they lie: rows are contiguous, and start at
+    /// multiples of 16 bytes.
+    pub boxes: Operands,
+    /// So can the bias, whatever it is broadcast along.
+    pub bias_boxes: bool,
+}
+
+/// Some of attention's operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Operands {
+    /// The query.
+    pub query: bool,
+    /// The keys.
+    pub key: bool,
+    /// The values.
+    pub value: bool,
+    /// The output's gradient, in the backward.
+    pub output_gradient: bool,
+}
+
+impl Operands {
+    /// All of them.
+    pub const ALL: Self = Self {
+        query: true,
+        key: true,
+        value: true,
+        output_gradient: true,
+    };
+
+    /// Those that are not among these, as far as `pass` reads them.
+    pub fn others(self, pass: Pass) -> Self {
+        Self {
+            query: !self.query,
+            key: !self.key,
+            value: !self.value,
+            output_gradient: !self.output_gradient && pass == Pass::Backward,
+        }
+    }
+}
+
+impl Layouts {
+    /// Of contiguous inputs.
+    pub fn contiguous(problem: &AttentionProblem) -> Self {
+        let dots = problem.head_dim.is_multiple_of(8);
+        let values = problem.value_dim.is_multiple_of(8);
+        Self {
+            vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
+            boxes: Operands {
+                query: dots,
+                key: dots,
+                value: values,
+                output_gradient: values,
+            },
+            bias_boxes: problem.kv_len.is_multiple_of(8),
+        }
+    }
+}
+
+/// Why an engine does not serve a problem on a device.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The device runs no CubeCL kernels.
+    #[error("the device does not run CubeCL kernels")]
+    NoCubeCL,
+    /// The device has no warpgroup matrix products.
+    #[error("it needs a Hopper GPU (sm_90), and CubeCL's CUDA C++ compiler")]
+    NotHopper,
+    /// The matrix unit multiplies half precision.
+    #[error("it multiplies F16 and BF16, not {0:?}")]
+    NotHalf(DType),
+    /// The rows are too wide for the registers.
+    #[error(
+        "it has tiles for head_dim up to {widest_head} and value_dim up to {widest_value}, not for {head_dim} and {value_dim}"
+    )]
+    Width {
+        /// The widest queries and keys that it has tiles for.
+        widest_head: usize,
+        /// The widest values.
+        widest_value: usize,
+        /// Columns of queries and keys.
+        head_dim: usize,
+        /// Columns of values.
+        value_dim: usize,
+    },
+    /// Of so few numbers a row is often one alone, and its probability in half precision the larger error.
+    #[error(
+        "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
+    )]
+    Narrow {
+        /// The narrowest operands that it takes.
+        narrowest: usize,
+        /// Columns of queries and keys.
+        head_dim: usize,
+        /// Columns of values.
+        value_dim: usize,
+    },
+    /// The dtype cannot be read or written by kernels there.
+    #[error("kernels on this device have no {0:?}")]
+    Dtype(DType),
+    /// No row of the tile table fits.
+    #[error(
+        "no tile for {width} columns fits {shared_memory} bytes of shared memory and {units} units a cube"
+    )]
+    Tiles {
+        /// Columns that the output needs.
+        width: usize,
+        /// The device's limit.
+        shared_memory: usize,
+        /// The device's limit.
+        units: usize,
+    },
+    /// Too many tensors at once.
+    #[error(
+        "these options need {needed} buffers, and a kernel on this device may bind {available}"
+    )]
+    Bindings {
+        /// Buffers of the kernel with the most.
+        needed: usize,
+        /// The device's limit.
+        available: usize,
+    },
+    /// A software driver would end the kernel's loops before their end.
+    #[error(
+        "a unit would run up to {needed} iterations, and this software driver ends a unit's loops after {limit}"
+    )]
+    Iterations {
+        /// At most, of all loops of a unit.
+        needed: usize,
+        /// Somewhat below the driver's limit.
+        limit: usize,
+    },
+    /// Places among the mask's bits would not fit.
+    #[error("its bits of this mask are {words} words, and it counts up to {limit}")]
+    MaskWords {
+        /// Words of 32 bits.
+        words: usize,
+        /// The engine's limit.
+        limit: usize,
+    },
+    /// Positions would not fit.
+    #[error("sequences of {length} are longer than {limit}")]
+    Length {
+        /// The longer of the two lengths.
+        length: usize,
+        /// The engine's limit.
+        limit: usize,
+    },
+}
+
+/// Where the kernel chosen falls short of what the contract promises elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Warning {
+    /// The matrix unit multiplies the gradients of the scores in f16. A fixed scale would only trade what is infinite for
+    /// what becomes zero.
+    ScoreGradientsInF16,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ScoreGradientsInF16 => f.write_str(
+                "the gradients of the scores, P ∘ (dP − Δ), pass through F16: where one is beyond 65504, as under a large \
+                 loss scale, the gradients of query and keys are infinite; in BF16 they are not",
+            ),
+        }
+    }
+}
+
+/// The choice for one pass, and what was not chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Selection {
+    /// The kernel chosen.
+    pub kernel: Kernel,
+    /// The engines asked before it, and their reasons.
+    pub refusals: Vec<(Engine, Refusal)>,
+    /// What to know of the kernel chosen.
+    pub warnings: Vec<Warning>,
+}
+
+impl Selection {
+    fn new(kernel: Kernel, refusals: Vec<(Engine, Refusal)>, problem: &AttentionProblem) -> Self {
+        let is_gradient = matches!(kernel, Kernel::Wgmma(WgmmaPlan::Backward(_)));
+        let in_f16 = is_gradient && problem.dtype == DType::F16;
+        Self {
+            kernel,
+            refusals,
+            warnings: Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16)),
+        }
+    }
+}
+
+/// How an engine answers.
+type Plan = fn(&AttentionProblem, &DeviceProfile, Layouts, Pass) -> Result<Kernel, Refusal>;
+
+/// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
+pub fn select(
+    problem: &AttentionProblem,
+    device: Option<&DeviceProfile>,
+    layouts: Layouts,
+    pass: Pass,
+) -> Selection {
+    let Some(device) = device else {
+        let refusals = vec![(Engine::Unit, Refusal::NoCubeCL)];
+        return Selection::new(Kernel::Reference, refusals, problem);
+    };
+    let engines: [(Engine, Plan); 2] = [
+        (Engine::Wgmma, |problem, device, layouts, pass| {
+            wgmma::plan::plan(problem, device, layouts, pass).map(Kernel::Wgmma)
+        }),
+        (Engine::Unit, |problem, device, layouts, pass| {
+            unit::plan::plan(problem, device, layouts, pass).map(Kernel::Unit)
+        }),
+    ];
+    let mut refusals = Vec::new();
+    for (engine, plan) in engines {
+        match plan(problem, device, layouts, pass) {
+            Ok(kernel) => return Selection::new(kernel, refusals, problem),
+            Err(refusal) => refusals.push((engine, refusal)),
+        }
+    }
+    Selection::new(Kernel::Reference, refusals, problem)
+}
