@@ -108,7 +108,7 @@ pub struct GenerationArguments {
     /// The same seed draws the same tokens [default: other ones each time].
     #[arg(long, allow_negative_numbers = true)]
     pub seed: Option<u64>,
-    /// Where a model's values are made of what its keys are made of, keeps of the keys only what turns by position: five eighths of
+    /// Where a model's values are made of what its keys are made of, keeps of the keys only the rotated channels: five eighths of
     /// those layers' memory.
     #[arg(long)]
     pub compact_keys: bool,

@@ -61,7 +61,7 @@ struct Cli {
     /// Put every token's launches on the device one by one.
     #[arg(long)]
     launch_each: bool,
-    /// Keep of keys that values are made of only what turns by position.
+    /// Keep of keys that values are made of only the rotated channels.
     #[arg(long)]
     compact_keys: bool,
     /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
@@ -219,14 +219,14 @@ impl Bench {
 
         let mut decoder = model.decoder(&mut cache);
         if self.launch_each {
-            decoder = decoder.without_recording();
+            decoder = decoder.without_graph_capture();
         }
-        // Some go to compiling, tuning and recording.
+        // Some go to compiling, tuning and capturing.
         let warm_up = self.tokens.div_ceil(8).max(6);
         let mut times = Vec::with_capacity(warm_up + self.tokens);
         for _ in 0..warm_up + self.tokens {
             let start = Instant::now();
-            tokens = decoder.step(&tokens)?.likeliest()?;
+            tokens = decoder.step(&tokens)?.argmax()?;
             times.push(start.elapsed().as_secs_f64());
         }
         let mode = decoder.mode();
@@ -236,7 +236,7 @@ impl Bench {
         if self.parts {
             parts = parts::measure(&mut decoder, &mut tokens, &self.device)?;
             let by_parts = || -> Result<Vec<u32>, Error> {
-                Ok(decoder.step_by_parts(&tokens, &mut |_| ())?.likeliest()?)
+                Ok(decoder.step_by_parts(&tokens, &mut |_| ())?.argmax()?)
             };
             let (read, launches) = observe(by_parts);
             read?;
@@ -292,7 +292,7 @@ impl Bench {
             let logits = model.step(tokens, &mut cache, asked)?;
             if last {
                 let logits = logits.ok_or("logits were asked for")?;
-                return Ok((cache, Next::of(logits).likeliest()?));
+                return Ok((cache, Next::of(logits).argmax()?));
             }
         }
     }

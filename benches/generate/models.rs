@@ -67,7 +67,7 @@ fn small() -> Gemma4Config {
 /// router leaves out.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
-    let own_inputs = match config.has_per_layer_inputs() {
+    let per_layer_embeddings = match config.has_per_layer_embeddings() {
         true => config.vocab_size_per_layer_input * layers * config.hidden_size_per_layer_input,
         false => 0,
     };
@@ -79,7 +79,7 @@ pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
         let expert = 3 * experts.moe_intermediate_size * config.hidden_size;
         layers * (experts.num_experts - experts.top_k_experts) * expert
     });
-    all - own_inputs - untied - idle_experts
+    all - per_layer_embeddings - untied - idle_experts
 }
 
 /// Elements of keys and values that one more token of a sequence reads after `context` others, in all layers.
@@ -91,7 +91,7 @@ pub fn keys_read(config: &Gemma4Config, context: usize, compact_keys: bool) -> u
         };
         let head_dim = config.head_dim(layer);
         let of_key = match compact_keys && config.values_are_keys(layer) {
-            true => 2 * config.global_rope.turned_pairs(head_dim),
+            true => 2 * config.global_rope.rotated_pairs(head_dim),
             false => head_dim,
         };
         columns * config.key_value_heads(layer) * (of_key + head_dim)

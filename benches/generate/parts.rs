@@ -43,7 +43,7 @@ pub fn measure(
             *places += 1;
             start = Instant::now();
         };
-        *tokens = decoder.step_by_parts(tokens, &mut after)?.likeliest()?;
+        *tokens = decoder.step_by_parts(tokens, &mut after)?.argmax()?;
         if let Some(fault) = fault {
             return Err(fault.into());
         }

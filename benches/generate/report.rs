@@ -48,7 +48,7 @@ pub struct Measured {
     pub floor_milliseconds: f64,
     /// How the decoder computed.
     pub mode: String,
-    /// Of the tokens before those that count: compiling, tuning, recording.
+    /// Of the tokens before those that count: compiling, tuning, capturing.
     pub first_tokens_milliseconds: Vec<f64>,
     /// Where a token's time goes.
     pub parts: Parts,

@@ -188,7 +188,7 @@ fn is_small(config: &Gemma4Config) -> bool {
     });
     let sizes = [
         config.vocab_size,
-        config.vocab_size_per_layer_input * usize::from(config.has_per_layer_inputs()),
+        config.vocab_size_per_layer_input * usize::from(config.has_per_layer_embeddings()),
         config.hidden_size,
         config.intermediate_size,
         config.hidden_size_per_layer_input,

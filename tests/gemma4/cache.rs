@@ -201,7 +201,7 @@ fn memory() {
     let fixture = Fixture::open("dense-keqv");
     let gemma = fixture.load(&device, DType::F32);
     // Three sliding layers of two heads of 8 slots by 32 columns. Two full layers of a block of 256: by 64 columns, or of the
-    // keys by those 16 that turn.
+    // keys by those 16 that are rotated.
     let sliding = 2 * 4 * 3 * 2 * 8 * 32;
     for ((_, cache), columns) in CACHES.into_iter().zip([64 + 64, 64 + 16]) {
         let full = 4 * 2 * 256 * columns;

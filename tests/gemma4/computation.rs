@@ -15,7 +15,7 @@ impl Observer for Comparison<'_> {
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>) {
         let name = match site {
             Site::Embedding => "embeds".into(),
-            Site::PerLayerInputs => "ple.inputs".into(),
+            Site::PerLayerEmbeddings => "ple.inputs".into(),
             Site::FinalNorm => "final_norm".into(),
             Site::Layer(layer, site) => match site {
                 LayerSite::Query => format!("attn.{layer}.q"),

@@ -53,7 +53,7 @@ fn tokens_outside_the_vocabulary() {
 
 /// Every token of a text has a row in both tables.
 #[test]
-fn a_table_of_per_layer_inputs_that_is_too_short() {
+fn a_table_of_per_layer_embeddings_that_is_too_short() {
     for rows in [0, 1, 319] {
         let changes = [
             ("vocab_size_per_layer_input", json!(rows)),
@@ -64,7 +64,7 @@ fn a_table_of_per_layer_inputs_that_is_too_short() {
             &["vocab_size_per_layer_input", "vocab_size is 320"],
         );
     }
-    // Where no layer has inputs of its own, there is no table.
+    // Without per-layer embeddings, there is no table.
     let changes = [
         ("vocab_size_per_layer_input", json!(0)),
         ("hidden_size_per_layer_input", json!(0)),
@@ -152,7 +152,7 @@ fn products_of_sizes_that_overflow() {
 }
 
 #[test]
-fn rotations_that_turn_by_no_number() {
+fn rotations_by_no_number() {
     for kind in ["sliding_attention", "full_attention"] {
         for (field, values) in [
             ("rope_theta", &[0.0, -1.0, 1e-60, 1e300][..]),

@@ -1,4 +1,4 @@
-//! A token at a time gives what reading them at once gives: by kernels or through the layers, recorded or not, alone or several
+//! A token at a time gives what reading them at once gives: by kernels or through the layers, captured or not, alone or several
 //! sequences at once, past the window, past the room that the buffers had, from either kind of cache.
 
 use crate::devices::devices;
@@ -24,7 +24,7 @@ fn decode(
     mut cache: Cache,
     rows: &[Vec<u32>],
     prefix: usize,
-    records: bool,
+    graph_capture: bool,
     device: &Device,
 ) -> (Vec<Vec<f32>>, Vec<DecodeMode>) {
     let first: Vec<&[u32]> = rows.iter().map(|row| &row[..prefix]).collect();
@@ -33,8 +33,8 @@ fn decode(
         .step(tokens(&first, device), &mut cache, Logits::None)
         .expect("a step");
     let mut decoder = gemma.model().decoder(&mut cache);
-    if !records {
-        decoder = decoder.without_recording();
+    if !graph_capture {
+        decoder = decoder.without_graph_capture();
     }
     let (mut logits, mut modes) = (Vec::new(), Vec::new());
     for column in prefix..rows[0].len() {
@@ -87,7 +87,7 @@ fn by_kernels_as_at_once() {
                     })
                     .collect();
                 let kinds = [(false, true), (false, false), (true, true), (true, false)];
-                for (compact, records) in kinds {
+                for (compact, graph_capture) in kinds {
                     if compact && !gemma.config().attention_k_eq_v {
                         continue;
                     }
@@ -96,9 +96,10 @@ fn by_kernels_as_at_once() {
                         true => gemma.model().compact_cache(padding),
                         false => gemma.model().cache(padding),
                     };
-                    let (found, modes) = decode(&gemma, cache, &rows, 5, records, &device.device);
+                    let (found, modes) =
+                        decode(&gemma, cache, &rows, 5, graph_capture, &device.device);
                     let what = format!(
-                        "{name} {} batch {batch} records {records} compact {compact}",
+                        "{name} {} batch {batch} graph {graph_capture} compact {compact}",
                         device.name
                     );
                     for (step, found) in found.iter().enumerate() {
@@ -108,10 +109,10 @@ fn by_kernels_as_at_once() {
                         }
                     }
                     let by_kernels = has_kernels(&device.device) && batch <= 8;
-                    let expected = match (by_kernels, records) {
+                    let expected = match (by_kernels, graph_capture) {
                         (false, _) => DecodeMode::Layers,
                         (true, false) => DecodeMode::Kernels,
-                        (true, true) => DecodeMode::Recorded,
+                        (true, true) => DecodeMode::Graph,
                     };
                     assert_eq!(modes.last(), Some(&expected), "{what}");
                 }

@@ -13,7 +13,7 @@ const NONE: f32 = f32::NEG_INFINITY;
 fn likeliest(rows: &[Vec<f32>], dtype: DType, device: &Device) -> Result<Vec<u32>, Gemma4Error> {
     let shape = [rows.len(), 1, rows[0].len()];
     let data = TensorData::new(rows.concat(), shape).convert_dtype(dtype);
-    Next::of(Tensor::from_data(data, (device, dtype))).likeliest()
+    Next::of(Tensor::from_data(data, (device, dtype))).argmax()
 }
 
 #[track_caller]
@@ -117,7 +117,7 @@ fn weights_that_are_no_numbers_end_a_text() {
     }
 }
 
-/// The prompt is read without it, so that the decoder meets it, recorded or not.
+/// The prompt is read without it, so that the decoder meets it, captured or not.
 #[test]
 fn a_token_whose_inputs_are_no_numbers_ends_a_text() {
     for device in devices() {
@@ -127,9 +127,9 @@ fn a_token_whose_inputs_are_no_numbers_ends_a_text() {
         let token = *generated.iter().find(new).expect("a new token");
         let table = "model.embed_tokens_per_layer.weight";
         let (_folder, gemma) = spoiled("dense-ple", table, Some(token as usize), &device.device);
-        for records in [true, false] {
+        for graph_capture in [true, false] {
             let mut options = greedy(&gemma, generated.len());
-            options.records = records;
+            options.graph_capture = graph_capture;
             let prompt = fixture.prompt.clone();
             let mut seen = Vec::new();
             let outcome = gemma.generate(prompt, &options, |token| {

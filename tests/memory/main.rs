@@ -37,7 +37,7 @@ fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64>
     let mut decoder = model.decoder(cache);
     for _ in 0..count {
         let next = decoder.step(&[token]).expect("a step");
-        token = next.likeliest().expect("a token")[0];
+        token = next.argmax().expect("a token")[0];
     }
     device.sync().expect("a device");
     device.memory_pool_usage().map(|usage| usage.bytes_in_use)

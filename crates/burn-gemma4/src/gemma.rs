@@ -187,7 +187,7 @@ impl Gemma4 {
             logprobs: None,
             prefill_chunk: None,
             cancellation: None,
-            records: true,
+            graph_capture: true,
             compact_keys: false,
             chat: ChatOptions::default(),
         }

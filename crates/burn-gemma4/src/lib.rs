@@ -3,46 +3,32 @@
 //! [`Gemma4`] is a checkpoint that can be asked; [`Gemma4Model`] is the model alone, differentiable. Every attention goes
 //! through [`attention_cube::fused_attention`], at head sizes 256 and 512 alike, on every device that it serves.
 
-pub mod layer;
-pub mod observe;
-
-mod adapter;
-mod cache;
-mod cancellation;
-mod chat;
 mod checkpoint;
 mod config;
-mod decode;
-mod defaults;
 mod error;
 mod gemma;
 mod generate;
-mod gradients;
-#[cfg(feature = "cube")]
-mod kernel;
-mod logprobs;
-mod loss;
 mod model;
-mod packing;
-mod parts;
-mod sampling;
-mod stop;
-mod tokenizer;
+mod op;
+mod text;
+mod train;
 
-pub use adapter::Adapter;
-pub use cache::Cache;
-pub use cancellation::Cancellation;
-pub use chat::{ChatOptions, ChatTemplate, Message, Role};
-pub use checkpoint::{LoadOptions, LoadProgress};
+pub use checkpoint::{LoadOptions, LoadProgress, adapter::Adapter};
 pub use config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
-pub use decode::{DecodeMode, Decoder, Next, Part};
-pub use defaults::GenerationDefaults;
 pub use error::{Gemma4Error, TensorProblem};
 pub use gemma::{Gemma4, Prompt, Session};
-pub use generate::{FinishReason, GenerateOptions, Generation, Timings, Token};
-pub use logprobs::TokenLogprobs;
-pub use model::{Gemma4Model, Logits};
-pub use packing::Packing;
-pub use parts::TextKind;
-pub use sampling::{Sampler, Sampling};
-pub use tokenizer::{TextStream, Tokenizer};
+pub use generate::{
+    FinishReason, GenerateOptions, Generation, Timings, Token,
+    cancellation::Cancellation,
+    decode::{DecodeMode, Decoder, Next},
+    defaults::GenerationDefaults,
+    logprobs::TokenLogprobs,
+    sampling::{Sampler, Sampling},
+};
+pub use model::{Gemma4Model, Logits, cache::Cache, layer, observe, observe::Part};
+pub use text::{
+    chat::{ChatOptions, ChatTemplate, Message, Role},
+    parts::TextKind,
+    tokenizer::{TextStream, Tokenizer},
+};
+pub use train::packing::Packing;

@@ -1,5 +1,7 @@
 //! Checkpoints from Hugging Face: safetensors files into a model.
 
+pub(crate) mod adapter;
+
 mod files;
 mod foreign;
 mod save;

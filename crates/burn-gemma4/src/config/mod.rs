@@ -29,7 +29,7 @@ use burn::tensor::DType;
 pub struct Gemma4Config {
     /// Tokens of the vocabulary.
     pub vocab_size: usize,
-    /// Tokens that have inputs of their own in every layer.
+    /// Tokens that have per-layer embeddings.
     pub vocab_size_per_layer_input: usize,
     /// Columns of the residual stream.
     pub hidden_size: usize,
@@ -55,7 +55,7 @@ pub struct Gemma4Config {
     pub sliding_window: usize,
     /// Full layers make values of what their keys are made of.
     pub attention_k_eq_v: bool,
-    /// Columns of the inputs that every layer gets of its own; 0 for none.
+    /// Columns of a per-layer embedding (PLE), which each layer has of each token; 0 for none.
     pub hidden_size_per_layer_input: usize,
     /// The mixture of experts beside the dense network.
     pub experts: Option<ExpertsConfig>,
@@ -103,31 +103,31 @@ pub struct ExpertsConfig {
     pub moe_intermediate_size: usize,
 }
 
-/// Rotary positions: the pair of channels `j` and `j + head_dim / 2` turns by
+/// Rotary positions: the pair of channels `j` and `j + head_dim / 2` is rotated by
 /// `position · theta^(-2j / head_dim) / factor`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// The base of the wavelengths.
     pub theta: f64,
-    /// The share of the pairs that turn, the first ones; the others stay as they are.
+    /// The share of the pairs that are rotated, the first ones; the others stay as they are.
     pub partial_rotary_factor: f64,
     /// Positions are divided by it.
     pub factor: f64,
 }
 
 impl RopeConfig {
-    /// How many of a head's pairs of channels turn.
-    pub fn turned_pairs(&self, head_dim: usize) -> usize {
+    /// How many of a head's pairs of channels are rotated.
+    pub fn rotated_pairs(&self, head_dim: usize) -> usize {
         (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize
     }
 
-    /// Channels turn by this many radians a position: `head_dim / 2` numbers, 0 for pairs that stay.
+    /// Channels are rotated by this many radians a position: `head_dim / 2` numbers, 0 for pairs that stay.
     ///
     /// In f32 and by the same steps as transformers, whose rounding the checkpoints were trained with.
     pub(crate) fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
-        let turning = self.turned_pairs(head_dim);
+        let rotated = self.rotated_pairs(head_dim);
         (0..head_dim / 2)
-            .map(|pair| match pair < turning {
+            .map(|pair| match pair < rotated {
                 true => {
                     let exponent = (2 * pair) as f32 / head_dim as f32;
                     1.0 / (self.theta as f32).powf(exponent) / self.factor as f32
@@ -197,8 +197,8 @@ impl Gemma4Config {
         }
     }
 
-    /// Whether layers get inputs of their own.
-    pub fn has_per_layer_inputs(&self) -> bool {
+    /// Whether there are per-layer embeddings (PLE).
+    pub fn has_per_layer_embeddings(&self) -> bool {
         self.hidden_size_per_layer_input > 0
     }
 

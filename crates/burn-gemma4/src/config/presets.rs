@@ -4,13 +4,13 @@ use super::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 use burn::tensor::DType;
 
 impl RopeConfig {
-    /// Every pair turns, as in sliding layers.
+    /// Every pair is rotated, as in sliding layers.
     pub(super) const SLIDING: Self = Self {
         theta: 1e4,
         partial_rotary_factor: 1.0,
         factor: 1.0,
     };
-    /// The first quarter of the pairs turns, as in full layers.
+    /// The first quarter of the pairs is rotated, as in full layers.
     pub(super) const GLOBAL: Self = Self {
         theta: 1e6,
         partial_rotary_factor: 0.25,

@@ -209,7 +209,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Tokens are rows of tables, and where layers have inputs of their own, of two.
+    /// Tokens are rows of tables, and where there are per-layer embeddings, of two.
     fn validate_tokens(&self) -> Result<(), Gemma4Error> {
         let eos = self.eos_tokens.iter().map(|token| ("eos_token_id", *token));
         let mut tokens = eos.chain([
@@ -222,7 +222,7 @@ impl Gemma4Config {
                 self.vocab_size
             ));
         }
-        match self.has_per_layer_inputs() && self.vocab_size_per_layer_input < self.vocab_size {
+        match self.has_per_layer_embeddings() && self.vocab_size_per_layer_input < self.vocab_size {
             true => refuse(format!(
                 "vocab_size_per_layer_input is {}, which leaves tokens without inputs: vocab_size is {}",
                 self.vocab_size_per_layer_input, self.vocab_size
@@ -277,11 +277,11 @@ impl RopeConfig {
             return refuse(format!("{field}, which is not a share from 0 to 1"));
         }
         let furthest = LARGEST_SIZE as f32;
-        let turns = self.inverse_frequencies(head_dim);
-        match turns.iter().all(|turn| (furthest * turn).is_finite()) {
+        let angles = self.inverse_frequencies(head_dim);
+        match angles.iter().all(|angle| (furthest * angle).is_finite()) {
             true => Ok(()),
             false => refuse(format!(
-                "{} with a factor of {factor}, which turns by angles that are no numbers",
+                "{} with a factor of {factor}, which rotates by angles that are no numbers",
                 field("rope_theta", theta)
             )),
         }

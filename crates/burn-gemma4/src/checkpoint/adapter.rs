@@ -1,0 +1,374 @@
+//! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
+
+use super::{create, stored, upload_f32, write_file, write_tensors};
+use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product};
+use burn::{
+    module::{Lora, Module, ModuleMapper, Param, ParamGroup},
+    tensor::{DType, Device, Tensor},
+};
+use safetensors::{SafeTensors, View};
+use serde::{Deserialize, Serialize};
+use std::{collections::BTreeSet, path::Path};
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+/// Before a parameter's path in the file, for a text checkpoint and for a multimodal one.
+const PREFIX: &str = "base_model.model.model.";
+const MULTIMODAL_PREFIX: &str = "base_model.model.model.language_model.";
+/// After it: the factor that reads the input, `[rank, columns in]`, and the one that writes, `[columns out, rank]`.
+const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
+
+/// Which matrices of a model get an adapter, and of which kind: `weight + alpha / rank · B · A`, where `A` and `B` have
+/// `rank` rows and columns.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use burn_gemma4::{Adapter, Gemma4Model, LoadOptions};
+///
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// let device = Device::flex().autodiff();
+/// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+/// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+/// let adapter = Adapter::new(8, 16.0);
+/// let model = adapter.attach(model)?; // as before, with nothing to train but the adapter
+/// # let folder = std::env::temp_dir().join(format!("adapter-{}", std::process::id()));
+/// adapter.save(&model, &folder, "gemma-4-E2B")?;
+/// # std::fs::remove_dir_all(folder).expect("a folder to remove");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapter {
+    /// Columns of the one factor and rows of the other.
+    pub rank: usize,
+    /// The adapter counts `alpha / rank` times.
+    pub alpha: f64,
+    /// The matrices, by the names of their modules.
+    pub modules: Vec<String>,
+}
+
+/// The fields of PEFT's `adapter_config.json` that this crate knows.
+#[derive(Serialize, Deserialize)]
+struct File {
+    peft_type: String,
+    r: usize,
+    lora_alpha: f64,
+    #[serde(default)]
+    target_modules: serde_json::Value,
+    #[serde(default)]
+    base_model_name_or_path: Option<String>,
+    #[serde(default)]
+    task_type: Option<String>,
+    #[serde(default)]
+    bias: Option<String>,
+    #[serde(default)]
+    fan_in_fan_out: bool,
+    #[serde(default)]
+    use_dora: bool,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    modules_to_save: Option<Vec<String>>,
+    #[serde(default)]
+    rank_pattern: serde_json::Map<String, serde_json::Value>,
+    #[serde(default)]
+    alpha_pattern: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Adapter {
+    /// An adapter of all matrices of attention and of the dense feed-forward networks.
+    pub fn new(rank: usize, alpha: f64) -> Self {
+        let modules = [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ];
+        Self {
+            rank,
+            alpha,
+            modules: modules.map(String::from).into(),
+        }
+    }
+
+    /// Freezes the model and attaches Burn's low-rank adapters, which add nothing until they are trained.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices, or one is
+    /// smaller than the rank.
+    pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
+        let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
+        if self.rank == 0 {
+            return refuse("rank", "has to be at least 1".into());
+        }
+        if !((self.alpha / self.rank as f64) as f32).is_finite() {
+            let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
+            return refuse("alpha", reason);
+        }
+        let matrices: Vec<(String, Vec<usize>)> = stored(&model, DType::F32)
+            .into_iter()
+            .filter(|(path, _)| self.adapts(path))
+            .map(|(path, tensor)| (path, tensor.shape().to_vec()))
+            .collect();
+        if matrices.is_empty() {
+            return refuse(
+                "modules",
+                format!("the model has none of {:?}", self.modules),
+            );
+        }
+        let small = |(_, shape): &&(String, Vec<usize>)| shape.iter().any(|size| *size < self.rank);
+        if let Some((path, shape)) = matrices.iter().find(small) {
+            let rank = self.rank;
+            return refuse("rank", format!("is {rank}, but {path} is {shape:?}"));
+        }
+        let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
+        let lora = Lora::new(self.rank, self.alpha);
+        Ok(model.apply_lora(lora.set_param_group(ParamGroup::from_paths(paths))))
+    }
+
+    fn adapts(&self, path: &str) -> bool {
+        let Some(path) = path.strip_suffix(".weight") else {
+            return false;
+        };
+        let module = path.rsplit('.').next().unwrap_or(path);
+        path.starts_with("layers.") && self.modules.iter().any(|name| name == module)
+    }
+
+    /// Writes the adapters that [`attach`](Self::attach) gave to `model` into `folder`, as PEFT does: `adapter_config.json`,
+    /// which names the checkpoint `base`, and `adapter_model.safetensors`.
+    ///
+    /// # Errors
+    /// Where a file cannot be written.
+    pub fn save(
+        &self,
+        model: &Gemma4Model,
+        folder: impl AsRef<Path>,
+        base: &str,
+    ) -> Result<(), Gemma4Error> {
+        let folder = folder.as_ref();
+        let file = File {
+            peft_type: "LORA".into(),
+            r: self.rank,
+            lora_alpha: self.alpha,
+            target_modules: self.modules.clone().into(),
+            base_model_name_or_path: Some(base.into()),
+            task_type: Some("CAUSAL_LM".into()),
+            bias: Some("none".into()),
+            fan_in_fan_out: false,
+            use_dora: false,
+            use_rslora: false,
+            modules_to_save: None,
+            rank_pattern: Default::default(),
+            alpha_pattern: Default::default(),
+        };
+        let json = serde_json::to_string_pretty(&file)
+            .map_err(|error| Gemma4Error::Config(error.to_string()))?;
+        create(folder)?;
+        // Burn's first factor writes and its second one reads, since the matrices here are [columns out, columns in].
+        let [reads, writes] = FACTORS;
+        let factors = stored(&model.valid(), model.dtype())
+            .into_iter()
+            .filter_map(|(path, tensor)| {
+                let (path, suffix) = match path.strip_suffix(".weight.lora.a") {
+                    Some(path) => (path, writes),
+                    None => (path.strip_suffix(".weight.lora.b")?, reads),
+                };
+                Some((format!("{PREFIX}{path}{suffix}"), tensor))
+            });
+        write_tensors(&folder.join(WEIGHTS), factors)?;
+        write_file(&folder.join(CONFIG), json.as_bytes())
+    }
+}
+
+impl Gemma4Model {
+    /// Adds the low-rank adapter in `folder` to the weights: `adapter_config.json` and `adapter_model.safetensors`, as
+    /// [`Adapter::save`] and PEFT write them.
+    ///
+    /// # Errors
+    /// Where a file is missing or not what it should be, where a tensor does not fit the model or is not of the rank that
+    /// `adapter_config.json` says (all of them named), and for adapters of another kind.
+    pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let folder = folder.as_ref();
+        let path = folder.join(CONFIG);
+        let malformed = |path: &Path, reason: String| Gemma4Error::Malformed {
+            path: path.into(),
+            reason,
+        };
+        let file: File = serde_json::from_slice(&read(&path)?)
+            .map_err(|error| malformed(&path, error.to_string()))?;
+        file.refuse_unsupported()
+            .map_err(|reason| malformed(&path, reason))?;
+        let path = folder.join(WEIGHTS);
+        let bytes = read(&path)?;
+        let tensors = SafeTensors::deserialize(&bytes)
+            .map_err(|error| malformed(&path, format!("not a whole safetensors file: {error}")))?;
+        if tensors.is_empty() {
+            return Err(malformed(&path, "has no tensors".into()));
+        }
+        let is_multimodal = |name: &&str| name.starts_with(MULTIMODAL_PREFIX);
+        let mut merger = Merger {
+            prefix: match tensors.names().iter().any(is_multimodal) {
+                true => MULTIMODAL_PREFIX,
+                false => PREFIX,
+            },
+            rank: file.r,
+            scale: file.scale(),
+            rest: tensors.names().into_iter().map(String::from).collect(),
+            tensors,
+            path: Vec::new(),
+            problems: Vec::new(),
+        };
+        let model = self.map(&mut merger);
+        let mut problems = merger.problems;
+        let extra = merger.rest.into_iter();
+        problems.extend(extra.map(|name| TensorProblem::Extra { name }));
+        match problems.is_empty() {
+            true => Ok(model),
+            false => Err(Gemma4Error::Tensors { path, problems }),
+        }
+    }
+}
+
+impl File {
+    /// How much the adapter counts.
+    fn scale(&self) -> f64 {
+        self.lora_alpha / self.r as f64
+    }
+
+    fn refuse_unsupported(&self) -> Result<(), String> {
+        if self.peft_type != "LORA" {
+            return Err(format!(
+                "peft_type is {:?}; only \"LORA\" is supported",
+                self.peft_type
+            ));
+        }
+        if self.r == 0 {
+            return Err("r is 0".into());
+        }
+        if !(self.scale() as f32).is_finite() {
+            return Err(format!(
+                "lora_alpha {} over r {} is no number in f32",
+                self.lora_alpha, self.r
+            ));
+        }
+        let unsupported = [
+            ("use_dora", self.use_dora),
+            ("use_rslora", self.use_rslora),
+            ("fan_in_fan_out", self.fan_in_fan_out),
+            (
+                "modules_to_save",
+                self.modules_to_save
+                    .as_ref()
+                    .is_some_and(|modules| !modules.is_empty()),
+            ),
+            ("rank_pattern", !self.rank_pattern.is_empty()),
+            ("alpha_pattern", !self.alpha_pattern.is_empty()),
+            (
+                "bias",
+                self.bias.as_deref().is_some_and(|bias| bias != "none"),
+            ),
+        ];
+        match unsupported.iter().find(|(_, is_there)| *is_there) {
+            Some((field, _)) => Err(format!("{field} is set, which is not supported")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Adds the products of an adapter's factors to the parameters that they belong to.
+struct Merger<'a> {
+    tensors: SafeTensors<'a>,
+    prefix: &'static str,
+    rank: usize,
+    scale: f64,
+    path: Vec<String>,
+    /// Tensors of the file that belong to no parameter so far.
+    rest: BTreeSet<String>,
+    problems: Vec<TensorProblem>,
+}
+
+impl Merger<'_> {
+    /// `[columns out, columns in]` in f32: what the adapter adds to the matrix at `path`, if it has something to add.
+    fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
+        let names = FACTORS.map(|suffix| format!("{}{path}{suffix}", self.prefix));
+        if names.iter().all(|name| !self.rest.contains(name)) {
+            return None;
+        }
+        let [output, input] = shape;
+        let [reads, writes] = [([self.rank, input], 0), ([output, self.rank], 1)];
+        let [reads, writes] = [(&names[0], reads), (&names[1], writes)]
+            .map(|(name, (expected, of_rank))| self.factor(name, expected, of_rank, device));
+        Some(product(writes?, reads?) * self.scale)
+    }
+
+    /// The factor called `name`, whose dimension `of_rank` is the rank.
+    fn factor(
+        &mut self,
+        name: &str,
+        expected: [usize; 2],
+        of_rank: usize,
+        device: &Device,
+    ) -> Option<Tensor<2>> {
+        self.rest.remove(name);
+        let of_another_rank = |found: &[usize]| match *found {
+            [rows, columns] => [rows, columns][1 - of_rank] == expected[1 - of_rank],
+            _ => false,
+        };
+        let problem = match self.tensors.tensor(name) {
+            Err(_) => TensorProblem::Missing { name: name.into() },
+            Ok(view) if view.shape() != expected && of_another_rank(view.shape()) => {
+                TensorProblem::Rank {
+                    name: name.into(),
+                    found: view.shape()[of_rank],
+                    expected: self.rank,
+                }
+            }
+            Ok(view) if view.shape() != expected => TensorProblem::Shape {
+                name: name.into(),
+                found: view.shape().to_vec(),
+                expected: expected.into(),
+            },
+            Ok(view) => match upload_f32(&view, expected, device) {
+                Some(tensor) => return Some(tensor),
+                None => TensorProblem::Dtype {
+                    name: name.into(),
+                    found: format!("{:?}", view.dtype()),
+                },
+            },
+        };
+        self.problems.push(problem);
+        None
+    }
+}
+
+impl ModuleMapper for Merger<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.path.join(".");
+        let (Some(path), Ok(shape)) = (
+            path.strip_suffix(".weight"),
+            <[usize; 2]>::try_from(param.lazy_shape().to_vec()),
+        ) else {
+            return param;
+        };
+        let device = param.lazy_device().without_autodiff();
+        let Some(delta) = self.delta(path, shape, &device) else {
+            return param;
+        };
+        let weight = param.val().inner();
+        let dtype = weight.dtype();
+        let merged = (weight.cast(DType::F32) + delta.reshape(param.shape())).cast(dtype);
+        let id = param.id;
+        param.transform_for_load(merged, id)
+    }
+}

@@ -1,0 +1,442 @@
+//! From a prompt to text, token by token.
+
+pub(crate) mod cancellation;
+pub(crate) mod decode;
+pub(crate) mod defaults;
+pub(crate) mod logprobs;
+pub(crate) mod sampling;
+
+#[cfg(feature = "cube")]
+use crate::op;
+use crate::{
+    Cache, Cancellation, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler,
+    Sampling, TextKind, TokenLogprobs, Tokenizer,
+    model::Logits,
+    text::{
+        parts::Parts,
+        stop::{self, StopStrings},
+    },
+};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use serde::Serialize;
+use std::{
+    ops::ControlFlow,
+    time::{Duration, Instant},
+};
+
+/// Tokens of a prompt that a processor reads at once where the generation can be cancelled.
+const PROCESSORS_CHUNK: usize = 512;
+/// The same for other devices, which need more to be busy.
+const ACCELERATORS_CHUNK: usize = 8192;
+
+/// How to go on from a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateOptions {
+    /// Tokens to generate at most; fewer where the model's positions end.
+    pub max_tokens: usize,
+    /// How a token is chosen.
+    pub sampling: Sampling,
+    /// Tokens that end the text.
+    pub stop_tokens: Vec<u32>,
+    /// Goes on after them.
+    pub ignore_stop_tokens: bool,
+    /// Texts that end the text, wherever tokens begin and end in them. Of the generated text only; special tokens in it count
+    /// by their names. As in transformers, the text keeps them, with what else the token that completed them brought.
+    pub stop_strings: Vec<String>,
+    /// Tells of every token how likely it was, and so many of the likeliest in its place.
+    pub logprobs: Option<usize>,
+    /// Reads the prompt by this many tokens at a time, which bounds the memory that takes; at once without, if nothing can
+    /// cancel it.
+    pub prefill_chunk: Option<usize>,
+    /// Ends the generation from another thread, also while the prompt is read.
+    pub cancellation: Option<Cancellation>,
+    /// Captures a token's launches in a graph once and replays it, where the device can. Programs whose other threads use the same
+    /// CUDA device do without: see [`Decoder`](crate::Decoder).
+    pub graph_capture: bool,
+    /// Keeps less of keys and values, where the model has layers that can: see
+    /// [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
+    pub compact_keys: bool,
+    /// How a conversation becomes a prompt.
+    pub chat: ChatOptions,
+}
+
+impl GenerateOptions {
+    fn is_cancelled(&self) -> bool {
+        self.cancellation
+            .as_ref()
+            .is_some_and(Cancellation::is_cancelled)
+    }
+}
+
+/// One generated token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Token<'a> {
+    /// Its number in the vocabulary.
+    pub id: u32,
+    /// The text that became complete with it, which may be empty: a character may take several tokens.
+    pub text: &'a str,
+    /// What that text is.
+    pub kind: TextKind,
+}
+
+/// What was generated.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generation {
+    /// The prompt's tokens.
+    pub prompt_tokens: Vec<u32>,
+    /// The generated tokens; a token that ended the text is the last.
+    pub tokens: Vec<u32>,
+    /// The answer's text, without special tokens.
+    pub text: String,
+    /// The thoughts before it, without special tokens.
+    pub thoughts: String,
+    /// The tools that the model calls, as it writes them: `call:name{argument:<|"|>text<|"|>}`.
+    pub tool_calls: Vec<String>,
+    /// How likely each of the tokens was, where [`GenerateOptions::logprobs`] asks for it.
+    pub logprobs: Vec<TokenLogprobs>,
+    /// Why it ended.
+    pub finish_reason: FinishReason,
+    /// How long it took.
+    pub timings: Timings,
+}
+
+/// Why a text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FinishReason {
+    /// A token or a text that ends texts.
+    Stop,
+    /// [`GenerateOptions::max_tokens`] or the model's last position.
+    Length,
+    /// The callback or [`GenerateOptions::cancellation`] said so.
+    Cancelled,
+}
+
+/// How long a generation took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timings {
+    /// From the prompt to the first token.
+    pub prefill: Duration,
+    /// Tokens of the prompt that were read; those that a session has read before are not.
+    pub prefill_tokens: usize,
+    /// From the first token to the last.
+    pub decode: Duration,
+    /// Tokens after the first.
+    pub decode_tokens: usize,
+}
+
+impl Timings {
+    /// Prompt tokens a second; 0 where nothing was read.
+    pub fn prefill_rate(&self) -> f64 {
+        rate(self.prefill_tokens, self.prefill)
+    }
+
+    /// Generated tokens a second after the first; 0 where there is none.
+    pub fn decode_rate(&self) -> f64 {
+        rate(self.decode_tokens, self.decode)
+    }
+}
+
+fn rate(tokens: usize, time: Duration) -> f64 {
+    match time.is_zero() {
+        true => 0.0,
+        false => tokens as f64 / time.as_secs_f64(),
+    }
+}
+
+/// Called with the sequence's index and the token.
+pub(crate) type OnToken<'a> = dyn FnMut(usize, &Token<'_>) -> ControlFlow<()> + 'a;
+
+/// Refuses what cannot be generated; the number of tokens that can be.
+pub(crate) fn check(
+    config: &Gemma4Config,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+) -> Result<usize, Gemma4Error> {
+    let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
+    options.sampling.validate()?;
+    stop::validate(&options.stop_strings)?;
+    if options.max_tokens == 0 {
+        return refuse("max_tokens", "is 0; it should be at least 1".into());
+    }
+    if options.prefill_chunk == Some(0) {
+        return refuse("prefill_chunk", "is 0; it should be at least 1".into());
+    }
+    for prompt in prompts {
+        if prompt.is_empty() {
+            return refuse("prompt", "has no tokens; it should have at least 1".into());
+        }
+        if let Some(token) = prompt
+            .iter()
+            .find(|token| **token as usize >= config.vocab_size)
+        {
+            return refuse(
+                "prompt",
+                format!(
+                    "has the token {token}, but the vocabulary has {} tokens",
+                    config.vocab_size
+                ),
+            );
+        }
+    }
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    match config.max_position_embeddings.checked_sub(longest) {
+        None | Some(0) => refuse(
+            "prompt",
+            format!(
+                "has {longest} tokens; the model has {} positions, of which one at least is for the answer",
+                config.max_position_embeddings
+            ),
+        ),
+        Some(room) => Ok(options.max_tokens.min(room)),
+    }
+}
+
+/// Generates after each of `prompts`, whose columns from `cache.len()` on are still to be read. Prompts shorter than the
+/// longest begin with the cache's padding. The options have been checked with [`check`], which gives `max_tokens`.
+///
+/// Returns what was generated, and afterwards the cache holds all tokens but the last.
+pub(crate) fn run(
+    model: &Gemma4Model,
+    tokenizer: &Tokenizer,
+    prompts: Vec<Vec<u32>>,
+    cache: &mut Cache,
+    options: &GenerateOptions,
+    max_tokens: usize,
+    on_token: &mut OnToken<'_>,
+) -> Result<Vec<Generation>, Gemma4Error> {
+    let device = model.device();
+    let pad = model.config().pad_token;
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let read_before = cache.len();
+    let mut timings = Timings::default();
+    let mut sequences: Vec<Sequence<'_>> = prompts
+        .into_iter()
+        .enumerate()
+        .map(|(index, prompt)| Sequence::new(index, prompt, tokenizer, options))
+        .collect::<Result<_, _>>()?;
+
+    let start = Instant::now();
+    let logits = prefill(model, &sequences, longest, cache, options, &device)?;
+    timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
+    let Some(logits) = logits else {
+        timings.prefill = start.elapsed();
+        return finish(sequences, timings);
+    };
+    let mut next = choose(&mut sequences, Next::of(logits), options)?;
+    timings.prefill = start.elapsed();
+
+    let decoding = Instant::now();
+    let mut decoder = model.decoder(cache);
+    if !options.graph_capture {
+        decoder = decoder.without_graph_capture();
+    }
+    loop {
+        for (sequence, token) in sequences.iter_mut().zip(&next) {
+            sequence.take(*token, max_tokens, options, on_token)?;
+        }
+        if options.is_cancelled() || sequences.iter().all(|sequence| sequence.finished.is_some()) {
+            break;
+        }
+        // A sequence that has ended goes along until the others have.
+        let column: Vec<u32> = sequences
+            .iter()
+            .zip(&next)
+            .map(|(sequence, token)| match sequence.finished {
+                Some(_) => pad,
+                None => *token,
+            })
+            .collect();
+        next = choose(&mut sequences, decoder.step(&column)?, options)?;
+    }
+    timings.decode = decoding.elapsed();
+    finish(sequences, timings)
+}
+
+/// What there is of the sequences.
+fn finish(sequences: Vec<Sequence<'_>>, timings: Timings) -> Result<Vec<Generation>, Gemma4Error> {
+    sequences
+        .into_iter()
+        .map(|sequence| sequence.finish(timings))
+        .collect()
+}
+
+/// Whether work is queued on a device of its own, rather than done by the processor at once.
+fn is_accelerated(model: &Gemma4Model) -> bool {
+    #[cfg(feature = "cube")]
+    return op::runs(&model.device(), model.dtype());
+    #[cfg(not(feature = "cube"))]
+    {
+        let _ = model;
+        false
+    }
+}
+
+/// Reads what is not yet in the cache of all prompts; the logits after their last tokens, none where it was cancelled.
+fn prefill(
+    model: &Gemma4Model,
+    sequences: &[Sequence<'_>],
+    longest: usize,
+    cache: &mut Cache,
+    options: &GenerateOptions,
+    device: &Device,
+) -> Result<Option<Tensor<3>>, Gemma4Error> {
+    let pad = model.config().pad_token;
+    let chunk = match (options.prefill_chunk, &options.cancellation) {
+        (Some(chunk), _) => chunk,
+        (None, None) => longest,
+        (None, Some(_)) if is_accelerated(model) => ACCELERATORS_CHUNK,
+        (None, Some(_)) => PROCESSORS_CHUNK,
+    };
+    loop {
+        if options.is_cancelled() {
+            return Ok(None);
+        }
+        let start = cache.len();
+        let end = (start + chunk).min(longest);
+        let column = |prompt: &[u32], column: usize| {
+            (column + prompt.len())
+                .checked_sub(longest)
+                .map_or(pad, |index| prompt[index])
+        };
+        let tokens: Vec<u32> = sequences
+            .iter()
+            .flat_map(|sequence| (start..end).map(|index| column(&sequence.prompt, index)))
+            .collect();
+        let tokens = upload(tokens, [sequences.len(), end - start], device);
+        let asked = match end == longest {
+            true => Logits::Last(1),
+            false => Logits::None,
+        };
+        let logits = model.step_within(tokens, cache, asked)?;
+        if logits.is_some() {
+            return Ok(logits);
+        }
+        if options.cancellation.is_some() {
+            // What is only queued could not be cancelled any more.
+            device
+                .sync()
+                .map_err(|error| Gemma4Error::Device(error.to_string()))?;
+        }
+    }
+}
+
+fn upload(tokens: Vec<u32>, shape: [usize; 2], device: &Device) -> Tensor<2, Int> {
+    let tokens: Vec<i32> = tokens.into_iter().map(|token| token as i32).collect();
+    Tensor::from_data(TensorData::new(tokens, shape), device)
+}
+
+/// The next token of each sequence. Only what is needed leaves the device: numbers of tokens where all are greedy and
+/// nothing else of the logits is asked for.
+fn choose(
+    sequences: &mut [Sequence<'_>],
+    next: Next<'_>,
+    options: &GenerateOptions,
+) -> Result<Vec<u32>, Gemma4Error> {
+    if options.sampling.takes_the_largest() && options.logprobs.is_none() {
+        return next.argmax();
+    }
+    let logits = next.logits()?;
+    let vocabulary = logits.len() / sequences.len();
+    sequences
+        .iter_mut()
+        .zip(logits.chunks(vocabulary))
+        .map(|(sequence, logits)| match sequence.finished {
+            Some(_) => Ok(0),
+            None => {
+                let token = sequence.sampler.sample(logits)?;
+                if let Some(count) = options.logprobs {
+                    let logprobs = TokenLogprobs::of(logits, token, count);
+                    sequence.logprobs.push(logprobs);
+                }
+                Ok(token)
+            }
+        })
+        .collect()
+}
+
+/// One sequence on its way.
+struct Sequence<'a> {
+    index: usize,
+    prompt: Vec<u32>,
+    sampler: Sampler,
+    tokens: Vec<u32>,
+    parts: Parts<'a>,
+    stop_strings: StopStrings<'a>,
+    logprobs: Vec<TokenLogprobs>,
+    finished: Option<FinishReason>,
+}
+
+impl<'a> Sequence<'a> {
+    fn new(
+        index: usize,
+        prompt: Vec<u32>,
+        tokenizer: &'a Tokenizer,
+        options: &'a GenerateOptions,
+    ) -> Result<Self, Gemma4Error> {
+        let seed = options.sampling.seed;
+        let mut sampler = Sampler::new(&Sampling {
+            seed: seed.map(|seed| seed.wrapping_add(index as u64)),
+            ..options.sampling.clone()
+        });
+        sampler.read(&prompt);
+        Ok(Self {
+            index,
+            sampler,
+            tokens: Vec::new(),
+            parts: Parts::after(&prompt, tokenizer)?,
+            stop_strings: StopStrings::new(&options.stop_strings, tokenizer),
+            logprobs: Vec::new(),
+            finished: None,
+            prompt,
+        })
+    }
+
+    fn take(
+        &mut self,
+        token: u32,
+        max_tokens: usize,
+        options: &GenerateOptions,
+        on_token: &mut OnToken<'_>,
+    ) -> Result<(), Gemma4Error> {
+        if self.finished.is_some() {
+            return Ok(());
+        }
+        self.tokens.push(token);
+        if !options.ignore_stop_tokens && options.stop_tokens.contains(&token) {
+            self.finished = Some(FinishReason::Stop);
+            return Ok(());
+        }
+        let (kind, text) = self.parts.push(token)?;
+        let stops = self.stop_strings.end_with(token)?;
+        let token = Token {
+            id: token,
+            text: &text,
+            kind,
+        };
+        if on_token(self.index, &token).is_break() {
+            self.finished = Some(FinishReason::Cancelled);
+        } else if stops {
+            self.finished = Some(FinishReason::Stop);
+        } else if self.tokens.len() == max_tokens {
+            self.finished = Some(FinishReason::Length);
+        }
+        Ok(())
+    }
+
+    fn finish(mut self, mut timings: Timings) -> Result<Generation, Gemma4Error> {
+        self.parts.finish()?;
+        timings.decode_tokens = self.tokens.len().saturating_sub(1);
+        Ok(Generation {
+            prompt_tokens: self.prompt,
+            tokens: self.tokens,
+            text: self.parts.answer,
+            thoughts: self.parts.thoughts,
+            tool_calls: self.parts.tool_calls,
+            logprobs: self.logprobs,
+            // What did not end by itself was cancelled.
+            finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
+            timings,
+        })
+    }
+}

@@ -1,0 +1,165 @@
+//! The operators of a layer for any number of rows, with gradients: for prompts, training, and wherever the kernels for a few
+//! rows do not serve.
+
+use super::{
+    cache::{
+        Cache, Call,
+        key_values::{KeyValues, Visible},
+    },
+    layer::{
+        Attention, Linear, Mlp, RmsNorm,
+        operators::{Operators, PerLayerEmbedding, Stream},
+    },
+    observe::{LayerSite, Observer, Site},
+};
+use crate::{
+    LayerType,
+    op::{
+        flat_rows,
+        gelu::gelu,
+        residual::{Added, residual},
+        rope::{Positions, Rotation, tables::Rope},
+    },
+};
+use burn::tensor::{DType, Device, Int, Tensor};
+
+/// The operators in one call.
+pub(crate) struct AnyRows<'a, O> {
+    pub batch: usize,
+    pub rotations: Rotations,
+    /// Of sliding layers.
+    pub window: usize,
+    /// `[batch, positions]`: the document of each token, where a row has several.
+    pub segments: Option<Tensor<2, Int>>,
+    /// Where a layer's own keys and values go, behind those of earlier calls; without, to its queries alone.
+    pub cache: Option<(&'a mut Cache, Call)>,
+    pub observer: &'a mut O,
+}
+
+/// The rotations of a call's positions.
+#[derive(Clone)]
+pub(crate) struct Rotations {
+    sliding: Rotation,
+    full: Rotation,
+}
+
+impl Rotations {
+    pub fn new(rope: &Rope, positions: &Positions, dtype: DType, device: &Device) -> Self {
+        let rotation = |kind| rope.rotation(kind, positions, dtype, device);
+        Self {
+            sliding: rotation(LayerType::Sliding),
+            full: rotation(LayerType::Full),
+        }
+    }
+
+    /// Those of the last `count` positions.
+    pub fn last(&self, count: usize) -> Self {
+        Self {
+            sliding: self.sliding.last(count),
+            full: self.full.last(count),
+        }
+    }
+
+    fn positions(&self) -> usize {
+        self.full.positions()
+    }
+
+    fn of(&self, kind: LayerType) -> &Rotation {
+        match kind {
+            LayerType::Sliding => &self.sliding,
+            LayerType::Full => &self.full,
+        }
+    }
+}
+
+impl<O> AnyRows<'_, O> {
+    /// Rows as `[batch, positions, columns]`. Burn's fusion would tune products of rows anew with everything elementwise that
+    /// comes after them.
+    fn of_text(&self, rows: Tensor<2>) -> Tensor<3> {
+        let [_, columns] = rows.dims();
+        rows.reshape([self.batch, self.rotations.positions(), columns])
+    }
+}
+
+impl<O: Observer> Operators for AnyRows<'_, O> {
+    fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
+        linear.rows(input)
+    }
+
+    fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
+        let (layer, kind, norm) = (attention.layer, attention.kind, attention.key_norm());
+        let (weight, epsilon) = (norm.weight.val(), norm.epsilon());
+        let rotation = self.rotations.of(kind);
+        let key = rotation.heads(key, self.batch, weight, epsilon);
+        let value = rotation.value_heads(value, self.batch, epsilon);
+        self.observe(layer, LayerSite::Key, || key.clone());
+        self.observe(layer, LayerSite::Value, || value.clone());
+        match &mut self.cache {
+            Some((cache, call)) => cache.extend(layer, &norm.weight, key, value, call),
+            None => {
+                let visible = Visible {
+                    segments: self.segments.clone(),
+                    ..Visible::in_order(kind, self.window)
+                };
+                KeyValues::new(key, value, visible)
+            }
+        }
+    }
+
+    fn queries(
+        &mut self,
+        attention: &Attention,
+        projected: Tensor<2>,
+        key_values: &KeyValues,
+    ) -> Tensor<4> {
+        let weight = attention.query_weight(key_values);
+        let rotation = self.rotations.of(attention.kind);
+        let queries = rotation.heads(projected, self.batch, weight, attention.q_norm.epsilon());
+        match &key_values.compact {
+            Some(compact) => compact.queries(queries),
+            None => queries,
+        }
+    }
+
+    fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
+        flat_rows(mlp.forward(self.of_text(input)))
+    }
+
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
+        let gate = gelu(gate.forward(self.of_text(input)));
+        flat_rows(gate * self.of_text(embedding.columns()))
+    }
+
+    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
+        Stream::new(residual(Added {
+            stream: stream.rows,
+            added: output,
+            weight: norm.weight.val(),
+            epsilon: norm.epsilon(),
+        }))
+    }
+
+    fn add_before(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Option<Tensor<1>>,
+        _next: &RmsNorm,
+    ) -> Stream {
+        let stream = self.add(stream, output, norm);
+        match scalar {
+            Some(scalar) => Stream::new(stream.rows * scalar.unsqueeze::<2>()),
+            None => stream,
+        }
+    }
+
+    fn observe<const D: usize>(
+        &mut self,
+        layer: usize,
+        site: LayerSite,
+        tensor: impl FnOnce() -> Tensor<D>,
+    ) {
+        self.observer.observe(Site::Layer(layer, site), tensor);
+    }
+}

@@ -1,0 +1,192 @@
+//! The operators of a layer for one position of a few sequences, by kernels alone: about a dozen launches a layer.
+//!
+//! Nothing here depends on the host but the shapes. Which position, the kernels read from the device, so that the launches
+//! can be captured and replayed.
+
+use super::{
+    Gemma4Model,
+    cache::{
+        Target,
+        key_values::{KeyValues, Visible},
+    },
+    layer::{
+        Attention, Linear, Mlp, RmsNorm,
+        operators::{Operators, PerLayerEmbedding, Stream},
+    },
+    observe::Part,
+};
+use crate::{
+    LayerType,
+    op::{
+        self,
+        linear::few_rows::{self, MOST_ROWS},
+        residual::{Added, residual, residual_and_norm},
+        rope::{
+            RotationTables,
+            heads::{self, HeadOptions},
+        },
+    },
+};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    tensor::{DType, Int, Tensor},
+};
+
+/// The operators of one position.
+pub(crate) struct FewRows<'a> {
+    /// `[batch]`.
+    pub positions: Tensor<1, Int>,
+    pub sliding: RotationTables,
+    pub full: RotationTables,
+    /// Where layers with keys and values of their own write them; nothing where no such layers are computed.
+    pub targets: Option<Targets<'a>>,
+    /// Called after each part.
+    pub after: &'a mut dyn FnMut(Part),
+}
+
+/// Where the position's keys and values go, and what its queries see afterwards: what is written, in a ring in any order.
+pub(crate) struct Targets<'a> {
+    /// Of every layer that has its own.
+    pub layers: &'a [Target],
+    /// `[batch]` each.
+    pub sliding_lengths: Tensor<1, Int>,
+    pub full_lengths: Tensor<1, Int>,
+}
+
+impl FewRows<'_> {
+    /// Whether they compute a position of `batch` sequences.
+    pub fn serve(model: &Gemma4Model, batch: usize) -> bool {
+        let dtype = model.dtype();
+        model.config().experts.is_none()
+            && batch <= MOST_ROWS
+            && op::serves(&model.device(), dtype)
+            && OneDtype::is_of(model, dtype)
+    }
+
+    fn tables(&self, kind: LayerType) -> &RotationTables {
+        match kind {
+            LayerType::Sliding => &self.sliding,
+            LayerType::Full => &self.full,
+        }
+    }
+}
+
+impl Operators for FewRows<'_> {
+    fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
+        few_rows::project(input, linear.weight.val(), None)
+    }
+
+    fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
+        let targets = self.targets.as_ref().expect("the layer has a target");
+        let lengths = match attention.kind {
+            LayerType::Sliding => &targets.sliding_lengths,
+            LayerType::Full => &targets.full_lengths,
+        };
+        let visible = Visible {
+            lengths: Some(lengths.clone()),
+            ..Visible::default()
+        };
+        let norm = attention.key_norm();
+        let (tables, epsilon) = (self.tables(attention.kind), norm.epsilon());
+        let write_values = |buffer, compact| {
+            let options = HeadOptions { compact, epsilon };
+            heads::write_values(value, self.positions.clone(), buffer, options)
+        };
+        let write_keys = |buffer, compact| {
+            let options = HeadOptions { compact, epsilon };
+            let positions = self.positions.clone();
+            heads::write_keys(key, norm.weight.val(), tables, positions, buffer, options)
+        };
+        match targets.layers[attention.layer].clone() {
+            Target::Apart(buffers) => {
+                let key = write_keys(buffers.key, None);
+                KeyValues::new(key, write_values(buffers.value, None), visible)
+            }
+            Target::Compact(buffer) => {
+                let rotated = Some(buffer.keys.layout.rotated_pairs);
+                let slots = write_values(buffer.slots, rotated);
+                let slots = write_keys(slots, rotated);
+                KeyValues::of_slots(&slots, &buffer.keys, visible)
+            }
+        }
+    }
+
+    fn queries(
+        &mut self,
+        attention: &Attention,
+        projected: Tensor<2>,
+        key_values: &KeyValues,
+    ) -> Tensor<4> {
+        let compact = key_values.compact.as_ref();
+        let options = HeadOptions {
+            compact: compact.map(|keys| keys.layout.rotated_pairs),
+            epsilon: attention.q_norm.epsilon(),
+        };
+        let weight = attention.query_weight(key_values);
+        let tables = self.tables(attention.kind);
+        heads::query_heads(projected, weight, tables, self.positions.clone(), options)
+    }
+
+    fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
+        let (gate, up) = (mlp.gate_proj.weight.val(), mlp.up_proj.weight.val());
+        let inner = few_rows::project_gated(input, gate, up);
+        self.project(inner, &mlp.down_proj)
+    }
+
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
+        few_rows::project_gate_of(input, gate.weight.val(), embedding.rows, embedding.start)
+    }
+
+    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
+        Stream::new(residual(added(stream, output, norm)))
+    }
+
+    fn add_before(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Option<Tensor<1>>,
+        next: &RmsNorm,
+    ) -> Stream {
+        let added = added(stream, output, norm);
+        let (rows, normed) = residual_and_norm(added, scalar, next.weight.val());
+        Stream {
+            rows,
+            normed: Some(normed),
+        }
+    }
+
+    fn after(&mut self, part: Part) {
+        (self.after)(part);
+    }
+}
+
+fn added(stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Added {
+    Added {
+        stream: stream.rows,
+        added: output,
+        weight: norm.weight.val(),
+        epsilon: norm.epsilon(),
+    }
+}
+
+/// Looks for parameters of another dtype.
+struct OneDtype {
+    dtype: DType,
+    holds: bool,
+}
+
+impl OneDtype {
+    fn is_of(model: &Gemma4Model, dtype: DType) -> bool {
+        let mut visitor = Self { dtype, holds: true };
+        model.visit(&mut visitor);
+        visitor.holds
+    }
+}
+
+impl ModuleVisitor for OneDtype {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.holds &= param.val().dtype() == self.dtype;
+    }
+}

@@ -1,0 +1,236 @@
+//! Tokens to hidden states: all layers, one after the other.
+
+#[cfg(feature = "cube")]
+use super::few_rows::FewRows;
+use super::{
+    Gemma4Model, Logits,
+    any_rows::{AnyRows, Rotations},
+    cache::{Cache, key_values::SharedKeyValues},
+    layer::{
+        RmsNorm,
+        operators::{Operators, PerLayerEmbedding, Stream},
+    },
+    observe::{Observer, Site},
+};
+use crate::op::{flat_rows, linear, rope::Positions};
+#[cfg(feature = "cube")]
+use crate::{LayerType, op::rope::RotationTables};
+use burn::tensor::{DType, Int, Tensor};
+#[cfg(feature = "cube")]
+use burn::tensor::{Device, TensorData};
+use std::ops::Range;
+
+/// What the tokens of a call are.
+pub(crate) struct Text<'a> {
+    /// Their positions.
+    pub positions: Positions,
+    /// `[batch, positions]`: the document of each token, where a row has several.
+    pub segments: Option<Tensor<2, Int>>,
+    /// What they come after.
+    pub cache: Option<&'a mut Cache>,
+}
+
+impl Text<'_> {
+    /// Rows of one whole document each.
+    pub fn whole(tokens: &Tensor<2, Int>) -> Self {
+        let [_, count] = tokens.dims();
+        Self {
+            positions: Positions::Range { first: 0, count },
+            segments: None,
+            cache: None,
+        }
+    }
+}
+
+impl Gemma4Model {
+    /// The last layer's stream, normalised, of the positions whose logits are asked for: `[batch, asked, hidden]`. Where there are
+    /// none, that of the last layer with keys and values of its own, as it is.
+    pub(crate) fn hidden_states<O: Observer>(
+        &self,
+        tokens: Tensor<2, Int>,
+        text: Text<'_>,
+        logits: Logits,
+        observer: &mut O,
+    ) -> Tensor<3> {
+        let [batch, count] = tokens.dims();
+        let asked = logits.of(count);
+        let device = tokens.device();
+
+        let embedded = self.embed_tokens.forward(tokens.clone());
+        observer.observe(Site::Embedding, || embedded.clone());
+        let embedded = flat_rows(embedded);
+        let (dtype, hidden) = (embedded.dtype(), embedded.dims()[1]);
+        let embeddings = self.per_layer_embeddings(tokens, &embedded, linear::rows);
+        if let Some(embeddings) = &embeddings {
+            let layers = self.config.num_layers();
+            let columns = self.config.hidden_size_per_layer_input;
+            observer.observe(Site::PerLayerEmbeddings, || {
+                embeddings.clone().reshape([batch, count, layers, columns])
+            });
+        }
+
+        let positions = text.positions;
+        let mut any_rows = AnyRows {
+            batch,
+            rotations: Rotations::new(&self.rope, &positions, dtype, &device),
+            window: self.config.sliding_window,
+            segments: text.segments,
+            cache: text.cache.map(|cache| {
+                let call = cache.call(count, &device);
+                (cache, call)
+            }),
+            observer,
+        };
+        let mut shared = SharedKeyValues::default();
+        let own = 0..self.config.first_shared_layer();
+        let stream = Stream::new(embedded);
+        let stream = self.layers(own, stream, embeddings.as_ref(), &mut shared, &mut any_rows);
+        if let Some((cache, call)) = &mut any_rows.cache {
+            cache.advance(call);
+        }
+
+        if asked == 0 {
+            return stream.rows.reshape([batch, count, hidden]);
+        }
+        // From here on, positions only read what earlier layers have left.
+        let rest = self.config.first_shared_layer()..self.config.num_layers();
+        let last = |rows| last_positions(rows, batch, asked);
+        let (stream, embeddings) = (Stream::new(last(stream.rows)), embeddings.map(last));
+        let mut stream = match asked {
+            #[cfg(feature = "cube")]
+            1 if count > 1
+                && !rest.is_empty()
+                && any_rows.cache.is_some()
+                && FewRows::serve(self, batch) =>
+            {
+                let after = &mut |_| ();
+                let mut few_rows = self.last_position(&positions, batch, dtype, &device, after);
+                self.layers(
+                    rest,
+                    stream,
+                    embeddings.as_ref(),
+                    &mut shared,
+                    &mut few_rows,
+                )
+            }
+            _ => {
+                if asked < count {
+                    any_rows.rotations = any_rows.rotations.last(asked);
+                }
+                self.layers(
+                    rest,
+                    stream,
+                    embeddings.as_ref(),
+                    &mut shared,
+                    &mut any_rows,
+                )
+            }
+        };
+        let normed = stream.norm(&self.norm).reshape([batch, asked, hidden]);
+        any_rows
+            .observer
+            .observe(Site::FinalNorm, || normed.clone());
+        normed
+    }
+
+    /// The layers of a range, one after the other. `shared` has what earlier ones have left for layers without keys and values
+    /// of their own, and gets what these leave. `embeddings` are all layers' per-layer embeddings, `[rows, layers · columns]`.
+    pub(crate) fn layers(
+        &self,
+        range: Range<usize>,
+        mut stream: Stream,
+        embeddings: Option<&Tensor<2>>,
+        shared: &mut SharedKeyValues,
+        operators: &mut impl Operators,
+    ) -> Stream {
+        let count = self.config.hidden_size_per_layer_input;
+        for index in range {
+            let kind = self.config.layer_types[index];
+            let embedding = embeddings.map(|rows| PerLayerEmbedding {
+                rows: rows.clone(),
+                start: index * count,
+                count,
+            });
+            let (layer, next) = (&self.layers[index], self.norm_after(index));
+            let own;
+            (stream, own) = layer.forward(stream, embedding, shared.get(kind), next, operators);
+            if let Some(own) = own {
+                shared.set(kind, own);
+            }
+        }
+        stream
+    }
+
+    /// The norm that the stream goes through after a layer.
+    pub(crate) fn norm_after(&self, layer: usize) -> &RmsNorm {
+        match self.layers.get(layer + 1) {
+            Some(next) => &next.input_layernorm,
+            None => &self.norm,
+        }
+    }
+
+    /// The operators for each sequence's last position in layers that read earlier ones' keys and values.
+    #[cfg(feature = "cube")]
+    fn last_position<'a>(
+        &self,
+        positions: &Positions,
+        batch: usize,
+        dtype: DType,
+        device: &Device,
+        after: &'a mut dyn FnMut(super::observe::Part),
+    ) -> FewRows<'a> {
+        let last: Vec<i32> = match positions {
+            Positions::Range { first, count } => vec![(first + count - 1) as i32; batch],
+            Positions::Each(rows) => rows
+                .iter()
+                .filter_map(|row| row.last())
+                .map(|position| *position as i32)
+                .collect(),
+        };
+        let reach = positions.end();
+        let tables = |kind| -> RotationTables { self.rope.tables(kind, reach, dtype, device) };
+        FewRows {
+            positions: Tensor::from_data(TensorData::new(last, [batch]), (device, DType::I32)),
+            sliding: tables(LayerType::Sliding),
+            full: tables(LayerType::Full),
+            targets: None,
+            after,
+        }
+    }
+
+    /// `[rows, layers · columns]`: the per-layer embeddings, half from the token, half from the embedding, by `project` times
+    /// the transpose of a weight.
+    pub(crate) fn per_layer_embeddings(
+        &self,
+        tokens: Tensor<2, Int>,
+        embedded: &Tensor<2>,
+        project: impl FnOnce(Tensor<2>, Tensor<2>) -> Tensor<2>,
+    ) -> Option<Tensor<2>> {
+        let table = self.embed_tokens_per_layer.as_ref()?;
+        let projection = self.per_layer_model_projection.as_ref()?;
+        let norm = self.per_layer_projection_norm.as_ref()?;
+        let [rows, hidden] = embedded.dims();
+        let layers = self.config.num_layers();
+        let columns = self.config.hidden_size_per_layer_input;
+        let of_token = table.forward(tokens).reshape([rows, layers, columns]);
+        // Constants that bf16 does not hold are applied in f32.
+        let of_embedding = project(embedded.clone(), projection.weight.val());
+        let of_embedding = of_embedding.reshape([rows, layers, columns]);
+        let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
+        let sum = of_embedding + of_token.cast(DType::F32);
+        let sum = (sum * std::f64::consts::FRAC_1_SQRT_2).cast(embedded.dtype());
+        Some(sum.reshape([rows, layers * columns]))
+    }
+}
+
+/// Of rows `[batch · positions, columns]`, those of the last `count` positions.
+pub(crate) fn last_positions(rows: Tensor<2>, batch: usize, count: usize) -> Tensor<2> {
+    let [all, columns] = rows.dims();
+    if all == batch * count {
+        return rows;
+    }
+    let positions = all / batch;
+    rows.reshape([batch, positions, columns])
+        .narrow(1, positions - count, count)
+        .reshape([batch * count, columns])
+}

@@ -1,0 +1,195 @@
+//! One layer: attention and feed-forward networks around the residual stream.
+
+use super::{
+    Attention, Experts, Linear, Mlp, RmsNorm, Router, constant,
+    operators::{Operators, PerLayerEmbedding, Stream},
+};
+use crate::{
+    Gemma4Config,
+    model::{
+        cache::key_values::KeyValues,
+        observe::{LayerSite, Part},
+    },
+};
+use burn::{
+    module::{Module, Param},
+    tensor::{Device, Tensor},
+};
+
+/// One layer, by the names of the checkpoint's tensors.
+#[derive(Module, Debug)]
+pub struct DecoderLayer {
+    /// Attention.
+    pub self_attn: Attention,
+    /// The dense feed-forward network.
+    pub mlp: Mlp,
+    /// Before attention.
+    pub input_layernorm: RmsNorm,
+    /// Of what attention adds.
+    pub post_attention_layernorm: RmsNorm,
+    /// Before the dense network.
+    pub pre_feedforward_layernorm: RmsNorm,
+    /// Of what the feed-forward networks add.
+    pub post_feedforward_layernorm: RmsNorm,
+    /// Chooses experts.
+    pub router: Option<Router>,
+    /// The experts beside the dense network.
+    pub experts: Option<Experts>,
+    /// Of what the dense network adds to the experts.
+    pub post_feedforward_layernorm_1: Option<RmsNorm>,
+    /// Of what the experts add to the dense network.
+    pub post_feedforward_layernorm_2: Option<RmsNorm>,
+    /// Before the experts.
+    pub pre_feedforward_layernorm_2: Option<RmsNorm>,
+    /// Opens the gate of the per-layer embedding.
+    pub per_layer_input_gate: Option<Linear>,
+    /// Brings the per-layer embedding into the residual stream.
+    pub per_layer_projection: Option<Linear>,
+    /// Of what they add.
+    pub post_per_layer_input_norm: Option<RmsNorm>,
+    /// `[1]`: the factor of the whole stream, which is not trained.
+    pub layer_scalar: Param<Tensor<1>>,
+}
+
+impl DecoderLayer {
+    pub(crate) fn new(config: &Gemma4Config, layer: usize, device: &Device) -> Self {
+        let (hidden, inputs) = (config.hidden_size, config.hidden_size_per_layer_input);
+        let norm = || RmsNorm::new(hidden, config.rms_norm_eps, device);
+        let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
+        let experts = config.experts.as_ref();
+        let per_layer_embeddings = config.has_per_layer_embeddings();
+        Self {
+            self_attn: Attention::new(config, layer, device),
+            mlp: Mlp::new(
+                hidden,
+                config.intermediate_size(layer),
+                config.initializer_range,
+                device,
+            ),
+            input_layernorm: norm(),
+            post_attention_layernorm: norm(),
+            pre_feedforward_layernorm: norm(),
+            post_feedforward_layernorm: norm(),
+            router: experts.map(|experts| Router::new(config, experts, device)),
+            experts: experts.map(|experts| Experts::new(config, experts, device)),
+            post_feedforward_layernorm_1: experts.map(|_| norm()),
+            post_feedforward_layernorm_2: experts.map(|_| norm()),
+            pre_feedforward_layernorm_2: experts.map(|_| norm()),
+            per_layer_input_gate: per_layer_embeddings.then(|| linear(hidden, inputs)),
+            per_layer_projection: per_layer_embeddings.then(|| linear(inputs, hidden)),
+            post_per_layer_input_norm: per_layer_embeddings.then(norm),
+            layer_scalar: constant(1.0, [1], device).set_require_grad(false),
+        }
+    }
+
+    /// What becomes of the residual stream, and the layer's keys and values if it has its own; else it reads `shared`.
+    /// `next` is the norm that comes after the layer.
+    ///
+    /// # Panics
+    /// Without keys and values to read.
+    pub(crate) fn forward<O: Operators>(
+        &self,
+        mut stream: Stream,
+        embedding: Option<PerLayerEmbedding>,
+        shared: Option<&KeyValues>,
+        next: &RmsNorm,
+        operators: &mut O,
+    ) -> (Stream, Option<KeyValues>) {
+        let attention = &self.self_attn;
+        let normed = stream.norm(&self.input_layernorm);
+        let query = operators.project(normed.clone(), &attention.q_proj);
+        let own = attention.k_proj.as_ref().map(|k_proj| {
+            let key = operators.project(normed.clone(), k_proj);
+            let value = match &attention.v_proj {
+                Some(v_proj) => operators.project(normed, v_proj),
+                None => key.clone(),
+            };
+            (key, value)
+        });
+        operators.after(Part::Projections);
+
+        let own = own.map(|(key, value)| operators.key_values(attention, key, value));
+        let read = own.as_ref().or(shared);
+        let read =
+            read.expect("validated: a layer without keys comes after one of its type with keys");
+        let query = operators.queries(attention, query, read);
+        operators.after(Part::Heads);
+        let shape = [query.dims()[0], query.dims()[2]];
+        operators.observe(attention.layer, LayerSite::Query, || query.clone());
+
+        let found = attention.attend(query, read);
+        operators.after(Part::Attention);
+        operators.observe(attention.layer, LayerSite::Attention, || {
+            of_text(&found, shape)
+        });
+        let output = operators.project(found, &attention.o_proj);
+        operators.after(Part::Projections);
+        let before_mlp = &self.pre_feedforward_layernorm;
+        let norm = &self.post_attention_layernorm;
+        let mut stream = operators.add_before(stream, output, norm, None, before_mlp);
+        operators.after(Part::Norms);
+
+        let dense = operators.mlp(stream.norm(before_mlp), &self.mlp);
+        operators.after(Part::Mlp);
+        operators.observe(attention.layer, LayerSite::Mlp, || of_text(&dense, shape));
+        let mut output = self.with_experts(&stream.rows, dense, shape, operators);
+        let mut norm = &self.post_feedforward_layernorm;
+        if let (Some(gate), Some(projection), Some(after_embedding), Some(embedding)) = (
+            &self.per_layer_input_gate,
+            &self.per_layer_projection,
+            &self.post_per_layer_input_norm,
+            embedding,
+        ) {
+            stream = operators.add(stream, output, norm);
+            operators.after(Part::Norms);
+            let gated = operators.gate(stream.rows.clone(), gate, embedding);
+            output = operators.project(gated, projection);
+            norm = after_embedding;
+            operators.after(Part::PerLayerEmbeddings);
+        }
+        let scalar = Some(self.layer_scalar.val());
+        let stream = operators.add_before(stream, output, norm, scalar, next);
+        operators.after(Part::Norms);
+        operators.observe(attention.layer, LayerSite::Output, || {
+            of_text(&stream.rows, shape)
+        });
+        (stream, own)
+    }
+
+    /// What the dense network and the experts add together; `dense` alone without experts.
+    fn with_experts<O: Operators>(
+        &self,
+        stream: &Tensor<2>,
+        dense: Tensor<2>,
+        shape: [usize; 2],
+        operators: &mut O,
+    ) -> Tensor<2> {
+        let (Some(router), Some(experts), Some(after_dense), Some(after_experts), Some(before)) = (
+            &self.router,
+            &self.experts,
+            &self.post_feedforward_layernorm_1,
+            &self.post_feedforward_layernorm_2,
+            &self.pre_feedforward_layernorm_2,
+        ) else {
+            return dense;
+        };
+        let layer = self.self_attn.layer;
+        let routing = router.forward(stream.clone());
+        operators.observe(layer, LayerSite::RouterProbabilities, || {
+            routing.probabilities.clone()
+        });
+        operators.observe(layer, LayerSite::RouterExperts, || {
+            routing.experts.clone().float()
+        });
+        operators.observe(layer, LayerSite::RouterWeights, || routing.weights.clone());
+        let mixed = experts.forward(before.forward(stream.clone()), &routing);
+        operators.observe(layer, LayerSite::Experts, || of_text(&mixed, shape));
+        after_dense.forward(dense) + after_experts.forward(mixed)
+    }
+}
+
+/// Rows as `[batch, positions, columns]`.
+fn of_text(rows: &Tensor<2>, [batch, positions]: [usize; 2]) -> Tensor<3> {
+    let [_, columns] = rows.dims();
+    rows.clone().reshape([batch, positions, columns])
+}

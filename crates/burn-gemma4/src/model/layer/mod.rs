@@ -1,0 +1,36 @@
+//! The parts of a layer.
+
+pub mod attention;
+pub mod decoder;
+pub mod embedding;
+pub mod experts;
+pub mod linear;
+pub mod mlp;
+pub mod norm;
+pub(crate) mod operators;
+
+pub use attention::Attention;
+pub use decoder::DecoderLayer;
+pub use embedding::Embedding;
+pub use experts::{Experts, Router};
+pub use linear::Linear;
+pub use mlp::Mlp;
+pub use norm::RmsNorm;
+
+use burn::{
+    module::{Initializer, Param},
+    tensor::{Device, Tensor},
+};
+
+/// Weights from a normal distribution, drawn when they are first read: a checkpoint replaces them before.
+fn random<const D: usize>(shape: [usize; D], deviation: f64, device: &Device) -> Param<Tensor<D>> {
+    Initializer::Normal {
+        mean: 0.0,
+        std: deviation,
+    }
+    .init(shape, device)
+}
+
+fn constant<const D: usize>(value: f64, shape: [usize; D], device: &Device) -> Param<Tensor<D>> {
+    Initializer::Constant { value }.init(shape, device)
+}

@@ -1,0 +1,108 @@
+//! What a layer is computed by: one definition of a layer serves prompts, training and decoding by kernels.
+
+use super::{Attention, Linear, Mlp, RmsNorm};
+use crate::model::{
+    cache::key_values::KeyValues,
+    observe::{LayerSite, Part},
+};
+use burn::tensor::Tensor;
+
+/// The operators of a layer. Rows are `[batch · positions, columns]`, a sequence's positions in their order.
+pub(crate) trait Operators {
+    /// `[rows, columns in]` to `[rows, columns out]`.
+    fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2>;
+
+    /// What queries read of a layer with keys and values of its own, whose projections these are. They go where later calls find
+    /// them, if there are any.
+    fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues;
+
+    /// The queries of a projection, for `key_values`: `[batch, q_heads, positions, head_dim]`.
+    fn queries(
+        &mut self,
+        attention: &Attention,
+        projected: Tensor<2>,
+        key_values: &KeyValues,
+    ) -> Tensor<4>;
+
+    /// The dense feed-forward network.
+    fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2>;
+
+    /// `gelu(gate(input))` times the layer's per-layer embedding.
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2>;
+
+    /// The stream with a block's output, normalised by `norm`.
+    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream;
+
+    /// The same times `scalar`, where there is one, before the norm `next`.
+    fn add_before(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Option<Tensor<1>>,
+        next: &RmsNorm,
+    ) -> Stream;
+
+    /// A look at a tensor on the way.
+    fn observe<const D: usize>(
+        &mut self,
+        _layer: usize,
+        _site: LayerSite,
+        _tensor: impl FnOnce() -> Tensor<D>,
+    ) {
+    }
+
+    /// Called when a part of the layer has been put on the device.
+    fn after(&mut self, _part: Part) {}
+}
+
+/// The residual stream.
+pub(crate) struct Stream {
+    /// `[rows, hidden]`.
+    pub rows: Tensor<2>,
+    /// The norm that comes next, where it was computed along with the rows.
+    pub normed: Option<Tensor<2>>,
+}
+
+impl Stream {
+    /// Nothing else is known of the rows.
+    pub fn new(rows: Tensor<2>) -> Self {
+        Self { rows, normed: None }
+    }
+
+    /// The next norm, which is `norm`.
+    pub fn norm(&mut self, norm: &RmsNorm) -> Tensor<2> {
+        let normed = self.normed.take();
+        normed.unwrap_or_else(|| norm.forward(self.rows.clone()))
+    }
+}
+
+/// A layer's per-layer embedding: some columns of a matrix of rows.
+pub(crate) struct PerLayerEmbedding {
+    pub rows: Tensor<2>,
+    /// The first column.
+    pub start: usize,
+    /// How many.
+    pub count: usize,
+}
+
+impl PerLayerEmbedding {
+    /// All columns.
+    pub fn of_one_layer(rows: Tensor<2>) -> Self {
+        let [_, count] = rows.dims();
+        Self {
+            rows,
+            start: 0,
+            count,
+        }
+    }
+
+    /// `[rows, count]`.
+    pub fn columns(self) -> Tensor<2> {
+        let [_, columns] = self.rows.dims();
+        match columns == self.count {
+            true => self.rows,
+            false => self.rows.narrow(1, self.start, self.count),
+        }
+    }
+}

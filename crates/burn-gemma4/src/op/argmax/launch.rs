@@ -1,0 +1,61 @@
+//! Launches the argmax of rows.
+
+use super::{
+    ArgmaxBackend, NUMBERS,
+    kernel::{UNITS, argmax},
+};
+use crate::op::launch::{addresses, cube_count, empty};
+use burn::{
+    backend::{
+        cubecl::dtype_to_storage_type,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, Shape},
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cubecl::prelude::CubeDim;
+
+impl ArgmaxBackend for CubeBackend {
+    fn argmax(logits: FloatTensor<Self>) -> IntTensor<Self> {
+        let rows = logits.meta.shape()[0];
+        let columns = logits.meta.shape()[1];
+        let stretches = columns.div_ceil(16 * UNITS);
+        let [largest, numbers] = launch(logits, None, stretches);
+        let numbers = match stretches {
+            1 => numbers,
+            _ => launch(largest, Some(numbers), 1)[1].clone(),
+        };
+        burn_cubecl::ops::reshape(numbers, Shape::new([rows]))
+    }
+}
+
+fn launch(
+    values: CubeTensor,
+    columns_of_values: Option<CubeTensor>,
+    stretches: usize,
+) -> [CubeTensor; 2] {
+    let client = values.client.clone();
+    let values = into_contiguous(values);
+    let [rows, columns] = [values.meta.shape()[0], values.meta.shape()[1]];
+    let largest = empty(&values, [rows, stretches], DType::F32);
+    let numbers = empty(&values, [rows, stretches], NUMBERS);
+    let element = dtype_to_storage_type(values.dtype);
+    // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
+    unsafe {
+        argmax::launch_unchecked(
+            &client,
+            cube_count(&client, rows * stretches),
+            CubeDim::new_1d(UNITS as u32),
+            addresses([&values]),
+            values.into_tensor_arg(),
+            columns_of_values.map(CubeTensor::into_tensor_arg).into(),
+            largest.clone().into_tensor_arg(),
+            numbers.clone().into_tensor_arg(),
+            columns as u32,
+            stretches as u32,
+            element,
+            dtype_to_storage_type(NUMBERS),
+        );
+    }
+    [largest, numbers]
+}

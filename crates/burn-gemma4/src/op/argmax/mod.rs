@@ -1,0 +1,45 @@
+//! The likeliest token of each row of logits.
+
+#[cfg(feature = "cube")]
+mod kernel;
+#[cfg(feature = "cube")]
+mod launch;
+
+use burn::tensor::{Int, Tensor};
+#[cfg(feature = "cube")]
+use burn::{
+    backend::{
+        Backend, Dispatch, backend_extension,
+        fusion::custom::TensorSpec,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, Shape},
+};
+
+/// The first of the largest columns of each row of `[rows, columns]`: `[rows]`. NaN counts as −∞; −1 for a row of which none
+/// is a number above −∞.
+pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
+    #[cfg(feature = "cube")]
+    if super::serve(&logits) {
+        return Tensor::from_dispatch(Dispatch::argmax(logits.into_dispatch()));
+    }
+    let nothing = f32::NEG_INFINITY;
+    let numbers = logits.clone().mask_fill(logits.is_nan(), nothing);
+    let (largest, columns) = numbers.max_dim_with_indices(1);
+    columns
+        .mask_fill(largest.equal_elem(nothing), -1)
+        .squeeze_dim(1)
+}
+
+/// The dtype of tokens' numbers.
+#[cfg(feature = "cube")]
+const NUMBERS: DType = DType::I32;
+
+/// The kernels as an operator of a backend.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Fusion)]
+pub trait ArgmaxBackend: Backend {
+    /// See [`argmax`].
+    #[fusion(meta = |logits| TensorSpec::new(Shape::new([logits.shape[0]]), NUMBERS))]
+    fn argmax(logits: FloatTensor<Self>) -> IntTensor<Self>;
+}

@@ -1,0 +1,65 @@
+//! Some columns of keys and values that share slots, read where they lie.
+
+use burn::tensor::Tensor;
+#[cfg(feature = "cube")]
+use burn::{
+    backend::{
+        Backend, Dispatch, backend_extension, fusion::custom::TensorSpec, tensor::FloatTensor,
+    },
+    tensor::Shape,
+};
+#[cfg(feature = "cube")]
+use burn_cubecl::{
+    CubeBackend,
+    kernel::{slice, untile},
+};
+
+/// `count` columns of `[batch, heads, slots, width]` from `start` on; a view where the device addresses by pointers, and else where
+/// Burn's own slice is one.
+pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4> {
+    #[cfg(feature = "cube")]
+    if super::serve(&slots) {
+        return Tensor::from_dispatch(Dispatch::columns(slots.into_dispatch(), start, count));
+    }
+    slots.narrow(3, start, count)
+}
+
+/// The view as an operator of a backend.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Fusion)]
+pub trait ColumnsBackend: Backend {
+    /// See [`columns`].
+    #[fusion(meta = |slots, _start, count| metadata(slots, *count))]
+    fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self>;
+}
+
+/// What Burn's fusion must know of the columns before they exist.
+#[cfg(feature = "cube")]
+fn metadata(slots: &TensorSpec, count: usize) -> TensorSpec {
+    let [batch, heads, rows] = [slots.shape[0], slots.shape[1], slots.shape[2]];
+    TensorSpec::new(Shape::new([batch, heads, rows, count]), slots.dtype)
+}
+
+/// Bytes of a load at most, to a multiple of which kernels take tensors to begin.
+#[cfg(feature = "cube")]
+const WIDEST_LOAD: u64 = 16;
+
+#[cfg(feature = "cube")]
+impl ColumnsBackend for CubeBackend {
+    fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self> {
+        let slots = untile(slots);
+        let [batch, heads, rows, width] = slots.meta.shape().dims();
+        assert!(start + count <= width, "the columns are there");
+        let strides = slots.meta.strides();
+        let bytes = |columns: usize| (columns * strides[3] * slots.dtype.size()) as u64;
+        let (before, behind) = (bytes(start), bytes(width - start - count));
+        let by_pointers = matches!(slots.client.name(), "cuda" | "hip");
+        if !by_pointers || !before.is_multiple_of(WIDEST_LOAD) {
+            return slice(slots, &[0..batch, 0..heads, 0..rows, start..start + count]);
+        }
+        let mut view = slots;
+        view.handle = view.handle.offset_start(before).offset_end(behind);
+        view.meta.shape_mut()[3] = count;
+        view
+    }
+}

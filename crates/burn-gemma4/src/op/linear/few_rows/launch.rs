@@ -1,0 +1,174 @@
+//! Launches the product of a few rows, divided so that the memory is kept busy.
+
+use super::{
+    FewRowsBackend, MOST_ROWS,
+    kernel::{Epilogue, FactorPlaceLaunch, ProjectPlan, project},
+};
+use crate::op::{
+    launch::{addresses, cube_count, empty, plane_width, rows_of, vector_size},
+    sums::Team,
+};
+use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cubecl::{client::Client, prelude::CubeDim};
+
+impl FewRowsBackend for CubeBackend {
+    fn project(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cap: Option<f64>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            cap,
+            ..ProductOptions::default()
+        };
+        launch(input, weight, options)
+    }
+
+    fn project_gated(
+        input: FloatTensor<Self>,
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            through: Some(through),
+            ..ProductOptions::default()
+        };
+        launch(input, gate, options)
+    }
+
+    fn project_gate_of(
+        input: FloatTensor<Self>,
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+        start: usize,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            factor: Some((through, start)),
+            ..ProductOptions::default()
+        };
+        launch(input, gate, options)
+    }
+}
+
+/// What a product does beside adding up.
+#[derive(Default)]
+struct ProductOptions {
+    gelu: bool,
+    /// The weights that the first ones open the gates of.
+    through: Option<CubeTensor>,
+    /// A factor of the output, and its first column.
+    factor: Option<(CubeTensor, usize)>,
+    cap: Option<f64>,
+}
+
+/// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
+fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> CubeTensor {
+    let client = input.client.clone();
+    let (input, weight) = (into_contiguous(input), rows_of(weight));
+    let through = options.through.map(rows_of);
+    let [rows, inner] = [input.meta.shape()[0], input.meta.shape()[1]];
+    let outputs = weight.meta.shape()[0];
+    let stride = |tensor: &CubeTensor| tensor.meta.strides()[0];
+    let through_stride = through.as_ref().map_or(0, stride);
+    let vector = vector_size(
+        &client,
+        input.dtype.size(),
+        &[inner, stride(&weight), through_stride],
+    );
+    let vectors = inner / vector;
+    let output = empty(&input, [rows, outputs], input.dtype);
+    let plan = plan(&client, rows, outputs, vectors, through.is_some());
+    let (factor, factor_place) = match options.factor {
+        Some((factor, start)) => {
+            let factor = rows_of(factor);
+            let place = FactorPlaceLaunch::new(start as u32, stride(&factor) as u32);
+            (Some(factor), place)
+        }
+        None => (None, FactorPlaceLaunch::new(0, 0)),
+    };
+    let address_type = addresses(
+        [&input, &weight, &output]
+            .into_iter()
+            .chain(&through)
+            .chain(&factor),
+    );
+    let element = dtype_to_storage_type(input.dtype);
+    // SAFETY: a unit reads vectors of the rows that the shapes have, and writes the outputs below `outputs`.
+    unsafe {
+        project::launch_unchecked(
+            &client,
+            cube_count(&client, outputs.div_ceil(plan.outputs * plan.teams)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            address_type,
+            input.into_tensor_arg(),
+            weight.clone().into_tensor_arg(),
+            through.map(CubeTensor::into_tensor_arg).into(),
+            factor.map(CubeTensor::into_tensor_arg).into(),
+            output.clone().into_tensor_arg(),
+            factor_place,
+            vectors as u32,
+            (stride(&weight) / vector) as u32,
+            (through_stride / vector) as u32,
+            outputs as u32,
+            options.cap.unwrap_or(1.0) as f32,
+            plan,
+            Epilogue {
+                gelu: options.gelu,
+                capped: options.cap.is_some(),
+            },
+            element,
+            vector,
+        );
+    }
+    output
+}
+
+/// Enough units to keep the memory busy, and enough weights for each read of the input.
+fn plan(client: &Client, rows: usize, outputs: usize, vectors: usize, gated: bool) -> ProjectPlan {
+    assert!(
+        rows <= MOST_ROWS,
+        "{rows} rows: the kernel takes at most {MOST_ROWS}"
+    );
+    let width = plane_width(client);
+    let processors = client
+        .properties()
+        .hardware
+        .num_streaming_multiprocessors
+        .unwrap_or(16) as usize;
+    let of_team = match (rows, gated) {
+        (1, true) => 1,
+        (1, false) | (_, true) => 2,
+        (2..=4, false) => 2,
+        (_, false) => 4,
+    };
+    let of_team = of_team.min(outputs.next_power_of_two());
+    // Without plane operations every unit leaves its own part in shared memory.
+    let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
+    let teams_in_all = outputs.div_ceil(of_team);
+    while units < most_units
+        && vectors.is_multiple_of(2 * units)
+        && teams_in_all * units < processors * 1024
+    {
+        units *= 2;
+    }
+    let cube = if width == 1 { 64 } else { 256.max(width) };
+    let steps = vectors / units;
+    let in_flight = 8 / (of_team * if gated { 2 } else { 1 });
+    let unroll = match vectors.is_multiple_of(units) {
+        true => (1..=in_flight.max(1))
+            .rev()
+            .find(|unroll| steps.is_multiple_of(*unroll)),
+        false => None,
+    };
+    ProjectPlan {
+        rows,
+        outputs: of_team,
+        gated,
+        team: Team { units, width },
+        teams: (cube / units).max(1),
+        unroll: unroll.unwrap_or(1),
+    }
+}

@@ -1,0 +1,118 @@
+//! Launches norms and their gradients.
+
+use super::{
+    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm,
+};
+use crate::op::launch::{addresses, at_least, cube_count, empty, team, vector_size};
+use burn::{
+    backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor},
+    tensor::DType,
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cubecl::prelude::CubeDim;
+
+fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
+    let client = input.client.clone();
+    let input = into_contiguous(input);
+    let shape = [input.meta.shape()[0], input.meta.shape()[1]];
+    let [rows, columns] = shape;
+    let vector = vector_size(&client, input.dtype.size(), &[columns]);
+    let vectors = columns / vector;
+    let output = empty(&input, shape, input.dtype);
+    let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
+    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
+    unsafe {
+        norm::launch_unchecked(
+            &client,
+            at_least(&client, rows),
+            CubeDim::new_1d(team(&client, vectors).units as u32),
+            addresses([&input]),
+            input.clone().into_tensor_arg(),
+            weight
+                .map(|weight| into_contiguous(weight).into_tensor_arg())
+                .into(),
+            output.clone().into_tensor_arg(),
+            rows as u32,
+            vectors as u32,
+            columns as f32,
+            epsilon as f32,
+            team(&client, vectors),
+            dtype_to_storage_type(input.dtype),
+            dtype_to_storage_type(of_weight),
+            vector,
+        );
+    }
+    output
+}
+
+fn launch_norm_gradient(
+    input: CubeTensor,
+    weight: CubeTensor,
+    gradient: CubeTensor,
+    epsilon: f64,
+) -> NormGradients<CubeBackend> {
+    let client = input.client.clone();
+    let (input, gradient) = (into_contiguous(input), into_contiguous(gradient));
+    let shape = [input.meta.shape()[0], input.meta.shape()[1]];
+    let [rows, columns] = shape;
+    let vector = vector_size(&client, size_of::<f32>(), &[columns]);
+    let vectors = columns / vector;
+    let team = team(&client, vectors);
+    let parts = PARTS.min(rows);
+    let of_input = empty(&input, shape, input.dtype);
+    let of_weight = empty(&input, [parts, columns], DType::F32);
+    let element = dtype_to_storage_type(input.dtype);
+    let weight_element = dtype_to_storage_type(weight.dtype);
+    // SAFETY: a cube reads and writes rows below `rows` of `vectors` vectors, which all tensors have, and its part.
+    unsafe {
+        norm_gradient::launch_unchecked(
+            &client,
+            cube_count(&client, parts),
+            CubeDim::new_1d(team.units as u32),
+            addresses([&input]),
+            input.into_tensor_arg(),
+            into_contiguous(weight).into_tensor_arg(),
+            gradient.into_tensor_arg(),
+            of_input.clone().into_tensor_arg(),
+            of_weight.clone().into_tensor_arg(),
+            rows as u32,
+            vectors as u32,
+            columns as f32,
+            epsilon as f32,
+            vectors.div_ceil(team.units),
+            team,
+            element,
+            weight_element,
+            vector,
+        );
+    }
+    NormGradients {
+        input: of_input,
+        weight: of_weight,
+    }
+}
+
+impl NormBackend for CubeBackend {
+    fn norm(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        launch_norm(input, Some(weight), epsilon)
+    }
+
+    fn norm_gradients(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        gradient: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> NormGradients<Self> {
+        launch_norm_gradient(input, weight, gradient, epsilon)
+    }
+}
+
+impl NormalizeBackend for CubeBackend {
+    fn normalize(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self> {
+        launch_norm(input, None, epsilon)
+    }
+}

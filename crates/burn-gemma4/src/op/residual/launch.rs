@@ -1,0 +1,88 @@
+//! Launches the end of a block and the beginning of the next.
+
+use super::{Residual, ResidualBackend, kernel::residual};
+use crate::op::launch::{addresses, at_least, empty, team, vector_size};
+use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cubecl::prelude::CubeDim;
+
+impl ResidualBackend for CubeBackend {
+    fn residual(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        launch(stream, added, weight, None, None, epsilon).stream
+    }
+
+    fn residual_norm(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        next_weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> Residual<Self> {
+        launch(stream, added, weight, None, Some(next_weight), epsilon)
+    }
+
+    fn residual_scale_norm(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        scalar: FloatTensor<Self>,
+        next_weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> Residual<Self> {
+        let next = Some(next_weight);
+        launch(stream, added, weight, Some(scalar), next, epsilon)
+    }
+}
+
+fn launch(
+    stream: CubeTensor,
+    added: CubeTensor,
+    weight: CubeTensor,
+    scalar: Option<CubeTensor>,
+    next_weight: Option<CubeTensor>,
+    epsilon: f64,
+) -> Residual<CubeBackend> {
+    let client = stream.client.clone();
+    let (stream, added) = (into_contiguous(stream), into_contiguous(added));
+    let shape = [stream.meta.shape()[0], stream.meta.shape()[1]];
+    let [rows, columns] = shape;
+    let vector = vector_size(&client, stream.dtype.size(), &[columns]);
+    let vectors = columns / vector;
+    let sum = empty(&stream, shape, stream.dtype);
+    let normed = empty(&stream, shape, stream.dtype);
+    let element = dtype_to_storage_type(stream.dtype);
+    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
+    unsafe {
+        residual::launch_unchecked(
+            &client,
+            at_least(&client, rows),
+            CubeDim::new_1d(team(&client, vectors).units as u32),
+            addresses([&stream]),
+            stream.into_tensor_arg(),
+            added.into_tensor_arg(),
+            into_contiguous(weight).into_tensor_arg(),
+            scalar.map(CubeTensor::into_tensor_arg).into(),
+            next_weight
+                .map(|weight| into_contiguous(weight).into_tensor_arg())
+                .into(),
+            sum.clone().into_tensor_arg(),
+            normed.clone().into_tensor_arg(),
+            rows as u32,
+            vectors as u32,
+            columns as f32,
+            epsilon as f32,
+            team(&client, vectors),
+            element,
+            vector,
+        );
+    }
+    Residual {
+        stream: sum,
+        normed,
+    }
+}

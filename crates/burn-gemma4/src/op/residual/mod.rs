@@ -1,0 +1,121 @@
+//! The end of a block and the beginning of the next: sums of the residual stream and their norms.
+
+#[cfg(feature = "cube")]
+mod kernel;
+#[cfg(feature = "cube")]
+mod launch;
+
+use super::norm::norm;
+#[cfg(feature = "cube")]
+use burn::backend::{
+    Backend, Dispatch, ExtensionType, backend_extension, fusion::custom::TensorSpec,
+    tensor::FloatTensor,
+};
+use burn::tensor::Tensor;
+
+/// What a block adds to the residual stream.
+pub(crate) struct Added {
+    /// `[rows, columns]`.
+    pub stream: Tensor<2>,
+    /// `[rows, columns]`, before its norm.
+    pub added: Tensor<2>,
+    /// `[columns]`, of that norm.
+    pub weight: Tensor<1>,
+    /// Of all norms.
+    pub epsilon: f64,
+}
+
+/// `stream + norm(added)`.
+pub(crate) fn residual(added: Added) -> Tensor<2> {
+    #[cfg(feature = "cube")]
+    if super::serve_with(&added.stream, &added.weight) {
+        return Tensor::from_dispatch(Dispatch::residual(
+            added.stream.into_dispatch(),
+            added.added.into_dispatch(),
+            added.weight.into_dispatch(),
+            added.epsilon,
+        ));
+    }
+    added.stream + norm(added.added, added.weight, added.epsilon)
+}
+
+/// `stream' = (stream + norm(added)) · scalar`, `scalar` being 1 where there is none, and `norm(stream')` with the next
+/// block's weight: where kernels serve the stream.
+#[cfg(feature = "cube")]
+pub(crate) fn residual_and_norm(
+    added: Added,
+    scalar: Option<Tensor<1>>,
+    next_weight: Tensor<1>,
+) -> (Tensor<2>, Tensor<2>) {
+    let [stream, of_block, weight] = [
+        added.stream.into_dispatch(),
+        added.added.into_dispatch(),
+        added.weight.into_dispatch(),
+    ];
+    let next = next_weight.into_dispatch();
+    let result: Residual<Dispatch> = match scalar {
+        Some(scalar) => Dispatch::residual_scale_norm(
+            stream,
+            of_block,
+            weight,
+            scalar.into_dispatch(),
+            next,
+            added.epsilon,
+        ),
+        None => Dispatch::residual_norm(stream, of_block, weight, next, added.epsilon),
+    };
+    (
+        Tensor::from_dispatch(result.stream),
+        Tensor::from_dispatch(result.normed),
+    )
+}
+
+/// The residual stream, and its norm.
+#[cfg(feature = "cube")]
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct Residual<B: Backend> {
+    pub stream: FloatTensor<B>,
+    pub normed: FloatTensor<B>,
+}
+
+/// What Burn's fusion must know of the results before they exist.
+#[cfg(feature = "cube")]
+fn metadata(stream: &TensorSpec) -> ResidualMetadata {
+    ResidualMetadata {
+        stream: stream.clone(),
+        normed: stream.clone(),
+    }
+}
+
+/// The kernel as operators of a backend. The functions above say what they compute.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Fusion)]
+pub trait ResidualBackend: Backend {
+    #[fusion(meta = |stream, _added, _weight, _epsilon| stream.clone())]
+    fn residual(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |stream, _added, _weight, _next, _epsilon| metadata(stream))]
+    fn residual_norm(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        next_weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> Residual<Self>;
+
+    #[fusion(meta = |stream, _added, _weight, _scalar, _next, _epsilon| metadata(stream))]
+    fn residual_scale_norm(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        scalar: FloatTensor<Self>,
+        next_weight: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> Residual<Self>;
+}

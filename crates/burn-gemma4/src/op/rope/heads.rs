@@ -1,0 +1,146 @@
+//! Heads as attention reads them, of a projection, in one launch: for inference on CubeCL devices.
+
+use super::RotationTables;
+use burn::{
+    backend::{
+        Backend, Dispatch, backend_extension,
+        fusion::custom::TensorSpec,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{Int, Shape, Tensor},
+};
+
+/// How heads are made and where they go.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadOptions {
+    /// Where keys share their values' slots, the pairs of channels that are rotated: values begin with them, of keys they are
+    /// written behind, and queries are in these keys' order.
+    pub compact: Option<usize>,
+    /// Of the norm.
+    pub epsilon: f64,
+}
+
+/// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of `[rows, heads · head_dim]`: normalised by heads and
+/// rotated by `positions`, one a row.
+pub(crate) fn query_heads(
+    projected: Tensor<2>,
+    weight: Tensor<1>,
+    tables: &RotationTables,
+    positions: Tensor<1, Int>,
+    options: HeadOptions,
+) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::query_heads(
+        projected.into_dispatch(),
+        weight.into_dispatch(),
+        tables.cos.clone().into_dispatch(),
+        tables.sin.clone().into_dispatch(),
+        positions.into_dispatch(),
+        options,
+    ))
+}
+
+/// [`query_heads`] of rows that are at the tables' positions in their order, and from their beginning again after the last.
+pub(crate) fn heads_in_order(
+    projected: Tensor<2>,
+    weight: Tensor<1>,
+    tables: &RotationTables,
+    epsilon: f64,
+) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::heads_in_order(
+        projected.into_dispatch(),
+        weight.into_dispatch(),
+        tables.cos.clone().into_dispatch(),
+        tables.sin.clone().into_dispatch(),
+        epsilon,
+    ))
+}
+
+/// Writes keys into their slots of `[rows, heads, slots, head_dim]`, as [`query_heads`] makes queries: the row's position,
+/// modulo the slots.
+///
+/// Every handle to the buffer's memory sees what was written; the result is one of them, and what reads it comes after.
+pub(crate) fn write_keys(
+    projected: Tensor<2>,
+    weight: Tensor<1>,
+    tables: &RotationTables,
+    positions: Tensor<1, Int>,
+    buffer: Tensor<4>,
+    options: HeadOptions,
+) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::write_keys(
+        projected.into_dispatch(),
+        weight.into_dispatch(),
+        tables.cos.clone().into_dispatch(),
+        tables.sin.clone().into_dispatch(),
+        positions.into_dispatch(),
+        buffer.into_dispatch(),
+        options,
+    ))
+}
+
+/// Writes values into their slots as [`write_keys`] does keys: normalised without a weight, and not rotated.
+pub(crate) fn write_values(
+    projected: Tensor<2>,
+    positions: Tensor<1, Int>,
+    buffer: Tensor<4>,
+    options: HeadOptions,
+) -> Tensor<4> {
+    Tensor::from_dispatch(Dispatch::write_values(
+        projected.into_dispatch(),
+        positions.into_dispatch(),
+        buffer.into_dispatch(),
+        options,
+    ))
+}
+
+/// The kernel as operators of a backend. The functions above say what they compute.
+#[backend_extension(Cube, Fusion)]
+pub trait HeadsBackend: Backend {
+    #[fusion(meta = |projected, _weight, cos, _sin, _positions, _options| metadata(projected, cos))]
+    fn query_heads(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        options: HeadOptions,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| metadata(projected, cos))]
+    fn heads_in_order(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |_projected, _weight, _cos, _sin, _positions, buffer, _options| buffer.clone())]
+    fn write_keys(
+        projected: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        buffer: FloatTensor<Self>,
+        options: HeadOptions,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |_projected, _positions, buffer, _options| buffer.clone())]
+    fn write_values(
+        projected: FloatTensor<Self>,
+        positions: IntTensor<Self>,
+        buffer: FloatTensor<Self>,
+        options: HeadOptions,
+    ) -> FloatTensor<Self>;
+}
+
+/// What Burn's fusion must know of heads before they exist.
+fn metadata(projected: &TensorSpec, cos: &TensorSpec) -> TensorSpec {
+    let head_dim = 2 * cos.shape[1];
+    let [rows, columns] = [projected.shape[0], projected.shape[1]];
+    TensorSpec::new(
+        Shape::new([rows, columns / head_dim, 1, head_dim]),
+        projected.dtype,
+    )
+}

@@ -1,0 +1,126 @@
+//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, of some pairs, and the heads it is for.
+
+#[cfg(feature = "cube")]
+pub(crate) mod heads;
+#[cfg(feature = "cube")]
+mod kernel;
+#[cfg(feature = "cube")]
+mod launch;
+pub(crate) mod tables;
+
+#[cfg(feature = "cube")]
+use super::flat_rows;
+use super::norm::{norm, normalize};
+use burn::tensor::Tensor;
+
+/// Cosines and sines of the positions of one call, for one type of layer.
+#[derive(Clone, Debug)]
+pub(crate) struct Rotation {
+    /// `[batch or 1, 1, positions, head_dim / 2]`.
+    cos: Tensor<4>,
+    sin: Tensor<4>,
+}
+
+impl Rotation {
+    /// A projection's heads, normalised with `weight` and rotated: `[batch · positions, heads · head_dim]` to
+    /// `[batch, heads, positions, head_dim]`.
+    pub fn heads(
+        &self,
+        projected: Tensor<2>,
+        batch: usize,
+        weight: Tensor<1>,
+        epsilon: f64,
+    ) -> Tensor<4> {
+        let shape = self.shape(&projected, batch);
+        #[cfg(feature = "cube")]
+        if super::serve_with(&projected, &weight) {
+            let tables = RotationTables {
+                cos: flat_rows(self.cos.clone()),
+                sin: flat_rows(self.sin.clone()),
+            };
+            let heads = heads::heads_in_order(projected, weight, &tables, epsilon);
+            return heads.reshape(shape).swap_dims(1, 2);
+        }
+        let heads = norm(projected.reshape(shape), weight, epsilon);
+        self.apply(heads.swap_dims(1, 2))
+    }
+
+    /// The heads of values, of the same shapes: normalised without a weight and not rotated.
+    pub fn value_heads(&self, projected: Tensor<2>, batch: usize, epsilon: f64) -> Tensor<4> {
+        let shape = self.shape(&projected, batch);
+        normalize(projected.reshape(shape), epsilon).swap_dims(1, 2)
+    }
+
+    /// `[batch, positions, heads, head_dim]` of a projection.
+    fn shape(&self, projected: &Tensor<2>, batch: usize) -> [usize; 4] {
+        let [_, _, positions, pairs] = self.cos.dims();
+        let [_, columns] = projected.dims();
+        [batch, positions, columns / (2 * pairs), 2 * pairs]
+    }
+
+    /// Rotates `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
+    fn apply(&self, input: Tensor<4>) -> Tensor<4> {
+        let head_dim = input.dims()[3];
+        let first = input.clone().narrow(3, 0, head_dim / 2);
+        let second = input.narrow(3, head_dim / 2, head_dim / 2);
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        Tensor::cat(
+            vec![
+                first.clone() * cos.clone() - second.clone() * sin.clone(),
+                second * cos + first * sin,
+            ],
+            3,
+        )
+    }
+
+    /// How many positions there are.
+    pub fn positions(&self) -> usize {
+        self.cos.dims()[2]
+    }
+
+    /// The rotation of the last `count` positions.
+    pub fn last(&self, count: usize) -> Self {
+        let positions = self.positions();
+        let last = |table: &Tensor<4>| table.clone().narrow(2, positions - count, count);
+        Self {
+            cos: last(&self.cos),
+            sin: last(&self.sin),
+        }
+    }
+}
+
+/// Which positions a call computes.
+#[derive(Clone, Debug)]
+pub(crate) enum Positions {
+    /// The same for every sequence: `first .. first + count`.
+    Range {
+        /// The first position.
+        first: usize,
+        /// How many.
+        count: usize,
+    },
+    /// A list for each sequence, `[batch][count]`.
+    Each(Vec<Vec<usize>>),
+}
+
+impl Positions {
+    /// One more than the largest position.
+    pub fn end(&self) -> usize {
+        match self {
+            Self::Range { first, count } => first + count,
+            Self::Each(rows) => rows
+                .iter()
+                .flatten()
+                .max()
+                .map_or(0, |position| position + 1),
+        }
+    }
+}
+
+/// The rotation by position, `[positions, head_dim / 2]` each.
+#[cfg(feature = "cube")]
+#[derive(Clone, Debug)]
+pub(crate) struct RotationTables {
+    pub cos: Tensor<2>,
+    pub sin: Tensor<2>,
+}

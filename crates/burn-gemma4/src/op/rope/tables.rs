@@ -1,0 +1,177 @@
+//! The tables of cosines and sines.
+
+#[cfg(feature = "cube")]
+use super::RotationTables;
+use super::{Positions, Rotation};
+use crate::{Gemma4Config, LayerType};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The tables of cosines and sines, made on the processor and kept on every device that asked.
+///
+/// A GPU's own sine may be wrong in the third digit where the angle is not small: Vulkan promises no more.
+#[derive(Clone, Debug)]
+pub(crate) struct Rope {
+    sliding: Tables,
+    global: Tables,
+}
+
+impl Rope {
+    pub fn new(config: &Gemma4Config) -> Self {
+        Self {
+            sliding: Tables::new(
+                config
+                    .sliding_rope
+                    .inverse_frequencies(config.sliding_head_dim),
+            ),
+            global: Tables::new(
+                config
+                    .global_rope
+                    .inverse_frequencies(config.global_head_dim),
+            ),
+        }
+    }
+
+    /// Cosines and sines of at least `positions` positions in layers of `kind`, rounded to `dtype`.
+    #[cfg(feature = "cube")]
+    pub fn tables(
+        &self,
+        kind: LayerType,
+        positions: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> RotationTables {
+        let table = self.of(kind).reaching(positions, dtype, device);
+        RotationTables {
+            cos: table.cos,
+            sin: table.sin,
+        }
+    }
+
+    fn of(&self, kind: LayerType) -> &Tables {
+        match kind {
+            LayerType::Sliding => &self.sliding,
+            LayerType::Full => &self.global,
+        }
+    }
+
+    /// The rotation of `positions` in layers of `kind`, rounded to `dtype`.
+    pub fn rotation(
+        &self,
+        kind: LayerType,
+        positions: &Positions,
+        dtype: DType,
+        device: &Device,
+    ) -> Rotation {
+        let device = device.clone().without_autodiff();
+        let table = self.of(kind).reaching(positions.end(), dtype, &device);
+        match positions {
+            Positions::Range { first, count } => {
+                let rows =
+                    |table: &Tensor<2>| table.clone().narrow(0, *first, *count).unsqueeze::<4>();
+                Rotation {
+                    cos: rows(&table.cos),
+                    sin: rows(&table.sin),
+                }
+            }
+            Positions::Each(sequences) => {
+                let batch = sequences.len();
+                let count = sequences.first().map_or(0, Vec::len);
+                let flat: Vec<i32> = sequences
+                    .iter()
+                    .flatten()
+                    .map(|position| *position as i32)
+                    .collect();
+                let flat = Tensor::<1, Int>::from_data(
+                    TensorData::new(flat, [batch * count]),
+                    &table.device,
+                );
+                let rows = |table: &Tensor<2>| {
+                    let [_, pairs] = table.dims();
+                    table
+                        .clone()
+                        .select(0, flat.clone())
+                        .reshape([batch, 1, count, pairs])
+                };
+                Rotation {
+                    cos: rows(&table.cos),
+                    sin: rows(&table.sin),
+                }
+            }
+        }
+    }
+}
+
+/// The tables of one type of layer. Copies of the model share them.
+#[derive(Clone, Debug)]
+struct Tables {
+    inverse_frequencies: Arc<[f32]>,
+    made: Arc<Mutex<Vec<Table>>>,
+}
+
+/// `[positions, head_dim / 2]` each.
+#[derive(Clone, Debug)]
+struct Table {
+    device: Device,
+    dtype: DType,
+    positions: usize,
+    cos: Tensor<2>,
+    sin: Tensor<2>,
+}
+
+impl Tables {
+    fn new(inverse_frequencies: Vec<f32>) -> Self {
+        Self {
+            inverse_frequencies: inverse_frequencies.into(),
+            made: Arc::default(),
+        }
+    }
+
+    /// A table of at least `positions`. It grows by doubling, so each position is computed about once.
+    fn reaching(&self, positions: usize, dtype: DType, device: &Device) -> Table {
+        const SMALLEST: usize = 256;
+        // Whoever panicked with the lock held left a list of whole tables behind.
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = made
+            .iter()
+            .position(|table| table.dtype == dtype && table.device == *device);
+        if let Some(table) = index.map(|index| &made[index])
+            && table.positions >= positions
+        {
+            return table.clone();
+        }
+        if let Some(index) = index {
+            made.swap_remove(index);
+        }
+        let table = self.make(positions.next_power_of_two().max(SMALLEST), dtype, device);
+        made.push(table.clone());
+        table
+    }
+
+    fn make(&self, positions: usize, dtype: DType, device: &Device) -> Table {
+        let pairs = self.inverse_frequencies.len();
+        let (mut cos, mut sin) = (
+            Vec::with_capacity(positions * pairs),
+            Vec::with_capacity(positions * pairs),
+        );
+        for position in 0..positions {
+            for frequency in self.inverse_frequencies.iter() {
+                // The angle is rounded to f32, as it was in training.
+                let (sine, cosine) = (position as f32 * frequency).sin_cos();
+                cos.push(cosine);
+                sin.push(sine);
+            }
+        }
+        let upload = |values: Vec<f32>| {
+            let data = TensorData::new(values, [positions, pairs]).convert_dtype(dtype);
+            Tensor::<2>::from_data(data, (device, dtype))
+        };
+        Table {
+            device: device.clone(),
+            dtype,
+            positions,
+            cos: upload(cos),
+            sin: upload(sin),
+        }
+    }
+}

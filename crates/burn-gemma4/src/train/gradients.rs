@@ -1,0 +1,380 @@
+//! Gradients with the activations of one layer in memory at a time (Chen et al. 2016, arXiv:1604.06174).
+//!
+//! Burn's own checkpointing computes cheap operations anew and keeps the outputs of all matrix products, which at long
+//! context are most of the memory. Here only what goes into each layer is kept, and the backward computes layer after layer
+//! once more, the last one first.
+
+use crate::{
+    Gemma4Error, Gemma4Model, Logits, Packing,
+    model::{
+        any_rows::{AnyRows, Rotations},
+        cache::key_values::{KeyValues, SharedKeyValues},
+        forward::last_positions,
+        layer::operators::{PerLayerEmbedding, Stream},
+    },
+    op::{attach::attach, flat_rows, linear, rope::Positions},
+};
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    optim::GradientsParams,
+    tensor::{DType, GradientCheckpointingStrategy, Gradients, Int, Tensor},
+};
+use std::collections::BTreeMap;
+
+impl Gemma4Model {
+    /// A loss of the hidden states that [`hidden`](Self::hidden) gives, or [`hidden_packed`](Self::hidden_packed) with a
+    /// packing, and the gradients of all parameters: those that [`Tensor::backward`] gives, in the memory of one layer's
+    /// activations, for the time of one more forward.
+    ///
+    /// ```
+    /// # use burn::tensor::{Device, Int, Tensor};
+    /// # use burn_gemma4::{Gemma4Model, LoadOptions, Logits};
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+    /// let device = Device::flex().autodiff();
+    /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+    /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
+    /// let next = Tensor::<2, Int>::from_data([[17, 5, 44, 1]], &device);
+    /// let (loss, gradients) =
+    ///     model.gradients(tokens, None, Logits::All, |hidden| model.loss(hidden, next))?;
+    /// assert!(loss.into_scalar::<f32>() > 0.0);
+    /// assert!(gradients.get::<1>(model.norm.weight.id).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`], as
+    /// [`forward`](Self::forward), and those of `loss`.
+    ///
+    /// # Panics
+    /// Without autodiff on the model's device, or if the loss does not depend on the states.
+    pub fn gradients(
+        &self,
+        tokens: Tensor<2, Int>,
+        packing: Option<&Packing>,
+        asked: Logits,
+        loss: impl FnOnce(Tensor<3>) -> Result<Tensor<1>, Gemma4Error>,
+    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+        if let Some(packing) = packing {
+            packing.check(&tokens)?;
+            if asked != Logits::All {
+                return Err(Gemma4Error::Argument {
+                    argument: "asked",
+                    reason: format!(
+                        "is {asked:?}; with a packing it has to be {:?}",
+                        Logits::All
+                    ),
+                });
+            }
+        }
+        // Burn keeps a graph until the next backward, so that the forward has to do without.
+        let tokens = tokens.inner();
+        self.check_tokens(&tokens)?;
+        let plain = self.valid();
+        let pass = Pass::new(self, &tokens, packing, asked);
+        if pass.asked == 0 {
+            return Err(Gemma4Error::Argument {
+                argument: "asked",
+                reason: format!("is {asked:?}, which leaves nothing to learn from"),
+            });
+        }
+        let (mut kept, stream) = pass.forward(&plain, tokens.clone());
+        let mut sum = GradientsParams::new();
+
+        let [_, hidden] = stream.dims();
+        let stream = pass.leaf(stream);
+        let states = self.norm.forward(stream.clone());
+        let loss = loss(states.reshape([pass.batch, pass.asked, hidden]))?;
+        let mut gradients = loss.backward();
+        let mut of_stream = of_leaf(&stream, &mut gradients);
+        add(&mut sum, gradients, self);
+
+        let mut of_shared = BTreeMap::new();
+        let mut of_embeddings = Vec::new();
+        while let Some(input) = kept.streams.pop() {
+            let layer = kept.streams.len();
+            let of_output = pass.padded(of_stream, pass.computed(layer));
+            let objective = Objective {
+                layer,
+                input: pass.leaf(input),
+                embedding: pass
+                    .embedding(&kept, layer)
+                    .map(|embedding| pass.leaf(embedding)),
+                of_output,
+            };
+            let of_embedding;
+            (of_stream, of_embedding) = pass.backward(objective, &kept, &mut of_shared, &mut sum);
+            of_embeddings.extend(of_embedding.map(|gradient| pass.padded(gradient, pass.count)));
+        }
+
+        let stream = flat_rows(self.embed_tokens.forward(tokens.clone()));
+        let embeddings = self.per_layer_embeddings(tokens, &stream, linear::rows);
+        let mut objective = attach(pass.zero(), stream, of_stream);
+        if let Some(embeddings) = embeddings {
+            of_embeddings.reverse();
+            objective = attach(objective, embeddings, Tensor::cat(of_embeddings, 1));
+        }
+        // With frozen tables, nothing is left to be trained.
+        if objective.is_tracked() {
+            add(&mut sum, objective.backward(), self);
+        }
+        Ok((loss.detach(), sum))
+    }
+}
+
+/// What all layers of a pass have in common.
+struct Pass<'a> {
+    /// With autodiff.
+    model: &'a Gemma4Model,
+    strategy: GradientCheckpointingStrategy,
+    batch: usize,
+    /// Positions of the text.
+    count: usize,
+    /// How many of the last ones are asked for.
+    asked: usize,
+    /// Of all positions.
+    rotations: Rotations,
+    /// Of those asked for.
+    last_rotations: Rotations,
+    segments: Option<Tensor<2, Int>>,
+}
+
+/// What the backward needs of the forward, without autodiff.
+struct Kept {
+    /// What goes into each layer, `[rows, hidden]`.
+    streams: Vec<Tensor<2>>,
+    /// `[rows, layers · columns]`.
+    embeddings: Option<Tensor<2>>,
+    /// The keys and values that later layers read.
+    shared: SharedKeyValues,
+}
+
+/// A layer's backward.
+struct Objective {
+    layer: usize,
+    /// Leaves: the stream, and the layer's per-layer embedding.
+    input: Tensor<2>,
+    embedding: Option<Tensor<2>>,
+    /// The gradient by what the layer makes of them.
+    of_output: Tensor<2>,
+}
+
+impl<'a> Pass<'a> {
+    fn new(
+        model: &'a Gemma4Model,
+        tokens: &Tensor<2, Int>,
+        packing: Option<&Packing>,
+        asked: Logits,
+    ) -> Self {
+        let [batch, count] = tokens.dims();
+        let asked = asked.of(count);
+        let device = tokens.device();
+        let positions = match packing {
+            Some(packing) => packing.rotary_positions(),
+            None => Positions::Range { first: 0, count },
+        };
+        let rotations = Rotations::new(&model.rope, &positions, model.dtype(), &device);
+        let table = model.embed_tokens.weight.val();
+        let strategy = table.gradient_checkpointing_strategy();
+        Self {
+            model,
+            strategy: strategy.expect("gradients need a device with autodiff"),
+            batch,
+            count,
+            asked,
+            last_rotations: rotations.last(asked),
+            rotations,
+            segments: packing.map(|packing| packing.segments(&device)),
+        }
+    }
+
+    /// The positions that a layer is computed for, the last ones: those that read an earlier layer's keys and values need
+    /// no others than those asked for.
+    fn computed(&self, layer: usize) -> usize {
+        match self.model.config().is_shared(layer) {
+            true => self.asked,
+            false => self.count,
+        }
+    }
+
+    /// A layer's per-layer embedding, at the positions that it is computed for.
+    fn embedding(&self, kept: &Kept, layer: usize) -> Option<Tensor<2>> {
+        let embeddings = kept.embeddings.clone()?;
+        let count = self.model.config().hidden_size_per_layer_input;
+        let embedding = embeddings.narrow(1, layer * count, count);
+        Some(self.last(embedding, self.computed(layer)))
+    }
+
+    fn leaf<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        tensor
+            .autodiff()
+            .with_gradient_checkpointing_strategy(self.strategy)
+            .require_grad()
+    }
+
+    /// An objective with nothing attached to it.
+    fn zero(&self) -> Tensor<1> {
+        Tensor::zeros([1], (&self.model.device(), DType::F32))
+    }
+
+    /// Everything up to the last layer's stream, at the positions asked for, by the model without autodiff.
+    fn forward(&self, plain: &Gemma4Model, tokens: Tensor<2, Int>) -> (Kept, Tensor<2>) {
+        let config = plain.config();
+        let mut stream = flat_rows(plain.embed_tokens.forward(tokens.clone()));
+        let mut kept = Kept {
+            streams: Vec::new(),
+            embeddings: plain.per_layer_embeddings(tokens, &stream, linear::rows),
+            shared: SharedKeyValues::default(),
+        };
+        let is_read = |source| {
+            let mut shared = config.first_shared_layer()..config.num_layers();
+            shared.any(|layer| config.key_value_source(layer) == source)
+        };
+        for layer in 0..config.num_layers() {
+            stream = self.last(stream, self.computed(layer));
+            let embedding = self.embedding(&kept, layer);
+            let shared = kept.shared.get(config.layer_types[layer]);
+            kept.streams.push(stream.clone());
+            let own;
+            (stream, own) = self.layer(plain, layer, stream, embedding, shared);
+            if let Some(own) = own.filter(|_| is_read(layer)) {
+                kept.shared.set(config.layer_types[layer], own);
+            }
+        }
+        (kept, self.last(stream, self.asked))
+    }
+
+    /// A layer's output, and its keys and values if they are its own; else it reads `shared`.
+    fn layer(
+        &self,
+        model: &Gemma4Model,
+        layer: usize,
+        stream: Tensor<2>,
+        embedding: Option<Tensor<2>>,
+        shared: Option<&KeyValues>,
+    ) -> (Tensor<2>, Option<KeyValues>) {
+        let rotations = match model.config().is_shared(layer) {
+            true => &self.last_rotations,
+            false => &self.rotations,
+        };
+        let mut operators = AnyRows {
+            batch: self.batch,
+            rotations: rotations.clone(),
+            window: model.config().sliding_window,
+            segments: self.segments.clone(),
+            cache: None,
+            observer: &mut (),
+        };
+        let (stream, own) = model.layers[layer].forward(
+            Stream::new(stream),
+            embedding.map(PerLayerEmbedding::of_one_layer),
+            shared,
+            model.norm_after(layer),
+            &mut operators,
+        );
+        (stream.rows, own)
+    }
+
+    /// The gradients by a layer's stream and by its per-layer embedding; those of its parameters are added to `sum`, and those
+    /// of the keys and values that it reads to `of_shared`, by the layer that made them.
+    fn backward(
+        &self,
+        objective: Objective,
+        kept: &Kept,
+        of_shared: &mut BTreeMap<usize, [Tensor<4>; 2]>,
+        sum: &mut GradientsParams,
+    ) -> (Tensor<2>, Option<Tensor<2>>) {
+        let Objective {
+            layer,
+            input,
+            embedding,
+            of_output,
+        } = objective;
+        let config = self.model.config();
+        let source = config.key_value_source(layer);
+        let shared = kept.shared.get(config.layer_types[layer]);
+        let read = shared.filter(|_| source != layer).map(|read| {
+            KeyValues::new(
+                self.leaf(read.key.clone()),
+                self.leaf(read.value.clone()),
+                read.visible.clone(),
+            )
+        });
+        let (output, own) = self.layer(
+            self.model,
+            layer,
+            input.clone(),
+            embedding.clone(),
+            read.as_ref(),
+        );
+        let mut sought = attach(self.zero(), output, of_output);
+        if let (Some(own), Some([key, value])) = (own, of_shared.remove(&layer)) {
+            sought = attach(attach(sought, own.key, key), own.value, value);
+        }
+        let mut gradients = sought.backward();
+        if let Some(read) = read {
+            let new = [read.key, read.value].map(|leaf| of_leaf(&leaf, &mut gradients));
+            let added = match of_shared.remove(&source) {
+                Some(old) => {
+                    let [key, value] = new;
+                    let [old_key, old_value] = old;
+                    [old_key + key, old_value + value]
+                }
+                None => new,
+            };
+            of_shared.insert(source, added);
+        }
+        let of_input = of_leaf(&input, &mut gradients);
+        let of_embedding = embedding.map(|leaf| of_leaf(&leaf, &mut gradients));
+        add(sum, gradients, &self.model.layers[layer]);
+        (of_input, of_embedding)
+    }
+
+    /// Those of the last positions, of rows.
+    fn last(&self, rows: Tensor<2>, positions: usize) -> Tensor<2> {
+        last_positions(rows, self.batch, positions)
+    }
+
+    /// The gradient of all positions' rows, of which that of the last ones is known and the others' is 0.
+    fn padded(&self, gradient: Tensor<2>, positions: usize) -> Tensor<2> {
+        let [rows, columns] = gradient.dims();
+        let known = rows / self.batch;
+        if known == positions {
+            return gradient;
+        }
+        let options = (&gradient.device(), gradient.dtype());
+        let zeros = Tensor::zeros([self.batch, positions - known, columns], options);
+        let gradient = gradient.reshape([self.batch, known, columns]);
+        Tensor::cat(vec![zeros, gradient], 1).reshape([self.batch * positions, columns])
+    }
+}
+
+fn of_leaf<const D: usize>(leaf: &Tensor<D>, gradients: &mut Gradients) -> Tensor<D> {
+    let gradient = leaf.grad_remove(gradients);
+    gradient.expect("the objective depends on the leaf")
+}
+
+/// Adds the gradients of a module's parameters to those that are there.
+fn add<M: Module>(sum: &mut GradientsParams, gradients: Gradients, module: &M) {
+    let mut new = GradientsParams::from_grads(gradients, module);
+    module.visit(&mut Adder { sum, new: &mut new });
+}
+
+struct Adder<'a> {
+    sum: &'a mut GradientsParams,
+    new: &'a mut GradientsParams,
+}
+
+impl ModuleVisitor for Adder<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(new) = self.new.remove::<D>(param.id) else {
+            return;
+        };
+        let gradient = match self.sum.remove::<D>(param.id) {
+            Some(old) => old + new,
+            None => new,
+        };
+        self.sum.register(param.id, gradient);
+    }
+}

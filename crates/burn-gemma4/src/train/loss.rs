@@ -1,0 +1,308 @@
+//! The loss at the head, in chunks of positions: the logits of all positions are never there at once.
+//!
+//! Gemma's vocabulary has 262,144 words, so that the logits of 8,192 positions take 8.6 GB in f32, their gradients as much
+//! again. Here a chunk's logits become its part of the loss and of both gradients, of the hidden states and of the head's
+//! matrix, while they are there (Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989). The gradients
+//! are ready when the backward begins, which only scales them, so that no logits are computed twice.
+
+use crate::{
+    Gemma4Error, Gemma4Model,
+    op::{
+        attach::attach,
+        linear::{product, rows},
+    },
+};
+use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
+
+impl Gemma4Model {
+    /// The mean cross entropy of `targets` `[batch, positions]` where the model is in the states `hidden`
+    /// `[batch, positions, hidden]`, as one number in f32; what [`forward`](Self::forward) and a cross entropy give, without
+    /// the memory of the logits, forward and backward.
+    ///
+    /// Negative targets do not count: padding, ends of documents, a prompt. Where none counts, the loss is 0.
+    ///
+    /// ```
+    /// # use burn::tensor::{Device, Int, Tensor};
+    /// # use burn_gemma4::{Gemma4Model, LoadOptions, Logits};
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// let device = Device::flex().autodiff();
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+    /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+    /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
+    /// let next = Tensor::<2, Int>::from_data([[17, 5, 44, -1]], &device);
+    /// let loss = model.loss(model.hidden(tokens, Logits::All)?, next)?;
+    /// assert!(loss.clone().into_scalar::<f32>() > 0.0);
+    /// let gradients = loss.backward();
+    /// assert!(model.embed_tokens.weight.val().grad(&gradients).is_some());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Where the targets' shape is not that of the states. Targets beyond the vocabulary are not looked for.
+    pub fn loss(
+        &self,
+        hidden: Tensor<3>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<1>, Gemma4Error> {
+        let [batch, positions, columns] = hidden.dims();
+        if targets.dims() != [batch, positions] {
+            return Err(Gemma4Error::Argument {
+                argument: "targets",
+                reason: format!(
+                    "has the shape {:?}, but the states are of {:?}",
+                    targets.dims(),
+                    [batch, positions]
+                ),
+            });
+        }
+        Ok(cross_entropy(
+            hidden.reshape([batch * positions, columns]),
+            self.head(),
+            targets.reshape([batch * positions]),
+            self.config().final_logit_softcapping,
+        ))
+    }
+}
+
+/// Logits that are in memory at once: 512 MB in f32.
+const LOGITS_AT_ONCE: usize = 1 << 27;
+
+/// The mean cross entropy of `targets` `[rows]` under the logits `hidden · headᵀ`, softcapped, in f32. `hidden` is
+/// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.
+fn cross_entropy(
+    hidden: Tensor<2>,
+    head: Tensor<2>,
+    targets: Tensor<1, Int>,
+    softcap: Option<f64>,
+) -> Tensor<1> {
+    let [words, _] = head.dims();
+    in_chunks(hidden, head, targets, softcap, LOGITS_AT_ONCE / words)
+}
+
+/// [`cross_entropy`], `at_once` rows at a time.
+fn in_chunks(
+    hidden: Tensor<2>,
+    head: Tensor<2>,
+    targets: Tensor<1, Int>,
+    softcap: Option<f64>,
+    at_once: usize,
+) -> Tensor<1> {
+    let [positions, _] = hidden.dims();
+    let targets = targets.inner();
+    let counts = targets
+        .clone()
+        .greater_equal_elem(0)
+        .float()
+        .cast(DType::F32);
+    let share = counts.clone().sum().clamp_min(1.0).recip();
+    let targets = targets.clamp_min(0);
+    let constants = (hidden.clone().inner(), head.clone().inner());
+
+    let mut loss = Tensor::<1>::zeros([1], (&counts.device(), DType::F32));
+    let mut of_hidden = Vec::new();
+    let mut of_head: Option<Tensor<2>> = None;
+    let at_once = at_once.max(1);
+    for start in (0..positions).step_by(at_once) {
+        let length = at_once.min(positions - start);
+        let chunk = Chunk {
+            hidden: constants.0.clone().narrow(0, start, length),
+            head: &constants.1,
+            targets: targets.clone().narrow(0, start, length).unsqueeze_dim(1),
+            counts: counts.clone().narrow(0, start, length).unsqueeze_dim(1),
+        };
+        let (part, gradient) = chunk.loss(softcap);
+        loss = loss + part;
+        if hidden.is_tracked() {
+            of_hidden.push(product(gradient.clone(), constants.1.clone()));
+        }
+        if head.is_tracked() {
+            // A sum of many chunks keeps its digits in f32.
+            let part = product(gradient.transpose(), chunk.hidden).cast(DType::F32);
+            of_head = Some(match of_head {
+                Some(sum) => sum + part,
+                None => part,
+            });
+        }
+    }
+
+    let mean = |gradient: Tensor<2>, dtype: DType| {
+        (gradient.cast(DType::F32) * share.clone().unsqueeze::<2>()).cast(dtype)
+    };
+    let mut loss = loss * share.clone();
+    if !of_hidden.is_empty() {
+        let gradient = mean(Tensor::cat(of_hidden, 0), hidden.dtype());
+        loss = attach(loss, hidden, gradient);
+    }
+    if let Some(gradient) = of_head {
+        let gradient = mean(gradient, head.dtype());
+        loss = attach(loss, head, gradient);
+    }
+    loss
+}
+
+/// Some of the positions, as constants.
+struct Chunk<'a> {
+    /// `[rows, columns]`.
+    hidden: Tensor<2>,
+    /// `[words, columns]`.
+    head: &'a Tensor<2>,
+    /// `[rows, 1]`.
+    targets: Tensor<2, Int>,
+    /// `[rows, 1]`: 1 where the target counts, else 0.
+    counts: Tensor<2>,
+}
+
+impl Chunk<'_> {
+    /// The sum of the losses, and its gradient by the logits before their softcap, `[rows, words]` in the dtype of the model.
+    fn loss(&self, softcap: Option<f64>) -> (Tensor<1>, Tensor<2>) {
+        let (dtype, device) = (self.hidden.dtype(), self.hidden.device());
+        let [words, _] = self.head.dims();
+        let logits = rows(self.hidden.clone(), self.head.clone()).cast(DType::F32);
+        let (logits, slope) = match softcap {
+            Some(cap) => {
+                let bounded = (logits / cap).tanh();
+                let slope = 1.0 - bounded.clone().square();
+                (bounded * cap, Some(slope))
+            }
+            None => (logits, None),
+        };
+        let logarithms = log_softmax(logits, 1);
+        let of_targets = logarithms.clone().gather(1, self.targets.clone());
+        let loss = -(of_targets * self.counts.clone()).sum();
+
+        let numbers = Tensor::<1, Int>::arange(0..words as i64, &device).unsqueeze_dim::<2>(0);
+        let is_target = numbers.equal(self.targets.clone());
+        let gradient = logarithms.exp() - is_target.float().cast(DType::F32);
+        let gradient = gradient * self.counts.clone();
+        let gradient = match slope {
+            Some(slope) => gradient * slope,
+            None => gradient,
+        };
+        (loss, gradient.cast(dtype))
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use burn::tensor::{Device, TensorData};
+
+    const POSITIONS: usize = 11;
+    const WORDS: usize = 23;
+    const TARGETS: [i32; POSITIONS] = [3, -1, 22, 0, 7, 7, -100, 1, 19, -1, 5];
+
+    fn leaves(device: &Device) -> [Tensor<2>; 2] {
+        [[POSITIONS, 6], [WORDS, 6]].map(|shape| {
+            let values =
+                (0..shape[0] * shape[1]).map(|index| ((7 * index * index) as f32).sin() * 1.5);
+            let data = TensorData::new(values.collect(), shape);
+            Tensor::from_data(data, device).require_grad()
+        })
+    }
+
+    fn targets(device: &Device) -> Tensor<1, Int> {
+        Tensor::from_data(TARGETS, device)
+    }
+
+    /// By Burn's own operations, with all logits at once.
+    fn plain(hidden: Tensor<2>, head: Tensor<2>, softcap: Option<f64>) -> Tensor<1> {
+        let device = hidden.device();
+        let logits = hidden.matmul(head.transpose());
+        let logits = match softcap {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
+        };
+        let counted: Vec<i32> = (0..POSITIONS as i32)
+            .filter(|position| TARGETS[*position as usize] >= 0)
+            .collect();
+        let counted = Tensor::<1, Int>::from_data(&counted[..], &device);
+        let targets = targets(&device).select(0, counted.clone()).unsqueeze_dim(1);
+        -log_softmax(logits, 1)
+            .select(0, counted)
+            .gather(1, targets)
+            .mean()
+    }
+
+    fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+        tensor.into_data().iter::<f32>().collect()
+    }
+
+    fn assert_close(found: Vec<f32>, expected: Vec<f32>, what: &str) {
+        assert_eq!(found.len(), expected.len(), "{what}");
+        for (found, expected) in found.into_iter().zip(expected) {
+            let error = (found - expected).abs();
+            assert!(error < 1e-5, "{what}: {found} instead of {expected}");
+        }
+    }
+
+    #[test]
+    fn is_the_loss_of_all_logits_with_its_gradients() {
+        let device = Device::flex().autodiff();
+        for device in [device.clone(), device.gradient_checkpointing()] {
+            for softcap in [None, Some(2.0)] {
+                // What comes after the loss scales the gradients.
+                let [hidden, head] = leaves(&device);
+                let expected = plain(hidden.clone(), head.clone(), softcap) * 3.0;
+                let gradients = expected.backward();
+                let of_leaves = [hidden, head].map(|leaf| leaf.grad(&gradients).expect("one"));
+                let expected_gradients = of_leaves.map(values);
+                for at_once in [1, 4, POSITIONS, 100] {
+                    let what = format!("{softcap:?}, {at_once} at once");
+                    let [hidden, head] = leaves(&device);
+                    let targets = targets(&device);
+                    let found =
+                        in_chunks(hidden.clone(), head.clone(), targets, softcap, at_once) * 3.0;
+                    let gradients = found.backward();
+                    assert_close(values(found), values(expected.clone()), &what);
+                    for (leaf, expected) in [hidden, head].into_iter().zip(&expected_gradients) {
+                        let gradient = leaf.grad(&gradients).expect("a gradient");
+                        assert_close(values(gradient), expected.clone(), &what);
+                    }
+                }
+            }
+        }
+    }
+
+    /// As the tied table of embeddings is, which is in the hidden states, too.
+    #[test]
+    fn a_matrix_may_come_in_by_both_ways() {
+        let device = Device::flex().autodiff();
+        let gradient = |chunked: bool| {
+            let [_, head] = leaves(&device);
+            let hidden = head.clone().narrow(0, 2, POSITIONS).tanh();
+            let loss = match chunked {
+                true => in_chunks(hidden, head.clone(), targets(&device), Some(3.0), 4),
+                false => plain(hidden, head.clone(), Some(3.0)),
+            };
+            let gradients = loss.backward();
+            values(head.grad(&gradients).expect("a gradient"))
+        };
+        assert_close(gradient(true), gradient(false), "tied");
+    }
+
+    #[test]
+    fn what_is_not_trained_gets_no_gradient() {
+        let device = Device::flex().autodiff();
+        let [hidden, head] = leaves(&device);
+        let loss = in_chunks(hidden.clone(), head.detach(), targets(&device), None, 4);
+        let gradients = loss.backward();
+        assert!(hidden.grad(&gradients).is_some());
+
+        let [hidden, head] = leaves(&device);
+        let plain = in_chunks(hidden.inner(), head.inner(), targets(&device), None, 4);
+        assert!(!plain.is_autodiff());
+    }
+
+    #[test]
+    fn without_targets_that_count_it_is_0() {
+        let device = Device::flex().autodiff();
+        let [hidden, head] = leaves(&device);
+        let none = Tensor::<1, Int>::from_data([-1; POSITIONS], &device);
+        let loss = in_chunks(hidden.clone(), head, none, Some(30.0), 4);
+        let gradients = loss.backward();
+        assert_eq!(values(loss), [0.0]);
+        let gradient = values(hidden.grad(&gradients).expect("a gradient"));
+        assert!(gradient.iter().all(|value| *value == 0.0));
+    }
+}

@@ -1,0 +1,6 @@
+//! What training needs beside a differentiable model.
+
+pub(crate) mod packing;
+
+mod gradients;
+mod loss;
