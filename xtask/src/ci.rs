@@ -111,6 +111,7 @@ fn documentation() -> Result<()> {
 fn packages() -> Result<()> {
     process::run(process::cargo().args([
         "package",
+        "--package=cube-kit",
         "--package=attention-cube",
         "--package=burn-gemma4",
         "--no-verify",

@@ -51,7 +51,6 @@ pub mod engine;
 mod explain;
 #[cfg(feature = "cuda")]
 mod fragment;
-pub mod kit;
 mod math;
 mod options;
 #[cfg(feature = "cube")]
@@ -63,8 +62,6 @@ pub mod select;
 mod testing;
 
 pub use explain::{Explanation, explain};
-#[cfg(feature = "cuda")]
-pub use kit::matmul::launch::matrix_product;
 pub use math::side::Side;
 pub use options::{AttentionOptions, CausalAlignment};
 pub use problem::{AttentionError, AttentionProblem, MAX_HEAD_DIM};

@@ -13,8 +13,9 @@ use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
 };
+use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
-use cubecl::ir::features::{Tma, TypeUsage};
+use cubecl::ir::features::TypeUsage;
 use std::{num::NonZero, sync::OnceLock, thread::available_parallelism};
 
 /// The profile of a device, if it runs CubeCL kernels.
@@ -30,7 +31,7 @@ pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
     }
 }
 
-pub(crate) fn profile(client: &Client) -> DeviceProfile {
+fn profile(client: &Client) -> DeviceProfile {
     let properties = client.properties();
     let hardware = &properties.hardware;
     let dtypes = [DType::F32, DType::F16, DType::BF16]
@@ -53,10 +54,7 @@ pub(crate) fn profile(client: &Client) -> DeviceProfile {
         multiprocessors: hardware
             .num_streaming_multiprocessors
             .map(|count| count as usize),
-        // The copy engine is reached through CUDA C++ alone; later architectures have other matrix units.
-        hopper: cfg!(feature = "cuda")
-            && properties.features.tma.contains(Tma::Base)
-            && properties.identity.fingerprint == "ptx_sm90",
+        hopper: is_hopper(client),
     }
 }
 

@@ -9,7 +9,7 @@
 
 mod autodiff;
 #[cfg(feature = "cube")]
-pub(crate) mod cube;
+mod cube;
 
 use crate::select::BackwardRequest;
 use crate::{AttentionError, AttentionProblem, reference};

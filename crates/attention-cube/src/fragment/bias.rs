@@ -7,11 +7,11 @@
 //! the question for each.
 
 use super::{FragmentKind, Known, RowPair, capped, columns_end, own_column, pair_of, rows_end};
-use crate::kit::hopper::Half;
-use crate::kit::hopper::accumulator::{Pair, is_second};
-use crate::kit::hopper::ptx::{load_word, smaller_halves, unpack, word_address};
 use crate::math::score::{LOWEST, ScoreArguments, plus_bias};
 use crate::math::visibility::Extent;
+use cube_kit::hopper::Half;
+use cube_kit::hopper::accumulator::{Pair, is_second};
+use cube_kit::hopper::ptx::{load_word, smaller_halves, unpack, word_address};
 use cubecl::prelude::*;
 
 /// How a kernel reads a bias.

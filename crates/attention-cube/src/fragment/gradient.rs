@@ -9,12 +9,12 @@ use crate::fragment::{
     FragmentKind, Known, MaskWords, PAIRS_PER_WORD, RowPair, bits_of_word, capped, known,
     own_column, pair_of, shown,
 };
-use crate::kit::hopper::Half;
-use crate::kit::hopper::accumulator::{Pair, is_second, pair};
-use crate::kit::hopper::ptx::{exp2, load_shared_pair, pack};
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
 use crate::math::visibility::{Extent, Sight};
+use cube_kit::hopper::Half;
+use cube_kit::hopper::accumulator::{Pair, is_second, pair};
+use cube_kit::hopper::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 

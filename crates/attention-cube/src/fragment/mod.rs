@@ -6,15 +6,15 @@ pub(crate) mod gradient;
 pub(crate) mod softmax;
 
 use crate::fragment::bias::{BiasReads, BiasWords, add_words, bias_row, with_bias};
-use crate::kit::hopper::Half;
-use crate::kit::hopper::accumulator::{Pair, column, is_second};
-use crate::kit::hopper::ptx::{exp2, reciprocal, smaller_or_none};
 use crate::math::score::{ScoreArguments, ScoreKind, is_hidden, widely_capped};
 use crate::math::side::Side;
 use crate::math::visibility::{
     Documents, Extent, Keys, Sight, Structure, id_of, keys_of, queries_of,
 };
 use crate::passes::mask_bits::kernel::{MaskPlaces, bits_of_run, word_of};
+use cube_kit::hopper::Half;
+use cube_kit::hopper::accumulator::{Pair, column, is_second};
+use cube_kit::hopper::ptx::{exp2, reciprocal, smaller_or_none};
 use cubecl::prelude::*;
 
 /// A thread's two rows.

@@ -4,8 +4,8 @@
 //! by 2^8, so that the output is seldom rescaled (FlashAttention-4 does likewise). P stays below 2^8 and the
 //! sum below 2^8 times the number of keys, far from the limits of half precision and f32.
 
-use crate::kit::hopper::accumulator::{Pair, is_second, pair};
-use crate::kit::hopper::ptx::exp2;
+use cube_kit::hopper::accumulator::{Pair, is_second, pair};
+use cube_kit::hopper::ptx::exp2;
 use cubecl::prelude::*;
 
 /// The largest scores of the thread's rows among its own of `columns`, but not below `least`.

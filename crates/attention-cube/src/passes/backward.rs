@@ -4,7 +4,6 @@ use crate::AttentionProblem;
 use crate::arguments::{Extras, score_kind, structure};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
 use crate::engine::unit::plan::{BackwardPlan, UnitTiles};
-use crate::kit::launch::address_type;
 use crate::math::score::ScoreKind;
 use crate::math::visibility::Structure;
 use crate::passes::delta::rows_of_queries;
@@ -16,6 +15,7 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::address_type;
 use cubecl::prelude::{AddressType, TensorArg};
 
 /// What a backward kernel is compiled for.

@@ -1,13 +1,13 @@
 //! Products whose right operands come by chunks through one ring: the texts wait for a chunk each, and free what is behind.
 
 use crate::engine::wgmma::plan::{ChunkedProduct, ChunkedScores, ColumnTiles, RingShape};
-use crate::kit::hopper::ptx::{arrive_text, value_of, wait_text};
-use crate::kit::hopper::ring::Turn;
-use crate::kit::hopper::wgmma::{
+use cube_kit::hopper::ptx::{arrive_text, value_of, wait_text};
+use cube_kit::hopper::ring::Turn;
+use cube_kit::hopper::wgmma::{
     STEP, STEP_BYTES, STEP_ROWS_BYTES, SUBTILE_STEPS, descriptor_text, instruction, load_rows,
     moves, registers, units,
 };
-use crate::kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE};
+use cube_kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
 /// Scores of a warpgroup in the arrangement by columns: 64 rows and 64 keys.

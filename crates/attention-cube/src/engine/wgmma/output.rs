@@ -5,9 +5,9 @@ use super::tile::{HopperKind, Tile};
 use crate::engine::wgmma::plan::OutputShape;
 use crate::fragment::RowPair;
 use crate::fragment::softmax::finite;
-use crate::kit::hopper::accumulator::{Pair, is_second};
-use crate::kit::hopper::ptx::exp2;
-use crate::kit::hopper::tma::store_boxes;
+use cube_kit::hopper::accumulator::{Pair, is_second};
+use cube_kit::hopper::ptx::exp2;
+use cube_kit::hopper::tma::store_boxes;
 use cubecl::prelude::*;
 
 /// A thread's part of what its warpgroup has of a tile.

@@ -7,8 +7,8 @@ mod tiles;
 
 use crate::AttentionProblem;
 use crate::engine::unit::plan::MAX_LENGTH;
-use crate::kit::hopper::Half;
 use crate::select::{DeviceProfile, Layouts, Operands, Pass, Refusal};
+use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
 use gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
@@ -135,13 +135,10 @@ const WIDEST_VALUES: usize = 512;
 /// interleaved so that what starts last is short: they share the L2 cache.
 const CACHE_BYTES: usize = 34 << 20;
 
-/// Multiprocessors assumed where the runtime does not say.
-const ASSUMED_MULTIPROCESSORS: usize = 132;
-
 /// Blocks of keys that a part has at least where keys are split.
 const BLOCKS_PER_SPLIT: usize = 2;
 
-pub(crate) fn multiprocessors(device: &DeviceProfile) -> usize {
+fn multiprocessors(device: &DeviceProfile) -> usize {
     device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
 }
 

@@ -17,12 +17,12 @@ use super::tile::{HopperKind, StepsCompilationArg};
 use crate::engine::wgmma::plan::{ForwardTiles, GradientTiles, forward_tiles, gradient_tiles};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
-use crate::kit::hopper::Half;
 use crate::math::schedule::{GridCompilationArg, TurnsCompilationArg};
 use crate::math::score::{ScoreArgumentsCompilationArg, ScoreKind};
 use crate::math::side::Side;
 use crate::math::visibility::{ExtentCompilationArg, Structure};
 use crate::passes::mask_bits::kernel::MaskPlacesCompilationArg;
+use cube_kit::hopper::Half;
 use cubecl::{
     CubeKernel,
     ir::{settings::*, *},

@@ -2,8 +2,6 @@
 
 use crate::fragment::bias::bias_of_head;
 use crate::fragment::{FragmentKind, MaskWords, RowPair, mask_words, words_of_segments};
-use crate::kit::hopper::ROW_BYTES;
-use crate::kit::hopper::ptx::{async_proxy_fence, clear_shared};
 use crate::math::schedule::{Grid, Share, Turns, assignment, block_count};
 use crate::math::score::is_hidden;
 use crate::math::side::Side;
@@ -14,6 +12,8 @@ use crate::math::visibility::{
 use crate::passes::mask_bits::kernel::{
     EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block,
 };
+use cube_kit::hopper::ROW_BYTES;
+use cube_kit::hopper::ptx::{async_proxy_fence, clear_shared};
 use cubecl::prelude::*;
 
 /// What the Hopper kernels are compiled for, besides their tiles.

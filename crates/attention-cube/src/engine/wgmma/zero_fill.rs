@@ -1,11 +1,11 @@
 //! Rows of a block that nobody in the tile sees and that may hold anything: 0 · NaN must not reach a sum. What warps use of a block
 //! meets in shared memory, a bit a row, in words of three turns.
 
-use crate::kit::hopper::ROW_BYTES;
-use crate::kit::hopper::ptx::{
+use crate::math::visibility::Run;
+use cube_kit::hopper::ROW_BYTES;
+use cube_kit::hopper::ptx::{
     async_proxy_fence, clear_shared, load_shared, or_shared, store_shared,
 };
-use crate::math::visibility::Run;
 use cubecl::prelude::*;
 
 /// Whether rows lie in the block from `first` on that nobody in the tile may see, by its `run` alone. Past the

@@ -4,12 +4,12 @@ mod kernel;
 
 use crate::arguments::{BROADCAST_KEYS, BROADCAST_QUERIES, distinct, is_in_vectors};
 use crate::backend::AttentionInputs;
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::passes::aligned::kernel::align_rows;
 use crate::select::Operands;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 /// Rows start at multiples of so many bytes.

@@ -7,7 +7,6 @@ use crate::AttentionProblem;
 use crate::arguments::{grid, score_arguments};
 use crate::engine::unit::plan::UnitTiles;
 use crate::engine::unit::plan::{BackwardPlan, BiasSum};
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::passes::backward::BackwardPass;
 use crate::passes::bias_gradient::rows::{SpreadLaunch, constant_bias_gradient};
 use crate::passes::bias_gradient::scores::{Broadcast, bias_gradient};
@@ -15,6 +14,7 @@ use crate::passes::lengths::Places;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 const UNITS: usize = 128;

@@ -5,11 +5,11 @@ mod kernel;
 use self::kernel::merge;
 use crate::AttentionProblem;
 use crate::backend::AttentionOutput;
-use crate::kit::launch::{address_type, cube_count, empty};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 /// The merge of `splits` parts.
 pub(crate) fn join(

@@ -5,12 +5,12 @@ pub(crate) mod kernel;
 use self::kernel::{MULTIPLE, ROWS, TERMS, UNITS, row_terms};
 use crate::AttentionProblem;
 use crate::backend::AttentionSaved;
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::passes::backward::BackwardPass;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 /// The terms of every query, `[batch, q_heads, 3, padded q_len]`, with reference and logarithm apart or not.

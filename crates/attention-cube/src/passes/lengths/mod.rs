@@ -9,7 +9,6 @@ mod kernel;
 use crate::AttentionProblem;
 use crate::backend::AttentionInputs;
 use crate::engine::unit::plan::UnitTiles;
-use crate::kit::launch::{cube_count, empty};
 use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_INTEGERS, ExtentLaunch, OPEN};
 use crate::passes::lengths::kernel::{bound_segments, pack_integers, span_segments};
@@ -17,6 +16,7 @@ use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 /// Tokens of the blocks that a kernel divides queries and keys into, and whose are its tiles.

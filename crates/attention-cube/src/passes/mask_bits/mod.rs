@@ -6,7 +6,6 @@ use crate::AttentionProblem;
 use crate::arguments::distinct;
 use crate::backend::AttentionInputs;
 use crate::engine::wgmma::plan::MaskWords;
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::math::side::Side;
 use crate::passes::mask_bits::kernel::{MaskPlacesLaunch, PLANES, pack_mask, sum_up_mask};
 use burn::backend::cubecl::dtype_to_storage_type;
@@ -14,6 +13,7 @@ use burn::backend::ops::BoolTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 use cubecl::prelude::TensorArg;
 

@@ -4,9 +4,9 @@ mod kernel;
 
 use self::kernel::sum_parts;
 use super::backward::BackwardPass;
-use crate::kit::launch::{address_type, cube_count, empty};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 impl BackwardPass<'_> {

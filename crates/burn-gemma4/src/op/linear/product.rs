@@ -116,7 +116,7 @@ impl<B: Backend> Parts<B> {
 #[cfg(feature = "cuda")]
 impl ProductBackend for burn_cubecl::CubeBackend {
     fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        match attention_cube::matrix_product(&lhs, &rhs) {
+        match cube_kit::matmul::matrix_product(&lhs, &rhs) {
             Ok(Some(product)) => product,
             Ok(None) => Self::float_matmul(lhs, rhs),
             Err(error) => panic!("{error}"),

@@ -11,7 +11,6 @@ use crate::engine::unit::backward::together::{
 use crate::engine::unit::direct::{Division, division};
 use crate::engine::unit::plan::UnitTiles;
 use crate::engine::unit::plan::{BackwardPlan, GradientKernel, Packing};
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
 use crate::select::BackwardRequest;
@@ -20,6 +19,7 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::ops::numeric::zeros_client;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 pub(crate) fn launch(

@@ -5,13 +5,13 @@ use crate::arguments::{Extras, grid, score_arguments, score_kind, structure};
 use crate::backend::{AttentionInputs, AttentionOutput};
 use crate::engine::unit::forward::{ForwardKind, forward};
 use crate::engine::unit::plan::ForwardPlan;
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::passes::combine::join;
 use crate::passes::lengths::Blocks;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 pub(crate) fn launch(

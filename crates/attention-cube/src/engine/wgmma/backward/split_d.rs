@@ -28,21 +28,21 @@ use crate::engine::wgmma::zero_fill::{
 };
 use crate::fragment::columns_end;
 use crate::fragment::gradient::{dot_gradients, terms_of_block, terms_of_rows, weights};
-use crate::kit::hopper::barriers::warpgroup_barrier;
-use crate::kit::hopper::ptx::{
-    async_proxy_fence, barrier_init, barrier_init_fence, barrier_wait, give_registers,
-    named_barrier, shared_address, store_matrices, store_shared, take_registers, uniform,
-};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::tma::await_stores;
-use crate::kit::hopper::wgmma::{
-    descriptor, free_chunk, matrix_row, take_fragment, transposed_descriptor,
-};
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::{Extent, Sight, sight};
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::barriers::warpgroup_barrier;
+use cube_kit::hopper::ptx::{
+    async_proxy_fence, barrier_init, barrier_init_fence, barrier_wait, give_registers,
+    named_barrier, shared_address, store_matrices, store_shared, take_registers, uniform,
+};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::tma::await_stores;
+use cube_kit::hopper::wgmma::{
+    descriptor, free_chunk, matrix_row, take_fragment, transposed_descriptor,
+};
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

@@ -30,21 +30,21 @@ use crate::engine::wgmma::plan::GradientRowTiles;
 use crate::engine::wgmma::tile::{HopperKind, View, view};
 use crate::fragment::RowPair;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
-use crate::kit::hopper::accumulator::pair;
-use crate::kit::hopper::barriers::{await_turn, pass_turn};
-use crate::kit::hopper::ptx::{
-    barrier_init, barrier_init_fence, barrier_wait, give_registers, shared_address, store_shared,
-    take_registers, uniform,
-};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::tma::await_stores;
-use crate::kit::hopper::wgmma::{free_chunk, take_fragment};
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
 use crate::math::visibility::{Extent, Sight, sight};
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::accumulator::pair;
+use cube_kit::hopper::barriers::{await_turn, pass_turn};
+use cube_kit::hopper::ptx::{
+    barrier_init, barrier_init_fence, barrier_wait, give_registers, shared_address, store_shared,
+    take_registers, uniform,
+};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::tma::await_stores;
+use cube_kit::hopper::wgmma::{free_chunk, take_fragment};
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

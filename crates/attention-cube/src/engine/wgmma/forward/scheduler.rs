@@ -7,12 +7,12 @@
 
 use crate::engine::wgmma::plan::NOTICE_BYTES;
 use crate::engine::wgmma::tile::HopperKind;
-use crate::kit::hopper::ptx::{
+use crate::math::schedule::{Grid, Turns, next_item};
+use crate::math::visibility::{BLOCK_INTEGERS, Extent};
+use cube_kit::hopper::ptx::{
     barrier_arrive, barrier_init, barrier_wait, count_up, load_shared, store_shared, uniform,
     word_address,
 };
-use crate::math::schedule::{Grid, Turns, next_item};
-use crate::math::visibility::{BLOCK_INTEGERS, Extent};
 use cubecl::prelude::*;
 
 /// Where notices start: behind the `bytes` of a cube's other shared memory.

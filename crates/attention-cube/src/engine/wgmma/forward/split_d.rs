@@ -34,18 +34,18 @@ use crate::engine::wgmma::tile::{
 use crate::fragment::bias::bias_words;
 use crate::fragment::softmax::{no_progress, rescale, totals};
 use crate::fragment::{RowPair, score};
-use crate::kit::hopper::accumulator::pair;
-use crate::kit::hopper::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    shared_address, store_shared, take_registers, uniform,
-};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::wgmma::{descriptor, free_chunk, take_fragment, transposed_descriptor};
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use crate::math::schedule::{Grid, Turns};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::accumulator::pair;
+use cube_kit::hopper::ptx::{
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
+    shared_address, store_shared, take_registers, uniform,
+};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::wgmma::{descriptor, free_chunk, take_fragment, transposed_descriptor};
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

@@ -33,22 +33,22 @@ use crate::engine::wgmma::tile::{
 use crate::fragment::bias::BiasWords;
 use crate::fragment::softmax::{no_progress, rescale, totals};
 use crate::fragment::{RowPair, score};
-use crate::kit::hopper::accumulator::pair;
-use crate::kit::hopper::barriers::{await_turn, pass_turn};
-use crate::kit::hopper::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, barrier_wait_both,
-    give_registers, shared_address, store_shared, take_registers, uniform,
-};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::tma::await_stores;
-use crate::kit::hopper::wgmma::{
-    descriptor, multiply_output, multiply_scores, transposed_descriptor,
-};
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use crate::math::schedule::{Grid, Turns};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::accumulator::pair;
+use cube_kit::hopper::barriers::{await_turn, pass_turn};
+use cube_kit::hopper::ptx::{
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, barrier_wait_both,
+    give_registers, shared_address, store_shared, take_registers, uniform,
+};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::tma::await_stores;
+use cube_kit::hopper::wgmma::{
+    descriptor, multiply_output, multiply_scores, transposed_descriptor,
+};
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

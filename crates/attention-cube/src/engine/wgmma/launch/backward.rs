@@ -14,9 +14,6 @@ use crate::engine::wgmma::plan::{
 use crate::engine::wgmma::tile::HopperKind;
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
-use crate::kit::hopper::PRODUCT_ROWS;
-use crate::kit::hopper::tma::{is_single, map};
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::math::side::Side;
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
@@ -27,6 +24,9 @@ use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::hopper::PRODUCT_ROWS;
+use cube_kit::hopper::tma::{is_single, map};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled, TiledArgs};
 
 pub(crate) fn launch(

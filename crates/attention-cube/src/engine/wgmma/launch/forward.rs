@@ -9,9 +9,6 @@ use crate::engine::wgmma::plan::{ColumnTiles, ForwardPlan, ForwardTiles, Residen
 use crate::engine::wgmma::tile::{HopperKind, StepsLaunch};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
-use crate::kit::hopper::tma::{is_single, map};
-use crate::kit::hopper::{Half, PRODUCT_ROWS};
-use crate::kit::launch::{address_type, cube_count, empty};
 use crate::math::schedule::TurnsLaunch;
 use crate::math::side::Side;
 use crate::passes::combine::join;
@@ -21,6 +18,9 @@ use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
+use cube_kit::hopper::tma::{is_single, map};
+use cube_kit::hopper::{Half, PRODUCT_ROWS};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 /// Scales within which scores can stay unscaled until the exponential: beyond, f32 could overflow.

@@ -15,9 +15,9 @@ use super::tiles::ColumnTiles;
 use crate::AttentionProblem;
 use crate::engine::unit::plan as unit;
 use crate::engine::unit::plan::UnitPlan;
-use crate::kit::hopper::Half;
 use crate::math::side::Side;
 use crate::select::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
+use cube_kit::hopper::Half;
 
 /// The kernels of the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -5,7 +5,7 @@ mod split_m;
 
 pub use self::split_d::ColumnTiles;
 pub use self::split_m::RowTiles;
-use crate::kit::hopper::{Half, registers};
+use cube_kit::hopper::{Half, registers};
 
 /// Bytes of shared memory that a cube may take on Hopper.
 const SHARED_MEMORY: usize = 232_448;

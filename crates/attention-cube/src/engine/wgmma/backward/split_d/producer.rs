@@ -5,13 +5,13 @@ use crate::engine::wgmma::backward::stationary::{
 };
 use crate::engine::wgmma::plan::{ColumnTiles, GradientColumnTiles};
 use crate::engine::wgmma::tile::HopperKind;
-use crate::kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::tma::load_subtiles;
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::tma::load_subtiles;
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

@@ -2,12 +2,12 @@
 
 use super::producer::Places;
 use crate::engine::wgmma::plan::GradientRowTiles;
-use crate::kit::hopper::ptx::{barrier_wait, uniform};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::wgmma::{
+use cube_kit::hopper::ptx::{barrier_wait, uniform};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::wgmma::{
     descriptor, free_chunk, multiply_output, multiply_scores, take_sums, transposed_descriptor,
 };
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES};
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES};
 use cubecl::prelude::*;
 
 /// A warpgroup's gradients, of which only those that are asked for are used.

@@ -9,10 +9,10 @@ use crate::engine::wgmma::zero_fill::{
     clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
 };
 use crate::fragment::columns_end;
-use crate::kit::hopper::WARPGROUP;
-use crate::kit::hopper::ptx::{barrier_wait, named_barrier};
-use crate::kit::hopper::ring::stage_turn;
 use crate::math::visibility::Extent;
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::ptx::{barrier_wait, named_barrier};
+use cube_kit::hopper::ring::stage_turn;
 use cubecl::prelude::*;
 
 /// Before the `count`-th block's part is added: zeros over its rows that nobody in the tile sees, whose product

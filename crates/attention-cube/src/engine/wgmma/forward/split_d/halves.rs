@@ -7,14 +7,14 @@ use crate::engine::wgmma::plan::ColumnTiles;
 use crate::engine::wgmma::tile::HopperKind;
 use crate::engine::wgmma::zero_fill::tell_used;
 use crate::fragment::softmax::{Progress, maxima, measured, numerators, own_maxima, progress};
-use crate::kit::hopper::WARPGROUP;
-use crate::kit::hopper::accumulator::{Pair, pair};
-use crate::kit::hopper::ptx::{
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::accumulator::{Pair, pair};
+use cube_kit::hopper::ptx::{
     async_proxy_fence, barrier_arrive, barrier_wait, load_shared, named_barrier, pack,
     store_matrices, store_shared, uniform,
 };
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::wgmma::{descriptor, free_chunk, matrix_row};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::wgmma::{descriptor, free_chunk, matrix_row};
 use cubecl::prelude::*;
 
 /// P of the `count`-th visited block.

@@ -6,12 +6,12 @@ use crate::engine::wgmma::chunked::Ring;
 use crate::engine::wgmma::plan::ColumnTiles;
 use crate::engine::wgmma::tile::{HopperKind, Tile};
 use crate::engine::wgmma::zero_fill::{clear_unseen, has_unseen, used_words};
-use crate::kit::hopper::WARPGROUP;
-use crate::kit::hopper::barriers::warpgroup_barrier;
-use crate::kit::hopper::ptx::barrier_wait;
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::wgmma::free_chunk;
 use crate::math::visibility::Extent;
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::barriers::warpgroup_barrier;
+use cube_kit::hopper::ptx::barrier_wait;
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
 /// Before the `count`-th visited block's values, from chunk `passed` on, are multiplied: zeros in place of

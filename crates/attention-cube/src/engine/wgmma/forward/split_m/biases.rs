@@ -5,11 +5,11 @@ use crate::engine::wgmma::plan::RowTiles;
 use crate::engine::wgmma::tile::HopperKind;
 use crate::fragment::RowPair;
 use crate::fragment::bias::{BiasWords, bias_words};
-use crate::kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::wgmma::{STEP, load_rows};
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES};
 use crate::math::visibility::Extent;
+use cube_kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::wgmma::{STEP, load_rows};
+use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES};
 use cubecl::prelude::*;
 
 /// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.

@@ -2,8 +2,8 @@
 
 use crate::engine::wgmma::plan::RowTiles;
 use crate::fragment::softmax::{Progress, measured, numerators, own_maxima, progress};
-use crate::kit::hopper::accumulator::pair;
-use crate::kit::hopper::ptx::pack;
+use cube_kit::hopper::accumulator::pair;
+use cube_kit::hopper::ptx::pack;
 use cubecl::prelude::*;
 
 /// The numerators of a block, and how far the rows are with it.

@@ -3,13 +3,13 @@
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::RowTiles;
 use crate::engine::wgmma::tile::{HopperKind, Steps, Tile, assigned, copied_rows, next_block};
-use crate::kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::tma::{load_columns, load_subtiles};
-use crate::kit::hopper::{ROW_BYTES, is_whole};
 use crate::math::schedule::{Grid, Turns};
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
+use cube_kit::hopper::ring::stage_turn;
+use cube_kit::hopper::tma::{load_columns, load_subtiles};
+use cube_kit::hopper::{ROW_BYTES, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

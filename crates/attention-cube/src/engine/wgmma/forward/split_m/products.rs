@@ -1,8 +1,8 @@
 //! Ends of the forward's products, which free a stage of the tile's ring.
 
 use crate::engine::wgmma::plan::RowTiles;
-use crate::kit::hopper::ptx::value_of;
-use crate::kit::hopper::wgmma::release_text;
+use cube_kit::hopper::ptx::value_of;
+use cube_kit::hopper::wgmma::release_text;
 use cubecl::prelude::*;
 
 /// S, once at most one later product is in flight; frees the keys' stage.

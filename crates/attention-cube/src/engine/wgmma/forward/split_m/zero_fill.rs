@@ -7,10 +7,10 @@ use crate::engine::wgmma::zero_fill::{
     clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
 };
 use crate::fragment::bias::lane_hides;
-use crate::kit::hopper::WARPGROUP;
-use crate::kit::hopper::ptx::{barrier_arrive, barrier_wait, named_barrier};
-use crate::kit::hopper::ring::Turn;
 use crate::math::visibility::Extent;
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait, named_barrier};
+use cube_kit::hopper::ring::Turn;
 use cubecl::prelude::*;
 
 /// Whether a block that every query sees, but for what the bias hides, has a key that the bias hides from the tile's first query,

@@ -4,8 +4,8 @@ use super::Sums;
 use crate::engine::wgmma::plan::tiles::{
     ChunkedProduct, ChunkedScores, ColumnTiles, RingShape, USED_WORDS,
 };
-use crate::kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
 use crate::math::side::Side;
+use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
 
 /// Both warpgroups have the same 64 rows, and each has half of the columns of their gradient:
 /// `backward/split_d.rs`.

@@ -2,10 +2,10 @@
 
 use super::Sums;
 use crate::engine::wgmma::plan::tiles::USED_WORDS;
-use crate::kit::hopper::{
+use crate::math::side::Side;
+use cube_kit::hopper::{
     Half, PRODUCT_ROWS, Product, ROW_BYTES, SUBTILE, ScoreProduct, WARPGROUP, registers,
 };
-use crate::math::side::Side;
 
 /// Registers a thread of a warpgroup that does not multiply.
 const FETCHING_REGISTERS: usize = 24;

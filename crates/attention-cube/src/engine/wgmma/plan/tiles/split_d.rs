@@ -1,7 +1,7 @@
 //! Where things are in shared memory where either warpgroup has half of the output's columns.
 
 use super::{ChunkedScores, OutputShape, RingShape, USED_WORDS};
-use crate::kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP, is_whole, registers};
+use cube_kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP, is_whole, registers};
 
 /// Registers a thread of the output, of scores and of queries together: the others need the rest.
 const QUERY_REGISTERS: usize = 192;

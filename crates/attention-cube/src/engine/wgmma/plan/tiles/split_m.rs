@@ -1,7 +1,7 @@
 //! Where things are in shared memory where a warpgroup has rows of the output.
 
 use super::{OutputShape, SHARED_MEMORY, SMALL_BYTES, USED_WORDS};
-use crate::kit::hopper::{
+use cube_kit::hopper::{
     Half, PRODUCT_ROWS, Product, ROW_BYTES, SUBTILE, ScoreProduct, WARPGROUP, registers,
 };
 

@@ -5,14 +5,16 @@ use cubecl::prelude::*;
 /// A stage of a ring, and the parity of its phase.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Turn {
+pub struct Turn {
+    /// The stage.
     pub stage: u32,
+    /// 0 in even rounds of the ring, 1 in odd ones.
     pub parity: u32,
 }
 
 /// Where the `index`-th that goes through a ring of `stages` is.
 #[cube]
-pub(crate) fn stage_turn(index: u32, #[comptime] stages: usize) -> Turn {
+pub fn stage_turn(index: u32, #[comptime] stages: usize) -> Turn {
     let stages = comptime!(stages as u32);
     Turn {
         stage: index % stages,

@@ -5,13 +5,13 @@
 //! the operands, outputs first, in order; every operand is also named once in a trailing comment, as
 //! `gpu_asm!` demands.
 
-use crate::kit::hopper::Half;
+use crate::hopper::Half;
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
 /// The value of a local. `gpu_asm!` takes values, and a mutable local is a place.
 #[cube]
-pub(crate) fn value_of<T: CubePrimitive>(x: T) -> T {
+pub fn value_of<T: CubePrimitive>(x: T) -> T {
     intrinsic!(|scope| { x.read_value(scope).into() })
 }
 
@@ -35,14 +35,14 @@ fn with_two(a: u32, b: u32, #[comptime] text: String) {
 
 /// Where `memory` starts in the shared window.
 #[cube]
-pub(crate) fn shared_address(memory: &Shared<[u32]>) -> u32 {
+pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
     // SAFETY: only the address is taken.
     generic_to_shared::<u32>(unsafe { memory.as_slice().as_ptr_unchecked() })
 }
 
 /// `2^x`, subnormals flushed, within 2 units in the last place.
 #[cube]
-pub(crate) fn exp2(x: f32) -> f32 {
+pub fn exp2(x: f32) -> f32 {
     let y: f32;
     gpu_asm!("ex2.approx.ftz.f32 {y}, {x};", y = out(_) y, x = in(_) value_of::<f32>(x), options(pure, nomem));
     y
@@ -50,7 +50,7 @@ pub(crate) fn exp2(x: f32) -> f32 {
 
 /// `1 / x` within a unit in the last place, subnormals flushed.
 #[cube]
-pub(crate) fn reciprocal(x: f32) -> f32 {
+pub fn reciprocal(x: f32) -> f32 {
     let y: f32;
     gpu_asm!("rcp.approx.ftz.f32 {y}, {x};", y = out(_) y, x = in(_) value_of::<f32>(x), options(pure, nomem));
     y
@@ -58,7 +58,7 @@ pub(crate) fn reciprocal(x: f32) -> f32 {
 
 /// The smaller of two numbers; none where one is none.
 #[cube]
-pub(crate) fn smaller_or_none(a: f32, b: f32) -> f32 {
+pub fn smaller_or_none(a: f32, b: f32) -> f32 {
     let y: f32;
     gpu_asm!(
         "min.NaN.f32 {y}, {a}, {b};",
@@ -72,7 +72,7 @@ pub(crate) fn smaller_or_none(a: f32, b: f32) -> f32 {
 
 /// What all lanes of the plane have alike: the result is in a uniform register, and what is computed from it is too.
 #[cube]
-pub(crate) fn uniform(x: u32) -> u32 {
+pub fn uniform(x: u32) -> u32 {
     let y: u32;
     gpu_asm!(
         "redux.sync.or.b32 {y}, {x}, 0xFFFFFFFF;",
@@ -84,7 +84,7 @@ pub(crate) fn uniform(x: u32) -> u32 {
 
 /// Two values rounded to half precision, the first in the low bits.
 #[cube]
-pub(crate) fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
+pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());
     let y: u32;
     gpu_asm!(
@@ -106,7 +106,7 @@ fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
 
 /// Where the `index`-th word after `start` lies in global memory.
 #[cube]
-pub(crate) fn word_address<T: CubePrimitive>(start: *const T, index: u64) -> u64 {
+pub fn word_address<T: CubePrimitive>(start: *const T, index: u64) -> u64 {
     let address: u64;
     gpu_asm!(
         "mad.lo.u64 {address}, {index}, 4, {start};",
@@ -120,7 +120,7 @@ pub(crate) fn word_address<T: CubePrimitive>(start: *const T, index: u64) -> u64
 
 /// The `offset`-th word after an address in global memory that nobody writes to.
 #[cube]
-pub(crate) fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
+pub fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
     let bytes = comptime!(4 * offset);
     let word: u32;
     gpu_asm!(
@@ -133,7 +133,7 @@ pub(crate) fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
 
 /// Adds 1 to the word at an address in global memory; what it was before.
 #[cube]
-pub(crate) fn count_up(address: u64) -> u32 {
+pub fn count_up(address: u64) -> u32 {
     let before: u32;
     gpu_asm!(
         "atom.global.relaxed.gpu.add.u32 {before}, [{address}], 1;",
@@ -145,7 +145,7 @@ pub(crate) fn count_up(address: u64) -> u32 {
 
 /// The two values of a word, the one in the low bits first.
 #[cube]
-pub(crate) fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
+pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     let name = comptime!(half.ptx());
     let both: Vector<f32, Const<2>>;
     gpu_asm!(
@@ -159,7 +159,7 @@ pub(crate) fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>>
 
 /// The smaller of the low halves, and of the high ones; a number where the other is none.
 #[cube]
-pub(crate) fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
+pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());
     let y: u32;
     gpu_asm!(
@@ -174,7 +174,7 @@ pub(crate) fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
 
 /// Registers of each thread of this warpgroup from here on, fewer than it was launched with.
 #[cube]
-pub(crate) fn give_registers(#[comptime] registers: usize) {
+pub fn give_registers(#[comptime] registers: usize) {
     plain(comptime!(format!(
         "setmaxnreg.dec.sync.aligned.u32 {registers};\n"
     )));
@@ -182,7 +182,7 @@ pub(crate) fn give_registers(#[comptime] registers: usize) {
 
 /// Registers of each thread of this warpgroup from here on, more than it was launched with.
 #[cube]
-pub(crate) fn take_registers(#[comptime] registers: usize) {
+pub fn take_registers(#[comptime] registers: usize) {
     plain(comptime!(format!(
         "setmaxnreg.inc.sync.aligned.u32 {registers};\n"
     )));
@@ -190,7 +190,7 @@ pub(crate) fn take_registers(#[comptime] registers: usize) {
 
 /// Makes a barrier at `address` that a phase of `arrivals` completes.
 #[cube]
-pub(crate) fn barrier_init(address: u32, #[comptime] arrivals: usize) {
+pub fn barrier_init(address: u32, #[comptime] arrivals: usize) {
     with_one(
         address,
         comptime!(format!("mbarrier.init.shared::cta.b64 [%0], {arrivals};\n")),
@@ -199,7 +199,7 @@ pub(crate) fn barrier_init(address: u32, #[comptime] arrivals: usize) {
 
 /// Shows new barriers to the copy engine. The cube's other threads see them after a sync.
 #[cube]
-pub(crate) fn barrier_init_fence() {
+pub fn barrier_init_fence() {
     plain(comptime!(
         "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\n".to_string()
     ));
@@ -207,7 +207,7 @@ pub(crate) fn barrier_init_fence() {
 
 /// Waits in a text for the phase of parity `parity` of the barrier at `address + offset`; needs a
 /// predicate `waited`, and a `label` that is unique in the text's braces.
-pub(crate) fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> String {
+pub fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> String {
     format!(
         "W{label}:\nmbarrier.try_wait.parity.shared::cta.b64 waited, [{address}+{offset}], {parity};\n\
          @waited bra D{label};\nbra W{label};\nD{label}:\n"
@@ -215,18 +215,18 @@ pub(crate) fn wait_text(label: &str, address: &str, offset: usize, parity: &str)
 }
 
 /// Arrives in a text `times` times at the barrier at `address`, where the predicate `elected` holds.
-pub(crate) fn arrive_text(address: &str, times: usize) -> String {
+pub fn arrive_text(address: &str, times: usize) -> String {
     arrive_where_text("elected", address, times)
 }
 
 /// [`arrive_text`] by another predicate.
-pub(crate) fn arrive_where_text(predicate: &str, address: &str, times: usize) -> String {
+pub fn arrive_where_text(predicate: &str, address: &str, times: usize) -> String {
     format!("@{predicate} mbarrier.arrive.release.cta.shared::cta.b64 _, [{address}], {times};\n")
 }
 
 /// Waits until the phase of parity `parity` is complete.
 #[cube]
-pub(crate) fn barrier_wait(address: u32, parity: u32) {
+pub fn barrier_wait(address: u32, parity: u32) {
     with_two(
         address,
         parity,
@@ -239,7 +239,7 @@ pub(crate) fn barrier_wait(address: u32, parity: u32) {
 
 /// Waits at two barriers, and asks both before it waits at one.
 #[cube]
-pub(crate) fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_parity: u32) {
+pub fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_parity: u32) {
     let text = comptime!(wait_both_text());
     gpu_asm!(
         "{text} // {first} {first_parity} {second} {second_parity}\n",
@@ -276,7 +276,7 @@ fn wait_both_text() -> String {
 
 /// Arrives at a barrier where `elected` is not 0.
 #[cube]
-pub(crate) fn barrier_arrive(address: u32, elected: u32) {
+pub fn barrier_arrive(address: u32, elected: u32) {
     with_two(
         address,
         elected,
@@ -289,7 +289,7 @@ pub(crate) fn barrier_arrive(address: u32, elected: u32) {
 
 /// Arrives at a barrier that `bytes` of copies will complete.
 #[cube]
-pub(crate) fn barrier_expect(address: u32, #[comptime] bytes: usize) {
+pub fn barrier_expect(address: u32, #[comptime] bytes: usize) {
     with_one(
         address,
         comptime!(format!(
@@ -300,7 +300,7 @@ pub(crate) fn barrier_expect(address: u32, #[comptime] bytes: usize) {
 
 /// Arrives at a barrier that `bytes` of copies will complete, a number known only now.
 #[cube]
-pub(crate) fn barrier_expect_bytes(address: u32, bytes: u32) {
+pub fn barrier_expect_bytes(address: u32, bytes: u32) {
     with_two(
         address,
         bytes,
@@ -312,15 +312,7 @@ pub(crate) fn barrier_expect_bytes(address: u32, bytes: u32) {
 
 /// Copies a box of the tensor `[batch, heads, length, columns]` behind `map` to `target`, and tells `barrier`.
 #[cube]
-pub(crate) fn tma_load(
-    target: u32,
-    map: u64,
-    batch: u32,
-    head: u32,
-    row: i32,
-    column: u32,
-    barrier: u32,
-) {
+pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: u32, barrier: u32) {
     gpu_asm!(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [{target}], [{map}, {{{column}, {row}, {head}, {batch}}}], [{barrier}];",
         target = in(_) value_of::<u32>(target),
@@ -335,7 +327,7 @@ pub(crate) fn tma_load(
 
 /// The same of the tensor `[batch, heads, subtiles, length, 64]`, from a subtile on.
 #[cube]
-pub(crate) fn tma_load_subtiles(
+pub fn tma_load_subtiles(
     target: u32,
     map: u64,
     batch: u32,
@@ -359,7 +351,7 @@ pub(crate) fn tma_load_subtiles(
 
 /// Brings a box of the tensor `[batch, heads, subtiles, length, 64]` behind `map` into the L2 cache.
 #[cube]
-pub(crate) fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, subtile: u32) {
+pub fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, subtile: u32) {
     gpu_asm!(
         "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [{map}, {{{column}, {row}, {subtile}, {head}, {batch}}}];",
         map = in(_) value_of::<u64>(map),
@@ -373,7 +365,7 @@ pub(crate) fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, s
 
 /// Copies a box from `source` to the tensor `[batch, heads, length, columns]` behind `map`, as far as it goes.
 #[cube]
-pub(crate) fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, column: u32) {
+pub fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, column: u32) {
     gpu_asm!(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [{map}, {{{column}, {row}, {head}, {batch}}}], [{source}];\ncp.async.bulk.commit_group;",
         map = in(_) value_of::<u64>(map),
@@ -387,31 +379,31 @@ pub(crate) fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, 
 
 /// Waits until this thread's stores have read their sources.
 #[cube]
-pub(crate) fn tma_store_wait() {
+pub fn tma_store_wait() {
     plain(comptime!("cp.async.bulk.wait_group.read 0;\n".to_string()));
 }
 
 /// Shows this thread's writes to shared memory to the matrix unit and the copy engine.
 #[cube]
-pub(crate) fn async_proxy_fence() {
+pub fn async_proxy_fence() {
     plain(comptime!("fence.proxy.async.shared::cta;\n".to_string()));
 }
 
 /// A meeting of `units` threads; `id` from 1 to 15, 0 is `sync_cube`'s.
 #[cube]
-pub(crate) fn named_barrier(id: u32, #[comptime] units: usize) {
+pub fn named_barrier(id: u32, #[comptime] units: usize) {
     with_one(id, comptime!(format!("bar.sync %0, {units};\n")));
 }
 
 /// Arrives at a meeting without waiting for it.
 #[cube]
-pub(crate) fn named_barrier_arrive(id: u32, #[comptime] units: usize) {
+pub fn named_barrier_arrive(id: u32, #[comptime] units: usize) {
     with_one(id, comptime!(format!("bar.arrive %0, {units};\n")));
 }
 
 /// Sets bits of a word in shared memory.
 #[cube]
-pub(crate) fn or_shared(address: u32, bits: u32) {
+pub fn or_shared(address: u32, bits: u32) {
     with_two(
         address,
         bits,
@@ -419,8 +411,9 @@ pub(crate) fn or_shared(address: u32, bits: u32) {
     );
 }
 
+/// Writes a word to shared memory.
 #[cube]
-pub(crate) fn store_shared(address: u32, value: u32) {
+pub fn store_shared(address: u32, value: u32) {
     with_two(
         address,
         value,
@@ -430,7 +423,7 @@ pub(crate) fn store_shared(address: u32, value: u32) {
 
 /// Writes 16 bytes of zeros.
 #[cube]
-pub(crate) fn clear_shared(address: u32) {
+pub fn clear_shared(address: u32) {
     with_one(
         address,
         comptime!(
@@ -440,8 +433,9 @@ pub(crate) fn clear_shared(address: u32) {
     );
 }
 
+/// Reads a word of shared memory.
 #[cube]
-pub(crate) fn load_shared(address: u32) -> u32 {
+pub fn load_shared(address: u32) -> u32 {
     let x: u32;
     gpu_asm!("ld.shared::cta.b32 {x}, [{a}];", x = out(_) x, a = in(_) value_of::<u32>(address));
     x
@@ -449,7 +443,7 @@ pub(crate) fn load_shared(address: u32) -> u32 {
 
 /// Two numbers that lie together, at a multiple of 8 bytes.
 #[cube]
-pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
+pub fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
     let text = comptime!("ld.shared::cta.v2.f32 {%0, %1}, [%2];\n".to_string());
     let pair: Vector<f32, Const<2>>;
     gpu_asm!(
@@ -462,7 +456,7 @@ pub(crate) fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
 
 /// Stores four 8 × 8 matrices of halves, a row's 16 bytes at each lane's address.
 #[cube]
-pub(crate) fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
+pub fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
     gpu_asm!(
         "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [{x}], {{{a}, {b}, {c}, {d}}};",
         x = in(_) value_of::<u32>(address),
@@ -475,7 +469,7 @@ pub(crate) fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
 
 /// Loads what [`store_matrices`] stores.
 #[cube]
-pub(crate) fn load_matrices(address: u32) -> Vector<u32, Const<4>> {
+pub fn load_matrices(address: u32) -> Vector<u32, Const<4>> {
     let text = comptime!(
         "ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];\n".to_string()
     );

@@ -3,24 +3,27 @@
 use cubecl::prelude::*;
 
 /// Column of register `index`, from the fragment's first.
-pub(crate) const fn column(index: usize) -> usize {
+pub const fn column(index: usize) -> usize {
     index / 4 * 8 + index % 2
 }
 
 /// Whether register `index` is of the second row.
-pub(crate) const fn is_second(index: usize) -> bool {
+pub const fn is_second(index: usize) -> bool {
     index / 2 % 2 == 1
 }
 
 /// Two numbers of a thread's rows.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Pair {
+pub struct Pair {
+    /// Of the first row.
     pub first: f32,
+    /// Of the second row, or of the next column.
     pub second: f32,
 }
 
+/// The pair of two numbers.
 #[cube]
-pub(crate) fn pair(first: f32, second: f32) -> Pair {
+pub fn pair(first: f32, second: f32) -> Pair {
     Pair { first, second }
 }

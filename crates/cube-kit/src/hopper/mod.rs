@@ -1,19 +1,39 @@
 //! Hopper: what its matrix unit and its copy engine (TMA) read and write, and the instructions for them.
 
+#![allow(
+    missing_docs,
+    reason = "CubeCL's macros make public items beside those that are documented here"
+)]
+
 #[cfg(feature = "cuda")]
-pub(crate) mod accumulator;
+pub mod accumulator;
 #[cfg(feature = "cuda")]
-pub(crate) mod barriers;
+pub mod barriers;
 #[cfg(feature = "cuda")]
-pub(crate) mod ptx;
+pub mod ptx;
 #[cfg(feature = "cuda")]
-pub(crate) mod ring;
+pub mod ring;
 #[cfg(feature = "cuda")]
-pub(crate) mod tma;
+pub mod tma;
 #[cfg(feature = "cuda")]
-pub(crate) mod wgmma;
+pub mod wgmma;
 
 use burn::tensor::DType;
+#[cfg(feature = "cube")]
+use cubecl::{client::Client, ir::features::Tma};
+
+/// Whether the device is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
+#[cfg(feature = "cube")]
+pub fn is_hopper(client: &Client) -> bool {
+    let properties = client.properties();
+    // The copy engine is reached through CUDA C++ alone; later architectures have other matrix units.
+    cfg!(feature = "cuda")
+        && properties.features.tma.contains(Tma::Base)
+        && properties.identity.fingerprint == "ptx_sm90"
+}
+
+/// Multiprocessors assumed where the runtime does not say.
+pub const ASSUMED_MULTIPROCESSORS: usize = 132;
 
 /// The half precisions that the matrix unit multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,7 +53,8 @@ impl Half {
         }
     }
 
-    pub(crate) const fn of(dtype: DType) -> Option<Self> {
+    /// Of a dtype, if it is one of them.
+    pub const fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F16 => Some(Self::F16),
             DType::BF16 => Some(Self::Bf16),
@@ -43,19 +64,19 @@ impl Half {
 }
 
 /// Bytes of a row of a subtile, 64 halves: what the 128-byte swizzle permutes.
-pub(crate) const ROW_BYTES: usize = 128;
+pub const ROW_BYTES: usize = 128;
 
 /// Columns of a subtile.
-pub(crate) const SUBTILE: usize = 64;
+pub const SUBTILE: usize = 64;
 
 /// Rows of one matrix product.
-pub(crate) const PRODUCT_ROWS: usize = 64;
+pub const PRODUCT_ROWS: usize = 64;
 
 /// Threads of a warpgroup.
-pub(crate) const WARPGROUP: usize = 128;
+pub const WARPGROUP: usize = 128;
 
 /// Whether rows of so many columns are whole subtiles, which the copy engine then brings by one box.
-pub(crate) const fn is_whole(columns: usize) -> bool {
+pub const fn is_whole(columns: usize) -> bool {
     columns.is_multiple_of(SUBTILE)
 }
 
@@ -98,6 +119,6 @@ impl Product {
 }
 
 /// A vector of registers has a power of two of them.
-pub(crate) const fn registers(used: usize) -> usize {
+pub const fn registers(used: usize) -> usize {
     used.next_power_of_two()
 }

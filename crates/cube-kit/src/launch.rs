@@ -6,7 +6,7 @@ use cubecl::client::Client;
 use cubecl::prelude::{AddressType, CubeCount};
 
 /// A new contiguous tensor beside `like`.
-pub(crate) fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
+pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
     empty_device_contiguous_dtype(
         like.client.clone(),
         like.device.clone(),
@@ -16,14 +16,14 @@ pub(crate) fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) ->
 }
 
 /// The launch of `cubes` cubes, which may be more than fit one dimension.
-pub(crate) fn cube_count(client: &Client, cubes: usize) -> CubeCount {
+pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     let limit = client.properties().hardware.max_cube_count.0 as usize;
     let rows = cubes.div_ceil(limit);
     CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }
 
 /// The width of addresses that reach every element of `tensors`.
-pub(crate) fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
+pub fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
     tensors
         .into_iter()
         .map(|tensor| tensor.required_address_type())

@@ -11,16 +11,18 @@
 //! `16 w + l / 4 + 8 (i / 2 % 2)`, column `8 (i / 4) + 2 (l % 4) + i % 2`; P, as registers of the second
 //! product's left operand, has the same layout, two columns a register.
 
-use crate::kit::hopper::ptx::{arrive_text, load_matrices, value_of};
-use crate::kit::hopper::{Half, Product, ROW_BYTES, ScoreProduct};
+use crate::hopper::ptx::{arrive_text, load_matrices, value_of};
+use crate::hopper::{Half, Product, ROW_BYTES, ScoreProduct};
 use cubecl::prelude::*;
 
 /// Columns of one step of a product.
-pub(crate) const STEP: usize = 16;
+pub const STEP: usize = 16;
 
-/// Bytes of a step in a row of a subtile, and of 16 rows of one.
-pub(crate) const STEP_BYTES: usize = 2 * STEP;
-pub(crate) const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
+/// Bytes of a step in a row of a subtile.
+pub const STEP_BYTES: usize = 2 * STEP;
+
+/// Bytes of 16 rows of a subtile.
+pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
 /// The upper half of every descriptor: eight rows take 1024 bytes, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
@@ -28,13 +30,13 @@ const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
 /// The lower half of the descriptor of the operand at `address` whose columns are summed over: queries,
 /// keys, P.
 #[cube]
-pub(crate) fn descriptor(address: u32) -> u32 {
+pub fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
 /// The same of an operand whose rows are summed over, values, in subtiles of `subtile_bytes`.
 #[cube]
-pub(crate) fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
+pub fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
     described(address, subtile_bytes)
 }
 
@@ -45,27 +47,30 @@ fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
 
 /// Makes `name` the descriptor whose lower half is `low + offset`. Sums of halves are cheaper than of whole
 /// descriptors; needs a register `low`.
-pub(crate) fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
+pub fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
     format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
 
 /// What an address in bytes adds to a descriptor.
-pub(crate) const fn units(bytes: usize) -> usize {
+pub const fn units(bytes: usize) -> usize {
     bytes >> 4
 }
 
-pub(crate) fn registers(from: usize, count: usize) -> String {
+/// `count` registers of a text from `from` on, as an operand lists them.
+pub fn registers(from: usize, count: usize) -> String {
     let names: Vec<_> = (from..from + count).map(|i| format!("%{i}")).collect();
     names.join(", ")
 }
 
-pub(crate) fn moves(count: usize, from: usize) -> String {
+/// Moves `count` registers of a text from `from` on to its first ones.
+pub fn moves(count: usize, from: usize) -> String {
     (0..count)
         .map(|i| format!("mov.b32 %{i}, %{};\n", from + i))
         .collect()
 }
 
-pub(crate) fn instruction(columns: usize, half: Half) -> String {
+/// The instruction whose product has so many columns.
+pub fn instruction(columns: usize, half: Half) -> String {
     let half = half.ptx();
     format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}")
 }
@@ -116,7 +121,7 @@ fn output_text(product: &Product) -> String {
 
 /// Waits until at most `pending` products are in flight, then says at a barrier that a stage is free:
 /// `used` registers of a fragment | the same, barrier, elected.
-pub(crate) fn release_text(used: usize, fragment: usize, pending: usize) -> String {
+pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
         "{{\n.reg .pred elected;\nsetp.ne.b32 elected, {elected}, 0;\nwgmma.wait_group.sync.aligned {pending};\n{}{}}}\n",
@@ -127,7 +132,7 @@ pub(crate) fn release_text(used: usize, fragment: usize, pending: usize) -> Stri
 
 /// Starts `S = Q Kᵀ` of a block, whose keys are there.
 #[cube]
-pub(crate) fn multiply_scores<NS: Size>(
+pub fn multiply_scores<NS: Size>(
     query: u32,
     key: u32,
     #[comptime] product: ScoreProduct,
@@ -145,7 +150,7 @@ pub(crate) fn multiply_scores<NS: Size>(
 
 /// Starts `O += P V` of a block, whose values are there.
 #[cube]
-pub(crate) fn multiply_output<NO: Size, NP: Size>(
+pub fn multiply_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,
     p: Vector<u32, NP>,
     value: u32,
@@ -164,7 +169,7 @@ pub(crate) fn multiply_output<NO: Size, NP: Size>(
 }
 
 /// Steps of 16 columns in a subtile.
-pub(crate) const SUBTILE_STEPS: usize = 4;
+pub const SUBTILE_STEPS: usize = 4;
 
 /// Waits until at most `pending` products are in flight: `used` registers of a fragment | the same.
 fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
@@ -177,7 +182,7 @@ fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
 /// Where the thread's row of a warp's matrices lies: of the warpgroup's 64 rows of the subtile at `subtile`, 16
 /// columns from the `step`-th on. The 128-byte swizzle permutes a row's pieces of 16 bytes by its number.
 #[cube]
-pub(crate) fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
+pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
     let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane % 16u32;
     let swizzle = ((lane / 16u32) ^ (lane % 8u32)) << 4u32;
@@ -187,7 +192,7 @@ pub(crate) fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
 /// The warp's 16 rows of `steps` steps of columns, of subtiles of `subtile_rows` rows the first of which starts at `start`, as
 /// registers of a product's left operand.
 #[cube]
-pub(crate) fn load_rows<N: Size>(
+pub fn load_rows<N: Size>(
     start: u32,
     #[comptime] subtile_rows: usize,
     #[comptime] steps: usize,
@@ -207,7 +212,7 @@ pub(crate) fn load_rows<N: Size>(
 
 /// A fragment of which `used` registers are used, once at most `pending` later products are in flight.
 #[cube]
-pub(crate) fn take_fragment<NF: Size>(
+pub fn take_fragment<NF: Size>(
     fragment: Vector<f32, NF>,
     #[comptime] used: usize,
     #[comptime] size: usize,
@@ -225,7 +230,7 @@ pub(crate) fn take_fragment<NF: Size>(
 
 /// The same of a product whose left operand is `p`, which outlives it.
 #[cube]
-pub(crate) fn take_sums<NF: Size, NP: Size>(
+pub fn take_sums<NF: Size, NP: Size>(
     fragment: Vector<f32, NF>,
     p: Vector<u32, NP>,
     #[comptime] used: usize,
@@ -245,12 +250,7 @@ pub(crate) fn take_sums<NF: Size, NP: Size>(
 
 /// Waits until at most `pending` products are in flight, then arrives `times` times at a barrier.
 #[cube]
-pub(crate) fn free_chunk(
-    empty: u32,
-    elected: u32,
-    #[comptime] pending: usize,
-    #[comptime] times: usize,
-) {
+pub fn free_chunk(empty: u32, elected: u32, #[comptime] pending: usize, #[comptime] times: usize) {
     let text = comptime!(format!(
         "{{\n.reg .pred elected;\nsetp.ne.b32 elected, %1, 0;\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
         arrive_text("%0", times)

@@ -1,11 +1,11 @@
 //! The tile product of two operands in shared memory, along the whole of what is summed over, in one PTX text: what is in
 //! flight is never named outside of it. See `hopper/wgmma.rs` for descriptors and fragments.
 
-use crate::kit::hopper::ptx::{arrive_text, arrive_where_text, value_of, wait_text};
-use crate::kit::hopper::wgmma::{
+use crate::hopper::ptx::{arrive_text, arrive_where_text, value_of, wait_text};
+use crate::hopper::wgmma::{
     STEP, STEP_BYTES, STEP_ROWS_BYTES, descriptor_text, instruction, registers, units,
 };
-use crate::kit::matmul::plan::{Major, MatrixTiles};
+use crate::matmul::plan::{Major, MatrixTiles};
 use cubecl::prelude::*;
 
 /// Registers of the sum | the operands' descriptors in the first stage, the first full and the first empty barrier, elected,

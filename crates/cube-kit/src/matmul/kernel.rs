@@ -9,16 +9,16 @@
 //! ends of tiles; the two others each multiply 64 rows, and write their output while the next tile's chunks arrive.
 
 use super::text::multiply_matrices;
-use crate::kit::hopper::accumulator::pair;
-use crate::kit::hopper::ptx::{
+use crate::hopper::accumulator::pair;
+use crate::hopper::ptx::{
     barrier_expect, barrier_init, barrier_init_fence, barrier_wait, shared_address, tma_load,
     uniform,
 };
-use crate::kit::hopper::ring::stage_turn;
-use crate::kit::hopper::tma::{await_stores, store_boxes};
-use crate::kit::hopper::wgmma::{descriptor, transposed_descriptor};
-use crate::kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP};
-use crate::kit::matmul::plan::{Major, MatrixTiles};
+use crate::hopper::ring::stage_turn;
+use crate::hopper::tma::{await_stores, store_boxes};
+use crate::hopper::wgmma::{descriptor, transposed_descriptor};
+use crate::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP};
+use crate::matmul::plan::{Major, MatrixTiles};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 

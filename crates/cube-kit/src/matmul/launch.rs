@@ -1,19 +1,60 @@
 //! Launches the matrix product of Hopper.
 
-use crate::AttentionError;
-use crate::backend::cube::profile;
-use crate::engine::wgmma::plan::multiprocessors;
-use crate::kit::hopper::tma::boxes;
-use crate::kit::hopper::{Half, PRODUCT_ROWS, SUBTILE};
-use crate::kit::launch::empty;
-use crate::kit::matmul::kernel::{MatrixGridLaunch, product};
-use crate::kit::matmul::plan::{Major, MatrixTiles, TOGETHER};
-use crate::problem::check_dtype;
+use crate::hopper::tma::boxes;
+use crate::hopper::{ASSUMED_MULTIPROCESSORS, Half, PRODUCT_ROWS, SUBTILE, is_hopper};
+use crate::launch::empty;
+use crate::matmul::kernel::{MatrixGridLaunch, product};
+use crate::matmul::plan::{Major, MatrixTiles, TOGETHER};
 use burn::backend::TensorMetadata;
 use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::CubeCount;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
+
+/// Why a product was refused: which argument, what it has, and what it should have.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MatrixError {
+    /// An operand's shape does not fit.
+    #[error(
+        "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
+    )]
+    Shape {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its shape.
+        has: Vec<usize>,
+        /// The dimension that does not fit.
+        dimension: &'static str,
+        /// The size found there.
+        found: usize,
+        /// The size wanted, and why.
+        expected: String,
+    },
+    /// The operands differ in dtype.
+    #[error("{argument} has dtype {has:?}, and it should have {expected}")]
+    Dtype {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its dtype.
+        has: DType,
+        /// The dtype wanted.
+        expected: String,
+    },
+    /// The operands are on different devices.
+    #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
+    Device {
+        /// The argument's name.
+        argument: &'static str,
+        /// Its device.
+        has: String,
+        /// The other one.
+        whose: &'static str,
+        /// Its device.
+        expected: String,
+    },
+}
 
 /// `[rows, inner]` times `[inner, columns]` of f16 or bf16, summed in f32 and rounded once, at the speed of Hopper's matrix
 /// units; `None` where the device is no Hopper, the dtype another, or where the copy engine cannot read an operand or write
@@ -24,20 +65,20 @@ use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
 /// attention and their gradients.
 ///
 /// # Errors
-/// [`AttentionError`] where an operand is no matrix, or where the two differ in inner size, dtype or device.
+/// [`MatrixError`] where an operand is no matrix, or where the two differ in inner size, dtype or device.
 pub fn matrix_product(
     lhs: &CubeTensor,
     rhs: &CubeTensor,
-) -> Result<Option<CubeTensor>, AttentionError> {
+) -> Result<Option<CubeTensor>, MatrixError> {
     check_operands(lhs, rhs)?;
     Ok(served(lhs, rhs))
 }
 
-fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionError> {
+fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError> {
     for (argument, matrix) in [("lhs", lhs), ("rhs", rhs)] {
         let shape = matrix.shape();
         if shape.num_dims() != 2 {
-            return Err(AttentionError::Shape {
+            return Err(MatrixError::Shape {
                 argument,
                 has: shape.to_vec(),
                 dimension: "rank",
@@ -48,7 +89,7 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionErr
     }
     let ([_, inner], [found, columns]) = (lhs.shape().dims(), rhs.shape().dims());
     if found != inner {
-        return Err(AttentionError::Shape {
+        return Err(MatrixError::Shape {
             argument: "rhs",
             has: vec![found, columns],
             dimension: "inner size",
@@ -56,9 +97,15 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionErr
             expected: format!("{inner}, the lhs's"),
         });
     }
-    check_dtype("rhs", rhs.dtype, &[(lhs.dtype, "the lhs's")])?;
+    if rhs.dtype != lhs.dtype {
+        return Err(MatrixError::Dtype {
+            argument: "rhs",
+            has: rhs.dtype,
+            expected: format!("{:?} (the lhs's)", lhs.dtype),
+        });
+    }
     if rhs.device != lhs.device {
-        return Err(AttentionError::Device {
+        return Err(MatrixError::Device {
             argument: "rhs",
             has: format!("{:?}", rhs.device),
             whose: "lhs",
@@ -72,8 +119,7 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), AttentionErr
 fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     let client = lhs.client.clone();
     let half = Half::of(lhs.dtype)?;
-    let device = profile(&client);
-    if !device.hopper || lhs.meta.is_tiled() || rhs.meta.is_tiled() {
+    if !is_hopper(&client) || lhs.meta.is_tiled() || rhs.meta.is_tiled() {
         return None;
     }
     let [rows, inner] = shape(lhs);
@@ -87,7 +133,11 @@ fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
         return None;
     }
     let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
-    let multiprocessors = multiprocessors(&device);
+    let multiprocessors = client
+        .properties()
+        .hardware
+        .num_streaming_multiprocessors
+        .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize);
     let tiles = MatrixTiles::choose(
         [rows, inner, columns],
         multiprocessors,
@@ -181,7 +231,7 @@ fn map(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::{DType, Shape};
+    use burn::tensor::Shape;
     use burn_cubecl::CubeDevice;
     use burn_cubecl::cubecl::device::CudaDevice;
     use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;

@@ -1,12 +1,12 @@
 //! The named barriers at which warpgroups meet.
 
-use crate::kit::hopper::WARPGROUP;
-use crate::kit::hopper::ptx::{named_barrier, named_barrier_arrive};
+use crate::hopper::WARPGROUP;
+use crate::hopper::ptx::{named_barrier, named_barrier_arrive};
 use cubecl::prelude::*;
 
 /// A warpgroup meets by itself. Numbers from 3 on; the kernels have use for those before.
 #[cube]
-pub(crate) fn warpgroup_barrier() {
+pub fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
     named_barrier(warpgroup + 3u32, WARPGROUP);
 }
@@ -16,13 +16,13 @@ const FIRST_TURN: u32 = 6;
 
 /// Waits until the warpgroup before this one has issued its products.
 #[cube]
-pub(crate) fn await_turn(warpgroup: u32) {
+pub fn await_turn(warpgroup: u32) {
     named_barrier(warpgroup + FIRST_TURN, comptime!(2 * WARPGROUP));
 }
 
 /// Lets the next warpgroup issue its products.
 #[cube]
-pub(crate) fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+pub fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
     let last = warpgroup == comptime!(warpgroups as u32 - 1);
     let next = select(last, 0u32, warpgroup + 1u32);
     named_barrier_arrive(next + FIRST_TURN, comptime!(2 * WARPGROUP));

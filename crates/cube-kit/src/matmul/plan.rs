@@ -1,8 +1,8 @@
 //! The plan of a matrix product on Hopper: how wide its tiles are, and how they follow each other.
 
 #[cfg(feature = "cuda")]
-use crate::kit::hopper::WARPGROUP;
-use crate::kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE};
+use crate::hopper::WARPGROUP;
+use crate::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE};
 
 /// Which dimension of an operand lies together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,26 +1,26 @@
 //! Boxes of tensors by the copy engine (TMA): how it sees a tensor, loads and stores.
 
-use crate::kit::hopper::accumulator::Pair;
-use crate::kit::hopper::barriers::warpgroup_barrier;
-use crate::kit::hopper::ptx::{
+use crate::hopper::accumulator::Pair;
+use crate::hopper::barriers::warpgroup_barrier;
+use crate::hopper::ptx::{
     async_proxy_fence, pack, store_matrices, tma_load, tma_load_subtiles, tma_store, tma_store_wait,
 };
-use crate::kit::hopper::wgmma::matrix_row;
-use crate::kit::hopper::{Half, SUBTILE, WARPGROUP, is_whole};
+use crate::hopper::wgmma::matrix_row;
+use crate::hopper::{Half, SUBTILE, WARPGROUP, is_whole};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::Shape;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
 
 /// Whether all of a dimension is the same: there is one, or it is broadcast.
-pub(crate) fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
+pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
 /// How the copy engine sees a tensor: boxes of `[1, heads, rows, 64]` elements, or of `[1, heads, subtiles, rows,
 /// 64]` where `subtiles` are asked for and rows are whole subtiles. Beyond the shape it reads zeros, and writes
 /// nothing.
-pub(crate) fn map(
+pub fn map(
     tensor: &CubeTensor,
     [heads, rows]: [usize; 2],
     subtiles: Option<usize>,
@@ -47,7 +47,7 @@ pub(crate) fn map(
 }
 
 /// Boxes of `tile_size` elements of a view of the tensor, which reaches no other elements.
-pub(crate) fn boxes(
+pub fn boxes(
     tensor: &CubeTensor,
     shape: Vec<usize>,
     strides: Vec<usize>,
@@ -67,7 +67,7 @@ pub(crate) fn boxes(
 /// Copies `subtiles` subtiles of rows from `row` and `column` on to `target`. The map is of whole subtiles
 /// if these are `whole`, else of columns.
 #[cube]
-pub(crate) fn load_subtiles(
+pub fn load_subtiles(
     target: u32,
     map: u64,
     batch: u32,
@@ -106,7 +106,7 @@ pub(crate) fn load_subtiles(
 
 /// Copies `subtiles` subtiles of columns, which the map is of, one by one.
 #[cube]
-pub(crate) fn load_columns(
+pub fn load_columns(
     target: u32,
     map: u64,
     batch: u32,
@@ -133,7 +133,7 @@ pub(crate) fn load_columns(
 
 /// Before the cube ends: waits until its stores have read their sources.
 #[cube]
-pub(crate) fn await_stores() {
+pub fn await_stores() {
     let thread = UNIT_POS % comptime!(WARPGROUP as u32);
     if thread == 0u32 {
         tma_store_wait();
@@ -147,7 +147,7 @@ pub(crate) fn await_stores() {
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(crate) fn store_boxes<NO: Size>(
+pub fn store_boxes<NO: Size>(
     o: Vector<f32, NO>,
     factors: Pair,
     target: u32,
