@@ -599,6 +599,7 @@ mod tests {
             processors: None,
             multiprocessors: None,
             hopper: false,
+            left_out: vec![],
         }
     }
 
