@@ -6,7 +6,7 @@ use crate::devices::devices;
 use attention_cube::engine::{
     Engine, Kernel,
     unit::plan::{GradientKernel, UnitPlan},
-    wgmma::plan::{GradientTiles, Residence, WgmmaPlan},
+    wgmma::plan::{GradientTiles, Scheduler, WgmmaPlan},
 };
 use attention_cube::select::{
     BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Selection, select,
@@ -85,7 +85,7 @@ fn a_few_columns_are_for_units() {
 fn what_lies_badly_is_copied_alone() {
     let problem = problem([4, 16, 2048, 128]);
     let layouts = Layouts {
-        boxes: Operands {
+        tma: Operands {
             query: false,
             ..Operands::ALL
         },
@@ -122,15 +122,15 @@ fn packed_documents_are_taken_tile_by_tile() {
         ..packed.clone()
     };
     for (problem, expected) in [
-        (plain, Residence::StaysForPairs(132)),
-        (packed, Residence::Takes(132)),
-        (few, Residence::Leaves),
+        (plain, Scheduler::StaticPersistentPairs(132)),
+        (packed, Scheduler::DynamicPersistent(132)),
+        (few, Scheduler::SingleTile),
     ] {
         let selection = chosen(&problem, &hopper(), Pass::Forward);
         let Kernel::Wgmma(WgmmaPlan::Forward(plan)) = selection.kernel else {
             panic!("{selection:?}");
         };
-        assert_eq!(plan.residence, expected, "{problem:?}");
+        assert_eq!(plan.scheduler, expected, "{problem:?}");
     }
 }
 

@@ -18,8 +18,8 @@ fn problem(head_dim: usize) -> AttentionProblem {
 /// Inputs that every engine can read.
 const READABLE: Layouts = Layouts {
     vectors: true,
-    boxes: Operands::ALL,
-    bias_boxes: true,
+    tma: Operands::ALL,
+    tma_bias: true,
 };
 
 /// A device on which everything is served.

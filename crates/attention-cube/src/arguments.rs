@@ -32,16 +32,16 @@ pub(crate) const BROADCAST_QUERIES: usize = 1;
 pub(crate) const BROADCAST_KEYS: usize = 2;
 
 /// The operands that Hopper's copy engine can read.
-pub(crate) fn boxed_operands(
+pub(crate) fn tma_operands(
     inputs: &AttentionInputs<CubeBackend>,
     output_gradient: Option<&CubeTensor>,
 ) -> Operands {
     Operands {
-        query: is_boxed(&inputs.query, BROADCAST_QUERIES),
-        key: is_boxed(&inputs.key, BROADCAST_KEYS),
-        value: is_boxed(&inputs.value, BROADCAST_KEYS),
+        query: is_tma_readable(&inputs.query, BROADCAST_QUERIES),
+        key: is_tma_readable(&inputs.key, BROADCAST_KEYS),
+        value: is_tma_readable(&inputs.value, BROADCAST_KEYS),
         output_gradient: output_gradient
-            .is_some_and(|gradient| is_boxed(gradient, BROADCAST_QUERIES)),
+            .is_some_and(|gradient| is_tma_readable(gradient, BROADCAST_QUERIES)),
     }
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn distinct(tensor: &CubeTensor, dims: usize) -> CubeTensor {
 
 /// Whether Hopper's copy engine can read boxes of the tensor, whose first `broadcast` dimensions may have
 /// a stride of 0.
-pub(crate) fn is_boxed(tensor: &CubeTensor, broadcast: usize) -> bool {
+pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
     let fits = |dim: usize| match strides[dim] {
@@ -74,7 +74,7 @@ pub(crate) fn is_boxed(tensor: &CubeTensor, broadcast: usize) -> bool {
 pub(crate) struct Extras {
     pub mask: Option<CubeTensor>,
     pub bias: Option<CubeTensor>,
-    pub integers: Option<CubeTensor>,
+    pub lengths_and_ids: Option<CubeTensor>,
     pub mask_element: ElemType,
     pub bias_element: ElemType,
 }
@@ -86,7 +86,7 @@ impl Extras {
         problem: &AttentionProblem,
         blocks: &[Blocks],
     ) -> (Self, Vec<Places>) {
-        let (integers, places) = prepare(inputs, problem, blocks);
+        let (lengths_and_ids, places) = prepare(inputs, problem, blocks);
         // Kernels read these at `[batch, q_heads, q_len, kv_len]`, by their strides.
         let scores = Shape::new([
             problem.batch,
@@ -106,7 +106,7 @@ impl Extras {
             bias_element: element(&bias, DType::F32),
             mask,
             bias,
-            integers,
+            lengths_and_ids,
         };
         (extras, places)
     }
@@ -126,8 +126,10 @@ impl Extras {
         self.bias.clone().map(CubeTensor::into_tensor_arg)
     }
 
-    pub(crate) fn integers(&self) -> Option<TensorArg> {
-        self.integers.clone().map(CubeTensor::into_tensor_arg)
+    pub(crate) fn lengths_and_ids(&self) -> Option<TensorArg> {
+        self.lengths_and_ids
+            .clone()
+            .map(CubeTensor::into_tensor_arg)
     }
 
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &CubeTensor> {
@@ -136,7 +138,7 @@ impl Extras {
 
     /// What kernels read that have the mask as bits.
     pub(crate) fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
-        [&self.bias, &self.integers].into_iter().flatten()
+        [&self.bias, &self.lengths_and_ids].into_iter().flatten()
     }
 }
 

@@ -62,6 +62,7 @@ mod restriction;
 pub mod select;
 #[cfg(all(test, feature = "cube"))]
 mod testing;
+pub mod tile;
 
 pub use explain::{Explanation, explain};
 pub use math::side::Side;

@@ -10,6 +10,9 @@ use crate::engine::{Engine, Kernel, unit, wgmma};
 use burn::tensor::DType;
 use std::fmt;
 
+/// The longest sequence that positions in i32 allow.
+pub(crate) const MAX_LENGTH: usize = 1 << 29;
+
 /// Which of the two passes is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
@@ -68,9 +71,9 @@ pub struct Layouts {
     pub vectors: bool,
     /// The operands that Hopper's copy engine can read where they lie: rows are contiguous, and start at
     /// multiples of 16 bytes.
-    pub boxes: Operands,
+    pub tma: Operands,
     /// So can the bias, whatever it is broadcast along.
-    pub bias_boxes: bool,
+    pub tma_bias: bool,
 }
 
 /// Some of attention's operands.
@@ -113,13 +116,13 @@ impl Layouts {
         let values = problem.value_dim.is_multiple_of(8);
         Self {
             vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
-            boxes: Operands {
+            tma: Operands {
                 query: dots,
                 key: dots,
                 value: values,
                 output_gradient: values,
             },
-            bias_boxes: problem.kv_len.is_multiple_of(8),
+            tma_bias: problem.kv_len.is_multiple_of(8),
         }
     }
 }

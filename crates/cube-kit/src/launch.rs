@@ -30,3 +30,20 @@ pub fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> Ad
         .max()
         .unwrap_or_default()
 }
+
+/// The launch of `cubes` cubes and no more.
+///
+/// # Panics
+/// Where no grid of the device has so many.
+pub fn exact_cube_count(client: &Client, cubes: usize) -> CubeCount {
+    let count = cube_count(client, cubes);
+    let CubeCount::Static(columns, rows, _) = count else {
+        unreachable!("it is static");
+    };
+    assert_eq!(
+        columns as usize * rows as usize,
+        cubes,
+        "{cubes} cubes fit no grid of this device"
+    );
+    count
+}

@@ -8,7 +8,7 @@ use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
 use attention_cube::engine::Kernel;
-use attention_cube::engine::wgmma::plan::{ForwardTiles, Residence, WgmmaPlan};
+use attention_cube::engine::wgmma::plan::{ForwardTiles, Scheduler, WgmmaPlan};
 use attention_cube::select::{DeviceProfile, Layouts, Pass, select};
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
@@ -166,17 +166,17 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         kernel => return format!("{:?}", kernel.engine()).to_lowercase(),
     };
     let tiles = match plan.tiles {
-        ForwardTiles::Rows(_) => "rows",
-        ForwardTiles::Columns(_) => "columns",
+        ForwardTiles::SplitM(_) => "split-M",
+        ForwardTiles::SplitD(_) => "split-D",
     };
     let particulars = [
         (plan.heads > 1, ", heads share a tile"),
         (plan.splits > 1, ", keys are split"),
-        (plan.residence != Residence::Leaves, ", cubes stay"),
+        (plan.scheduler != Scheduler::SingleTile, ", cubes stay"),
     ];
     let particulars = particulars.into_iter().filter(|(is_so, _)| *is_so);
     let particulars: String = particulars.map(|(_, what)| what).collect();
-    format!("wgmma by {tiles}{particulars}")
+    format!("wgmma {tiles}{particulars}")
 }
 
 /// What a choice of kernels depends on.
@@ -250,15 +250,15 @@ fn every_way_is_drawn() {
         ", cubes stay",
     ];
     for (tiles, widths) in [
-        ("rows", [64, 128, 192, 256]),
-        ("columns", [320, 384, 512, 576]),
+        ("split-M", [64, 128, 192, 256]),
+        ("split-D", [320, 384, 512, 576]),
     ] {
         for particular in of_every_kind {
-            let way = format!("wgmma by {tiles}{particular}");
+            let way = format!("wgmma {tiles}{particular}");
             assert!(ways.contains_key(&way), "no {way}: {:?}", ways.keys());
         }
         for width in widths {
-            let stay = format!("wgmma by {tiles}, cubes stay");
+            let stay = format!("wgmma {tiles}, cubes stay");
             let mut drawn = ways.get(&stay).into_iter().flatten();
             assert!(
                 drawn.any(|[head_dim, _]| *head_dim == width),

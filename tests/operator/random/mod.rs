@@ -67,7 +67,7 @@ enum Crowd {
     Tiles,
 }
 
-/// Head and value sizes: each row of the tile tables, by rows and by columns.
+/// Head and value sizes: each row of the tile tables, split-M and split-D.
 const TABLE_WIDTHS: [(usize, usize); 9] = [
     (64, 64),
     (128, 128),

@@ -1,10 +1,13 @@
 //! CubeCL devices: lays out a problem for the kernel that [`select`](crate::select) chose, and launches it.
 
 use super::*;
-use crate::arguments::{boxed_operands, is_boxed, is_in_vectors};
-use crate::engine::{Kernel, unit, unit::plan::UnitPlan};
+use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
+use crate::engine::unit::plan::UnitPlan;
 #[cfg(feature = "cuda")]
-use crate::engine::{wgmma, wgmma::plan::WgmmaPlan};
+use crate::engine::wgmma;
+#[cfg(feature = "cuda")]
+use crate::engine::wgmma::plan::WgmmaPlan;
+use crate::engine::{Kernel, unit};
 #[cfg(feature = "cuda")]
 use crate::passes::aligned::{aligned, aligned_inputs};
 use crate::restriction::Restriction;
@@ -80,11 +83,11 @@ impl AttentionBackend for CubeBackend {
             vectors: [&inputs.query, &inputs.key, &inputs.value]
                 .into_iter()
                 .all(|tensor| is_in_vectors(tensor, 4)),
-            boxes: boxed_operands(&inputs, None),
-            bias_boxes: inputs
+            tma: tma_operands(&inputs, None),
+            tma_bias: inputs
                 .bias
                 .as_option()
-                .is_some_and(|bias| is_boxed(bias, 2)),
+                .is_some_and(|bias| is_tma_readable(bias, 2)),
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Forward) {
             #[cfg(feature = "cuda")]
@@ -124,9 +127,9 @@ impl AttentionBackend for CubeBackend {
             ]
             .into_iter()
             .all(|tensor| is_in_vectors(tensor, 4)),
-            boxes: boxed_operands(&inputs, Some(&saved.output_gradient)),
+            tma: tma_operands(&inputs, Some(&saved.output_gradient)),
             // It is read by threads.
-            bias_boxes: false,
+            tma_bias: false,
         };
         match choose(&inputs.query.client, &problem, layouts, Pass::Backward) {
             #[cfg(feature = "cuda")]

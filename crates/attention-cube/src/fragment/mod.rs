@@ -369,7 +369,7 @@ pub(crate) fn mask_words(
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     rows: &RowPair,
     extent: &Extent,
     first_column: i32,
@@ -392,14 +392,14 @@ pub(crate) fn words_of_segments(
         let last_column = columns_end(extent, side) - 1i32;
         let id_0 = id_of(
             extent,
-            integers,
+            lengths_and_ids,
             rows.batch,
             min(rows.position_0, last_row),
             side,
         );
         let id_1 = id_of(
             extent,
-            integers,
+            lengths_and_ids,
             rows.batch,
             min(rows.position_1, last_row),
             side,
@@ -422,7 +422,13 @@ pub(crate) fn words_of_segments(
                 for index in 0..comptime!((columns - 32 * word).min(32) / 4) {
                     let bit = comptime!(index / 2 * 8 + index % 2);
                     let own = first_column + shift as i32 + comptime!((32 * word + bit) as i32);
-                    let id = id_of(extent, integers, rows.batch, min(own, last_column), other);
+                    let id = id_of(
+                        extent,
+                        lengths_and_ids,
+                        rows.batch,
+                        min(own, last_column),
+                        other,
+                    );
                     own_0 |= select(id == id_0, comptime!(1u32 << bit), 0u32);
                     own_1 |= select(id == id_1, comptime!(1u32 << bit), 0u32);
                 }

@@ -50,13 +50,13 @@ pub(crate) fn totals(sums: Pair) -> Pair {
 }
 
 /// A reference may fall behind the maximum by this power of two.
-const OUTGROWN: f32 = 8.0;
+const RESCALE_THRESHOLD: f32 = 8.0;
 
 /// What the scores of a thread's rows are measured from.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Measure {
-    /// The rows' references: the largest scores so far, or up to [`OUTGROWN`] powers of two below these.
+pub(crate) struct RowMax {
+    /// The rows' references: the largest scores so far, or up to [`RESCALE_THRESHOLD`] powers of two below these.
     pub reference: Pair,
     /// The references in powers of two, to be taken from the scores'; 0 where they are far.
     pub shift: Pair,
@@ -67,9 +67,9 @@ pub(crate) struct Measure {
 /// A block's scores as they are to be measured, from where, and what becomes of older results.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Measured<NS: Size> {
+pub(crate) struct Rescaled<NS: Size> {
     pub s: Vector<f32, NS>,
-    pub measure: Measure,
+    pub row_max: RowMax,
     /// Whether the references of the warp's rows moved.
     pub moved: bool,
     /// What brings older results to them: 1 where they did not.
@@ -80,27 +80,28 @@ pub(crate) struct Measured<NS: Size> {
 /// least what the thread has: only those that follow ask the threads that share their rows, unless they are `agreed`.
 /// `power` is the factor from scores to powers of two.
 #[cube]
-pub(crate) fn measured<NS: Size>(
+pub(crate) fn rescaled<NS: Size>(
     s: Vector<f32, NS>,
     largest: Pair,
-    measure: Measure,
+    row_max: RowMax,
     power: f32,
     negative_infinity: f32,
     #[comptime] agreed: bool,
     #[comptime] columns: usize,
-) -> Measured<NS> {
+) -> Rescaled<NS> {
     let mut s = s;
-    let mut reference_0 = measure.reference.first;
-    let mut reference_1 = measure.reference.second;
-    let mut shift_0 = measure.shift.first;
-    let mut shift_1 = measure.shift.second;
-    let mut far = measure.far;
+    let mut reference_0 = row_max.reference.first;
+    let mut reference_1 = row_max.reference.second;
+    let mut shift_0 = row_max.shift.first;
+    let mut shift_1 = row_max.shift.second;
+    let mut far = row_max.far;
     let mut factor_0 = f32::new(1.0);
     let mut factor_1 = f32::new(1.0);
-    let margin = OUTGROWN / power;
+    let margin = RESCALE_THRESHOLD / power;
     // Without a score yet both sides are −∞, and none is greater.
-    let outgrown = largest.first > reference_0 + margin || largest.second > reference_1 + margin;
-    let moved = plane_any(far || outgrown);
+    let needs_rescale =
+        largest.first > reference_0 + margin || largest.second > reference_1 + margin;
+    let moved = plane_any(far || needs_rescale);
     if moved {
         let largest = if comptime!(agreed) {
             largest
@@ -130,9 +131,9 @@ pub(crate) fn measured<NS: Size>(
             }
         }
     }
-    Measured::<NS> {
+    Rescaled::<NS> {
         s,
-        measure: Measure {
+        row_max: RowMax {
             reference: Pair {
                 first: reference_0,
                 second: reference_1,
@@ -154,8 +155,8 @@ pub(crate) fn measured<NS: Size>(
 /// What the blocks so far have made of a thread's rows.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Progress {
-    pub measure: Measure,
+pub(crate) struct SoftmaxState {
+    pub row_max: RowMax,
     /// Whether older outputs are to be multiplied by the factors; the sums are already.
     pub moved: bool,
     pub factor: Pair,
@@ -164,9 +165,9 @@ pub(crate) struct Progress {
 
 /// Of rows that have seen nothing.
 #[cube]
-pub(crate) fn no_progress(negative_infinity: f32) -> Progress {
-    Progress {
-        measure: Measure {
+pub(crate) fn empty_state(negative_infinity: f32) -> SoftmaxState {
+    SoftmaxState {
+        row_max: RowMax {
             reference: pair(negative_infinity, negative_infinity),
             shift: pair(0.0f32, 0.0f32),
             far: false.runtime(),
@@ -177,17 +178,21 @@ pub(crate) fn no_progress(negative_infinity: f32) -> Progress {
     }
 }
 
-/// After a block that was `measured` and whose numerators' sums are `added` to those before it.
+/// After a block that was `rescaled` and whose numerators' sums are `added` to those before it.
 #[cube]
-pub(crate) fn progress<NS: Size>(measured: Measured<NS>, before: Pair, added: Pair) -> Progress {
-    Progress {
-        measure: measured.measure,
+pub(crate) fn softmax_state<NS: Size>(
+    rescaled: Rescaled<NS>,
+    before: Pair,
+    added: Pair,
+) -> SoftmaxState {
+    SoftmaxState {
+        row_max: rescaled.row_max,
         sums: Pair {
-            first: before.first * measured.factor.first + added.first,
-            second: before.second * measured.factor.second + added.second,
+            first: before.first * rescaled.factor.first + added.first,
+            second: before.second * rescaled.factor.second + added.second,
         },
-        moved: measured.moved,
-        factor: measured.factor,
+        moved: rescaled.moved,
+        factor: rescaled.factor,
     }
 }
 

@@ -3,15 +3,14 @@
 use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
-/// What the gradients need of a query beyond its scores.
+/// What the backward knows of a query beforehand, in `[batch, q_heads, 3, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowTerms {
-    /// With the logarithm of the sum by it, the logsumexp.
     pub reference: f32,
-    pub logarithm: f32,
-    /// `rowsum(do ∘ o) − dlse`.
     pub delta: f32,
+    /// Of the sum by the reference.
+    pub logarithm: f32,
 }
 
 /// The derivatives at one score.

@@ -29,7 +29,7 @@ pub(crate) struct Grid {
 #[cfg(feature = "cuda")]
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Turns {
+pub(crate) struct Schedule {
     /// Items of work.
     pub items: u32,
     /// Each cube takes every `launched`-th.
@@ -41,7 +41,7 @@ pub(crate) struct Turns {
 /// A cube's share of the work.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Share {
+pub(crate) struct WorkTile {
     pub tile: u32,
     pub split: u32,
     pub head: u32,
@@ -50,7 +50,7 @@ pub(crate) struct Share {
 
 /// The share of cube `index`, tiles counted from the last if `last_first`.
 #[cube]
-pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Share {
+pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -> WorkTile {
     let whole = grid.together * grid.tiles * grid.splits;
     let first_plane = index / whole * grid.together;
     let together = min(grid.together, grid.planes - first_plane);
@@ -61,7 +61,7 @@ pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Sh
     if comptime!(last_first) {
         tile = grid.tiles - 1u32 - tile;
     }
-    Share {
+    WorkTile {
         tile,
         split,
         head: plane % grid.heads,
@@ -74,7 +74,7 @@ pub(crate) fn share(grid: &Grid, index: u32, #[comptime] last_first: bool) -> Sh
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
-    pub share: Share,
+    pub work_tile: WorkTile,
     /// Not for the mirror image of the tile in the middle.
     pub exists: bool,
 }
@@ -83,13 +83,13 @@ pub(crate) struct Assignment {
 /// two, so that cubes which take the same number of pairs end together.
 #[cfg(feature = "cuda")]
 #[cube]
-pub(crate) fn assignment(grid: &Grid, turns: &Turns, item: u32, turn: u32) -> Assignment {
-    let share = share(grid, item, true);
-    let mut tile = share.tile;
-    let mut head = share.head;
-    let mut batch = share.batch;
+pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {
+    let work_tile = work_tile(grid, item, true);
+    let mut tile = work_tile.tile;
+    let mut head = work_tile.head;
+    let mut batch = work_tile.batch;
     let mut exists = true;
-    if turns.paired == 1u32 {
+    if schedule.paired == 1u32 {
         let pairs = block_count(grid.tiles as i32, 2i32) as u32;
         let plane = item / pairs;
         head = plane % grid.heads;
@@ -101,9 +101,9 @@ pub(crate) fn assignment(grid: &Grid, turns: &Turns, item: u32, turn: u32) -> As
         }
     }
     Assignment {
-        share: Share {
+        work_tile: WorkTile {
             tile,
-            split: share.split,
+            split: work_tile.split,
             head,
             batch,
         },
@@ -114,9 +114,9 @@ pub(crate) fn assignment(grid: &Grid, turns: &Turns, item: u32, turn: u32) -> As
 /// The item after the `turn`-th turn.
 #[cfg(feature = "cuda")]
 #[cube]
-pub(crate) fn next_item(turns: &Turns, item: u32, turn: u32) -> u32 {
+pub(crate) fn next_item(schedule: &Schedule, item: u32, turn: u32) -> u32 {
     // Under pairs, every second turn goes on.
-    item + (1u32 - turns.paired * (1u32 - turn % 2u32)) * turns.launched
+    item + (1u32 - schedule.paired * (1u32 - turn % 2u32)) * schedule.launched
 }
 
 /// Blocks of `size` that `length` rows fill or begin.

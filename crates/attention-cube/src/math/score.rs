@@ -36,7 +36,7 @@ pub(crate) struct ScoreKind {
 impl ScoreKind {
     /// Whether a key that a query does not see may lie in a block's run of visible keys, so that rows
     /// which nobody in the tile uses must be kept from being multiplied by zero.
-    pub(crate) const fn leaves_holes(&self, structure: &Structure) -> bool {
+    pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || structure.is_irregular()
     }
 }
@@ -145,7 +145,7 @@ pub(crate) fn is_visible<M: Numeric>(
     mask: &ComptimeOption<&Tensor<M>>,
     sight: &Sight,
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     place: &Place,
     #[comptime] structure: Structure,
 ) -> bool {
@@ -156,7 +156,7 @@ pub(crate) fn is_visible<M: Numeric>(
             visible = sees(
                 sight,
                 extent,
-                integers,
+                lengths_and_ids,
                 place.batch,
                 place.query,
                 place.key,

@@ -64,13 +64,13 @@ pub(crate) struct Sight {
 #[cube]
 pub(crate) fn sight(
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     batch: u32,
     #[comptime] structure: Structure,
 ) -> Sight {
     let mut length = extent.kv_len;
     if comptime!(structure.lengths) {
-        let own = integer(integers, batch);
+        let own = integer(lengths_and_ids, batch);
         length = min(max(own, 0i32), length);
     }
     let offset = (length - extent.q_len) * extent.bottom_right;
@@ -85,10 +85,10 @@ pub(crate) fn sight(
 
 /// One of the packed integers.
 #[cube]
-fn integer(integers: &ComptimeOption<&Tensor<i32>>, index: u32) -> i32 {
+fn integer(lengths_and_ids: &ComptimeOption<&Tensor<i32>>, index: u32) -> i32 {
     #[comptime]
-    match integers {
-        ComptimeOption::Some(integers) => integers[index as usize],
+    match lengths_and_ids {
+        ComptimeOption::Some(lengths_and_ids) => lengths_and_ids[index as usize],
         ComptimeOption::None => 0i32,
     }
 }
@@ -208,7 +208,7 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
 /// Integers of a block of either side: the smallest and the largest id in it, a bit for each id modulo 32, by which a block that
 /// ends in padding does not meet all documents between, and, of the side that tiles hold, the first block of the other side that
 /// may share a document with it and one past the last.
-pub(crate) const BLOCK_INTEGERS: usize = 5;
+pub(crate) const BLOCK_BOUNDS: usize = 5;
 
 /// Where a block's integers start.
 #[cube]
@@ -219,7 +219,7 @@ fn bounds_of(extent: &Extent, batch: u32, block: u32, #[comptime] side: Side) ->
         start = extent.key_bounds;
         blocks = extent.key_blocks;
     }
-    start + comptime!(BLOCK_INTEGERS as u32) * (batch * blocks + block)
+    start + comptime!(BLOCK_BOUNDS as u32) * (batch * blocks + block)
 }
 
 /// Blocks of the other side, from the first to before the end.
@@ -238,7 +238,7 @@ pub(crate) fn within_segments(
     first: i32,
     end: i32,
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     batch: u32,
     block: u32,
     #[comptime] side: Side,
@@ -247,8 +247,8 @@ pub(crate) fn within_segments(
     if comptime!(structure.segments) {
         let at = bounds_of(extent, batch, block, side);
         Blocks {
-            first: max(first, integer(integers, at + 3u32)),
-            end: min(end, integer(integers, at + 4u32)),
+            first: max(first, integer(lengths_and_ids, at + 3u32)),
+            end: min(end, integer(lengths_and_ids, at + 4u32)),
         }
     } else {
         Blocks { first, end }
@@ -260,7 +260,7 @@ pub(crate) fn within_segments(
 #[cube]
 pub(crate) fn segments_meet(
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     batch: u32,
     query_block: u32,
     key_block: u32,
@@ -270,9 +270,10 @@ pub(crate) fn segments_meet(
     if comptime!(structure.segments) {
         let query_at = bounds_of(extent, batch, query_block, Side::Queries);
         let key_at = bounds_of(extent, batch, key_block, Side::Keys);
-        meet = integer(integers, query_at) <= integer(integers, key_at + 1u32)
-            && integer(integers, key_at) <= integer(integers, query_at + 1u32)
-            && integer(integers, query_at + 2u32) & integer(integers, key_at + 2u32) != 0i32;
+        meet = integer(lengths_and_ids, query_at) <= integer(lengths_and_ids, key_at + 1u32)
+            && integer(lengths_and_ids, key_at) <= integer(lengths_and_ids, query_at + 1u32)
+            && integer(lengths_and_ids, query_at + 2u32) & integer(lengths_and_ids, key_at + 2u32)
+                != 0i32;
     }
     meet
 }
@@ -292,7 +293,7 @@ pub(crate) struct Documents {
 #[cube]
 pub(crate) fn documents_of(
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     batch: u32,
     block: u32,
     #[comptime] side: Side,
@@ -301,8 +302,8 @@ pub(crate) fn documents_of(
     if comptime!(structure.segments) {
         let at = bounds_of(extent, batch, block, side);
         Documents {
-            first: integer(integers, at),
-            last: integer(integers, at + 1u32),
+            first: integer(lengths_and_ids, at),
+            last: integer(lengths_and_ids, at + 1u32),
         }
     } else {
         Documents {
@@ -317,19 +318,19 @@ pub(crate) fn documents_of(
 #[cube]
 pub(crate) fn id_of(
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     batch: u32,
     token: i32,
     #[comptime] side: Side,
 ) -> i32 {
     if comptime!(side == Side::Queries) {
         integer(
-            integers,
+            lengths_and_ids,
             extent.query_ids + batch * extent.q_len as u32 + token as u32,
         )
     } else {
         integer(
-            integers,
+            lengths_and_ids,
             extent.key_ids + batch * extent.kv_len as u32 + token as u32,
         )
     }
@@ -344,7 +345,7 @@ pub(crate) fn id_of(
 pub(crate) fn sees(
     sight: &Sight,
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     batch: u32,
     i: i32,
     j: i32,
@@ -356,7 +357,7 @@ pub(crate) fn sees(
         if visible {
             let query_at = extent.query_ids + batch * extent.q_len as u32 + i as u32;
             let key_at = extent.key_ids + batch * extent.kv_len as u32 + j as u32;
-            visible = integer(integers, query_at) == integer(integers, key_at);
+            visible = integer(lengths_and_ids, query_at) == integer(lengths_and_ids, key_at);
         }
     }
     visible

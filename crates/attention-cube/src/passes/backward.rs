@@ -3,13 +3,14 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, score_kind, structure};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
-use crate::engine::unit::plan::{BackwardPlan, UnitTiles};
+use crate::engine::unit::plan::BackwardPlan;
 use crate::math::score::ScoreKind;
 use crate::math::visibility::Structure;
 use crate::passes::delta::rows_of_queries;
 use crate::passes::lengths::{Blocks, Places};
 use crate::reference;
 use crate::select::BackwardRequest;
+use crate::tile::tiles::UnitTiles;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;

@@ -1,20 +1,18 @@
-//! What launches have in common: what a device serves, teams, grids, vectors, empty outputs.
+//! What launches have in common: what a device serves, teams, vectors.
 
 use super::sums::Team;
 use burn::{
     backend::{CubeDevice, cubecl::dtype_to_storage_type},
-    tensor::{DType, Shape},
+    tensor::DType,
 };
 use burn_cubecl::{
     cubecl,
     kernel::{into_contiguous, untile},
-    ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
 use cubecl::{
     client::Client,
     ir::features::{Plane, TypeUsage},
-    prelude::{AddressType, CubeCount},
 };
 
 /// Buffers that a kernel binds at most, and what the runtime adds.
@@ -63,43 +61,6 @@ pub(super) fn vector_size(client: &Client, size: usize, multiples: &[usize]) -> 
     let fits = |width: &usize| multiples.iter().all(|multiple| multiple % width == 0);
     let widths = client.io_optimized_vector_sizes(size);
     widths.filter(fits).max().unwrap_or(1)
-}
-
-pub(super) fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
-    empty_device_contiguous_dtype(
-        like.client.clone(),
-        like.device.clone(),
-        shape.into(),
-        dtype,
-    )
-}
-
-pub(super) fn cube_count(client: &Client, cubes: usize) -> CubeCount {
-    let count = at_least(client, cubes);
-    let CubeCount::Static(columns, rows, _) = count else {
-        unreachable!("it is static");
-    };
-    assert_eq!(
-        columns as usize * rows as usize,
-        cubes,
-        "{cubes} cubes fit no grid of this device"
-    );
-    count
-}
-
-/// A grid of as many cubes, and sometimes of a few more, which a kernel must look for.
-pub(super) fn at_least(client: &Client, cubes: usize) -> CubeCount {
-    let limit = client.properties().hardware.max_cube_count.0 as usize;
-    let rows = cubes.div_ceil(limit);
-    CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
-}
-
-pub(super) fn addresses<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
-    tensors
-        .into_iter()
-        .map(|tensor| tensor.required_address_type())
-        .max()
-        .unwrap_or_default()
 }
 
 /// Rows whose elements lie together.

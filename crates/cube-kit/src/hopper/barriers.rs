@@ -12,18 +12,18 @@ pub fn warpgroup_barrier() {
 }
 
 /// The first of the warpgroups' barriers for turns, after those of `warpgroup_barrier`.
-const FIRST_TURN: u32 = 6;
+const FIRST_ORDERING_BARRIER: u32 = 6;
 
 /// Waits until the warpgroup before this one has issued its products.
 #[cube]
-pub fn await_turn(warpgroup: u32) {
-    named_barrier(warpgroup + FIRST_TURN, comptime!(2 * WARPGROUP));
+pub fn ordering_barrier_wait(warpgroup: u32) {
+    named_barrier(warpgroup + FIRST_ORDERING_BARRIER, comptime!(2 * WARPGROUP));
 }
 
 /// Lets the next warpgroup issue its products.
 #[cube]
-pub fn pass_turn(warpgroup: u32, #[comptime] warpgroups: usize) {
+pub fn ordering_barrier_arrive(warpgroup: u32, #[comptime] warpgroups: usize) {
     let last = warpgroup == comptime!(warpgroups as u32 - 1);
     let next = select(last, 0u32, warpgroup + 1u32);
-    named_barrier_arrive(next + FIRST_TURN, comptime!(2 * WARPGROUP));
+    named_barrier_arrive(next + FIRST_ORDERING_BARRIER, comptime!(2 * WARPGROUP));
 }

@@ -10,9 +10,9 @@ pub mod accumulator;
 #[cfg(feature = "cuda")]
 pub mod barriers;
 #[cfg(feature = "cuda")]
-pub mod ptx;
+pub mod pipeline;
 #[cfg(feature = "cuda")]
-pub mod ring;
+pub mod ptx;
 #[cfg(feature = "cuda")]
 pub mod tma;
 #[cfg(feature = "cuda")]

@@ -174,7 +174,7 @@ pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
 
 /// Registers of each thread of this warpgroup from here on, fewer than it was launched with.
 #[cube]
-pub fn give_registers(#[comptime] registers: usize) {
+pub fn setmaxnreg_dec(#[comptime] registers: usize) {
     plain(comptime!(format!(
         "setmaxnreg.dec.sync.aligned.u32 {registers};\n"
     )));
@@ -182,7 +182,7 @@ pub fn give_registers(#[comptime] registers: usize) {
 
 /// Registers of each thread of this warpgroup from here on, more than it was launched with.
 #[cube]
-pub fn take_registers(#[comptime] registers: usize) {
+pub fn setmaxnreg_inc(#[comptime] registers: usize) {
     plain(comptime!(format!(
         "setmaxnreg.inc.sync.aligned.u32 {registers};\n"
     )));
@@ -423,7 +423,7 @@ pub fn store_shared(address: u32, value: u32) {
 
 /// Writes 16 bytes of zeros.
 #[cube]
-pub fn clear_shared(address: u32) {
+pub fn zero_fill_shared(address: u32) {
     with_one(
         address,
         comptime!(

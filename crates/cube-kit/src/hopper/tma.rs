@@ -147,7 +147,7 @@ pub fn await_stores() {
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub fn store_boxes<NO: Size>(
+pub fn store_tma_tiles<NO: Size>(
     o: Vector<f32, NO>,
     factors: Pair,
     target: u32,

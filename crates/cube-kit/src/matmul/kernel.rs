@@ -10,12 +10,12 @@
 
 use super::text::multiply_matrices;
 use crate::hopper::accumulator::pair;
+use crate::hopper::pipeline::pipeline_state;
 use crate::hopper::ptx::{
     barrier_expect, barrier_init, barrier_init_fence, barrier_wait, shared_address, tma_load,
     uniform,
 };
-use crate::hopper::ring::stage_turn;
-use crate::hopper::tma::{await_stores, store_boxes};
+use crate::hopper::tma::{await_stores, store_tma_tiles};
 use crate::hopper::wgmma::{descriptor, transposed_descriptor};
 use crate::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, WARPGROUP};
 use crate::matmul::plan::{Major, MatrixTiles};
@@ -107,7 +107,7 @@ pub(crate) fn product<E: Float, N: Size>(
         let mut passed = 0u32;
         while item < items {
             let at = corner(&grid, item, tiles);
-            let first = stage_turn(passed, tiles.stages);
+            let first = pipeline_state(passed, tiles.stages);
             let sum = multiply_matrices::<N>(
                 left,
                 right,
@@ -119,7 +119,7 @@ pub(crate) fn product<E: Float, N: Size>(
                 first.parity,
                 tiles,
             );
-            store_boxes::<N>(
+            store_tma_tiles::<N>(
                 sum,
                 pair(1.0f32, 1.0f32),
                 staging,

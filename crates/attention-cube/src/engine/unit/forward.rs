@@ -3,25 +3,25 @@
 //! Budget (unit engine): [`UnitTiles::shared_memory`]; registers a unit: `4 · rows_per_unit` of S,
 //! `4 · output_rows · output_vectors` of O, the operands of one step. Work a block of keys:
 //! `2 · rows · columns · (head_dim + value_dim)` FLOP; FMA and shared-memory loads bound it, see
-//! `product.rs`. Memory: the output and one f32 a query.
+//! `tile/product.rs`. Memory: the output and one f32 a query.
 //!
 //! The same kernel decodes: `packed` puts the query heads of a group into one tile's rows, so that a key
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
 //! partial output with its logsumexp, in two numbers, which `decode/merge.rs` joins.
 
-use crate::engine::unit::plan::UnitTiles;
-use crate::engine::unit::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    zero_output,
-};
 use crate::engine::unit::softmax::{advance, row_statistics, total};
 use crate::math::layout::{group_rows, head_rows};
-use crate::math::schedule::{Grid, block_count, share};
+use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
 use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
+use crate::tile::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
+};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// What the kernel is compiled for.
@@ -43,7 +43,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     value: &Tensor<Vector<E, N>>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     sinks: ComptimeOption<&Tensor<S>>,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
@@ -66,21 +66,21 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         terminate!();
     }
     let tiles = comptime!(kind.tiles);
-    let share = share(&grid, index, true);
-    let batch = share.batch;
-    let sight = sight(&extent, &integers, batch, kind.structure);
+    let work_tile = work_tile(&grid, index, true);
+    let batch = work_tile.batch;
+    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
 
     // Rows of the tile: queries of one head, or of all heads of a group.
-    let mut kv_head = share.head;
-    let mut first_head = share.head;
+    let mut kv_head = work_tile.head;
+    let mut first_head = work_tile.head;
     let mut row_count = extent.q_len;
     if comptime!(kind.packed) {
-        first_head = share.head * group;
+        first_head = work_tile.head * group;
         row_count = extent.q_len * group as i32;
     } else {
-        kv_head = share.head / group;
+        kv_head = work_tile.head / group;
     }
-    let first_row = (share.tile * comptime!(tiles.rows as u32)) as i32;
+    let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), row_count);
 
     // The first and the last query of the tile, between which the others lie.
@@ -96,7 +96,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
 
     let block_size = comptime!(tiles.columns() as i32);
     // Packed rows are queries from all over the sequence, whose bounds are kept as one block.
-    let mut query_block = share.tile;
+    let mut query_block = work_tile.tile;
     if comptime!(kind.packed) {
         query_block = 0u32;
     }
@@ -104,7 +104,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         keys.first / block_size,
         block_count(keys.end, block_size),
         &extent,
-        &integers,
+        &lengths_and_ids,
         batch,
         query_block,
         Side::Queries,
@@ -115,7 +115,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     if comptime!(kind.split) {
         let blocks = max(end_block - block, 0i32);
         let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
-        block += share.split as i32 * each;
+        block += work_tile.split as i32 * each;
         end_block = min(block + each, end_block);
     }
 
@@ -150,7 +150,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     while block < end_block {
         let visited = segments_meet(
             &extent,
-            &integers,
+            &lengths_and_ids,
             batch,
             query_block,
             block as u32,
@@ -193,7 +193,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                         &mask,
                         &sight,
                         &extent,
-                        &integers,
+                        &lengths_and_ids,
                         &place,
                         kind.structure,
                     );
@@ -233,7 +233,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                 &mut stage,
                 &mut used,
                 &mut o,
-                comptime!(kind.score.leaves_holes(&kind.structure)),
+                comptime!(kind.score.leaves_masked(&kind.structure)),
                 tiles,
             );
         }
@@ -243,7 +243,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     // The parts lie one after the other, each with all sequences.
     let mut part = batch;
     if comptime!(kind.split) {
-        part += share.split * (grid.planes / grid.heads);
+        part += work_tile.split * (grid.planes / grid.heads);
     }
     // Normalise: the sink joins the sum here, where it is no part of a split.
     let mut sum = total(&sums, &mut statistics, tiles);

@@ -3,14 +3,9 @@
 #[cfg(feature = "cube")]
 pub(crate) mod backward;
 #[cfg(feature = "cube")]
-pub(crate) mod direct;
-#[cfg(feature = "cube")]
 pub(crate) mod forward;
 #[cfg(feature = "cube")]
 pub(crate) mod launch;
 pub mod plan;
 #[cfg(feature = "cube")]
-pub(crate) mod product;
-#[cfg(feature = "cube")]
 pub(crate) mod softmax;
-mod tiles;

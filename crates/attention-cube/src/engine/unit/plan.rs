@@ -1,11 +1,8 @@
 //! The unit engine's plan: tiles from a table, by the width of the output and the device's shared memory.
 
-pub use super::tiles::UnitTiles;
 use crate::AttentionProblem;
-use crate::select::{BackwardRequest, DeviceProfile, Layouts, Pass, Refusal};
-
-/// The longest sequence that positions in i32 allow.
-pub(crate) const MAX_LENGTH: usize = 1 << 29;
+use crate::select::{BackwardRequest, DeviceProfile, Layouts, MAX_LENGTH, Pass, Refusal};
+use crate::tile::tiles::UnitTiles;
 
 /// Tiles of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -4,9 +4,9 @@
 //! A row's running maximum and the factor that brings older results to it live in shared memory and are
 //! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
 
-use super::product::tile_row;
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::score::{LOWEST, numerator};
+use crate::tile::product::tile_row;
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// What units share about the rows.

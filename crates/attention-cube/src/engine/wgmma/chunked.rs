@@ -1,8 +1,8 @@
 //! Products whose right operands come by chunks through one ring: the texts wait for a chunk each, and free what is behind.
 
-use crate::engine::wgmma::plan::{ChunkedProduct, ChunkedScores, ColumnTiles, RingShape};
+use crate::engine::wgmma::plan::{ChunkedProduct, ChunkedScores, RingShape, SplitDTiles};
+use cube_kit::hopper::pipeline::PipelineState;
 use cube_kit::hopper::ptx::{arrive_text, value_of, wait_text};
-use cube_kit::hopper::ring::Turn;
 use cube_kit::hopper::wgmma::{
     STEP, STEP_BYTES, STEP_ROWS_BYTES, SUBTILE_STEPS, descriptor_text, instruction, load_rows,
     moves, registers, units,
@@ -10,8 +10,8 @@ use cube_kit::hopper::wgmma::{
 use cube_kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// Scores of a warpgroup in the arrangement by columns: 64 rows and 64 keys.
-const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
+/// Scores of a warpgroup in split-D: 64 rows and 64 keys.
+const HALF_KEYS: usize = SplitDTiles::KEYS / 2;
 
 /// How a text walks the ring: where the next chunk's barriers and data are.
 ///
@@ -57,7 +57,7 @@ impl Walk {
         self.text += &format!(
             "mad.lo.u32 is_full, stage, 8, {full};\nmad.lo.u32 is_empty, stage, 8, {empty};\n\
              mad.lo.u32 chunk, stage, {}, {data};\nredux.sync.or.b32 chunk, chunk, 0xFFFFFFFF;\n",
-            units(ColumnTiles::STAGE_BYTES)
+            units(SplitDTiles::STAGE_BYTES)
         );
     }
 
@@ -69,7 +69,7 @@ impl Walk {
 
     /// What to add to `chunk` for its data.
     const fn data(&self) -> usize {
-        units(self.offset * ColumnTiles::STAGE_BYTES)
+        units(self.offset * SplitDTiles::STAGE_BYTES)
     }
 
     /// Goes to the next chunk.
@@ -150,10 +150,10 @@ fn chunked_scores_text(product: &ChunkedScores) -> String {
 
 /// Multiplies P, or dS, with the chunk that is there.
 fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize) {
-    for part in 0..ColumnTiles::VALUE_KEYS / STEP {
-        let step = chunk * (ColumnTiles::VALUE_KEYS / STEP) + part;
+    for part in 0..SplitDTiles::VALUE_KEYS / STEP {
+        let step = chunk * (SplitDTiles::VALUE_KEYS / STEP) + part;
         let in_p =
-            step / SUBTILE_STEPS * ColumnTiles::HALF_BYTES + step % SUBTILE_STEPS * STEP_BYTES;
+            step / SUBTILE_STEPS * SplitDTiles::HALF_BYTES + step % SUBTILE_STEPS * STEP_BYTES;
         walk.text += &descriptor_text("a", p, units(in_p));
         walk.text += &descriptor_text("b", "chunk", walk.data() + units(part * STEP_ROWS_BYTES));
         walk.text += &format!(
@@ -195,12 +195,12 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
     let next_other = format!(
         "add.u32 other, other, {};\nsetp.ge.u32 round, other, {stages};\n\
          @round sub.u32 other, other, {stages};\n@round xor.b32 other_parity, other_parity, 1;\n",
-        ColumnTiles::WARPGROUPS
+        SplitDTiles::WARPGROUPS
     );
     let mut walk = Walk::new(
         product.ring,
         [stage, parity, full, empty, value],
-        ColumnTiles::WARPGROUPS,
+        SplitDTiles::WARPGROUPS,
     );
     walk.text += &others;
     walk.text += &format!(
@@ -231,8 +231,8 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// first chunk, the keys' last chunk's empty barrier, and who says that this is free.
 ///
 /// Where the last chunk needs the stage of the first, the text gives its own first chunk back once: the other time is
-/// `share_first_chunk`'s of the forward by columns.
-fn chunked_output_text(tiles: &ColumnTiles) -> String {
+/// `share_first_chunk`'s of the split-D forward.
+fn chunked_output_text(tiles: &SplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
         p,
@@ -246,11 +246,11 @@ fn chunked_output_text(tiles: &ColumnTiles) -> String {
         key_elected,
     ] = [0, 1, 2, 3, 4, 5, 6, 7, 8].map(|i| format!("%{}", 2 * fragment + i));
     let columns = tiles.value_columns();
-    let chunks = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
+    let chunks = SplitDTiles::KEYS / SplitDTiles::VALUE_KEYS;
     let mut walk = Walk::new(
         tiles.ring(),
         [stage, parity, full, empty, value],
-        ColumnTiles::WARPGROUPS,
+        SplitDTiles::WARPGROUPS,
     );
     walk.text += &format!(
         ".reg .pred sum, elected;\n.reg .b64 a, b;\n.reg .b32 first;\nsetp.eq.b32 sum, 0, 0;\nmov.b32 first, is_empty;\n{}",
@@ -293,8 +293,8 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     query: u32,
     key: u32,
     ring: Ring,
-    at: Turn,
-    #[comptime] tiles: ColumnTiles,
+    at: PipelineState,
+    #[comptime] tiles: SplitDTiles,
 ) -> Vector<f32, NS> {
     let text = comptime!(chunked_scores_text(&tiles.chunked_scores()));
     let s: Vector<f32, NS>;
@@ -320,7 +320,7 @@ pub(crate) fn multiply_chunks<NS: Size>(
     left: u32,
     right: u32,
     ring: Ring,
-    at: Turn,
+    at: PipelineState,
     before: u32,
     before_elected: u32,
     #[comptime] product: ChunkedScores,
@@ -351,8 +351,8 @@ pub(crate) fn add_chunks<NO: Size>(
     p: u32,
     value: u32,
     ring: Ring,
-    at: Turn,
-    other: Turn,
+    at: PipelineState,
+    other: PipelineState,
     #[comptime] first: usize,
     #[comptime] chunks: usize,
     #[comptime] product: ChunkedProduct,
@@ -380,7 +380,7 @@ pub(crate) fn add_chunks<NO: Size>(
 #[cube]
 pub(crate) fn load_first_queries<NQ: Size>(
     queries: u32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
 ) -> Vector<u32, NQ> {
     load_rows::<NQ>(
         queries,
@@ -396,10 +396,10 @@ pub(crate) fn multiply_chunked_output<NO: Size>(
     p: u32,
     value: u32,
     ring: Ring,
-    at: Turn,
+    at: PipelineState,
     key_empty: u32,
     key_elected: u32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
 ) -> Vector<f32, NO> {
     let text = comptime!(chunked_output_text(&tiles));
     let sum: Vector<f32, NO>;

@@ -1,13 +1,13 @@
 //! What becomes of a tile's fragments: normalised, with their sinks, they go to the output and the logsumexp,
 //! through shared memory and the copy engine where they can.
 
-use super::tile::{HopperKind, Tile};
+use super::work_tile::{HopperKind, Tile};
 use crate::engine::wgmma::plan::OutputShape;
 use crate::fragment::RowPair;
 use crate::fragment::softmax::finite;
 use cube_kit::hopper::accumulator::{Pair, is_second};
 use cube_kit::hopper::ptx::exp2;
-use cube_kit::hopper::tma::store_boxes;
+use cube_kit::hopper::tma::store_tma_tiles;
 use cubecl::prelude::*;
 
 /// A thread's part of what its warpgroup has of a tile.
@@ -98,8 +98,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
         second: second.factor,
     };
     let o = without_blind::<NO>(finished.o, factors, shape.columns);
-    if comptime!(kind.boxes_output) {
-        store_boxes::<NO>(
+    if comptime!(kind.stores_output_by_tma) {
+        store_tma_tiles::<NO>(
             o,
             factors,
             target.staging,

@@ -6,18 +6,18 @@ mod mask;
 mod tiles;
 
 use crate::AttentionProblem;
-use crate::engine::unit::plan::MAX_LENGTH;
+use crate::select::MAX_LENGTH;
 use crate::select::{DeviceProfile, Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
 use gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use gradient::gradient_tiles;
-pub use gradient::{BackwardPlan, GradientColumnTiles, GradientRowTiles, GradientTiles, Sums};
+pub use gradient::{BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Sums};
 #[cfg(feature = "cuda")]
 pub(crate) use mask::{MaskWords, WORDS_PER_PLANE};
 pub use tiles::{
-    ChunkedProduct, ChunkedScores, ColumnTiles, ForwardTiles, OutputShape, RingShape, RowTiles,
+    ChunkedProduct, ChunkedScores, ForwardTiles, OutputShape, RingShape, SplitDTiles, SplitMTiles,
 };
 
 /// What the wgmma engine launches.
@@ -41,7 +41,7 @@ pub struct ForwardPlan {
     /// Heads, counted through the sequences, whose tiles are in flight together.
     pub together: usize,
     /// How tiles come to cubes.
-    pub residence: Residence,
+    pub scheduler: Scheduler,
     /// Operands that are copied first, to rows that the copy engine can read.
     pub copies: Operands,
 }
@@ -49,36 +49,36 @@ pub struct ForwardPlan {
 /// How tiles come to cubes. A cube that stays loads the next tile's first keys while the last one ends, but
 /// nobody evens out what its tiles take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Residence {
+pub enum Scheduler {
     /// A cube a tile, and the device hands them out, the heavy ones first.
-    Leaves,
+    SingleTile,
     /// This many cubes, and each takes every so many-th tile.
-    Stays(usize),
+    StaticPersistent(usize),
     /// This many cubes, and each takes every so many-th pair of a tile and its mirror image in the sequence.
-    StaysForPairs(usize),
+    StaticPersistentPairs(usize),
     /// This many cubes, and each takes the next tile that none has: where documents make tiles differ.
-    Takes(usize),
+    DynamicPersistent(usize),
 }
 
 /// Bytes of shared memory by which a cube's warps learn what it has taken: two words, and two barriers for each.
 pub(crate) const NOTICE_BYTES: usize = 48;
 
-/// The part of [`RowTiles`] that is chosen.
-struct RowShape {
+/// The part of [`SplitMTiles`] that is chosen.
+struct SplitMShape {
     /// The widest keys and values it is for.
     head_dim: usize,
     value_dim: usize,
     warpgroups: usize,
     keys: usize,
     stages: usize,
-    turns: Turns,
+    ordering: Ordering,
     /// Keys of a block where the copy engine brings biases, too, and blocks of these in shared memory.
     biased: [usize; 2],
 }
 
-/// Where warpgroups issue their products in turns: see [`RowTiles::takes_turns`].
+/// Where warpgroups issue their products in turns: see [`SplitMTiles::orders_warpgroups`].
 #[derive(Clone, Copy)]
-enum Turns {
+enum Ordering {
     Always,
     /// Tiles that end in partial blocks lose more by waiting than they gain.
     UnlessCausal,
@@ -86,40 +86,40 @@ enum Turns {
     UnlessMasked,
 }
 
-const fn row_shape(
+const fn split_m_shape(
     head_dim: usize,
     value_dim: usize,
     warpgroups: usize,
     keys: usize,
     stages: usize,
-    turns: Turns,
+    ordering: Ordering,
     biased: [usize; 2],
-) -> RowShape {
-    RowShape {
+) -> SplitMShape {
+    SplitMShape {
         head_dim,
         value_dim,
         warpgroups,
         keys,
         stages,
-        turns,
+        ordering,
         biased,
     }
 }
 
-/// By rows, the first that is wide enough. TFLOP/s on one H200, bf16, at 4,096 queries and keys (docs/forward-split-m.md).
-const BY_ROWS: &[RowShape] = &[
+/// Split-M, the first that is wide enough. TFLOP/s on one H200, bf16, at 4,096 queries and keys (docs/forward-split-m.md).
+const SPLIT_M: &[SplitMShape] = &[
     // Causal 463 (two stages 449; 80, 112, 128 keys 414, 426, 460; without turns 450).
-    row_shape(64, 64, 3, 96, 3, Turns::Always, [96, 2]),
+    split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
     // Causal 649 (in turns 629; 112, 144 keys 622, 618), all seen 691 (144: 697), a bias 460 (96 keys, two stages: 461).
-    row_shape(128, 128, 2, 128, 2, Turns::UnlessCausal, [128, 1]),
-    row_shape(192, 128, 2, 128, 2, Turns::UnlessCausal, [96, 1]),
-    row_shape(192, 192, 2, 112, 2, Turns::Always, [80, 1]),
+    split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
+    split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
+    split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
     // All seen 788 (64 keys 796; without turns 779), a bias 534 (one stage: the same).
-    row_shape(256, 256, 2, 80, 2, Turns::UnlessMasked, [64, 2]),
+    split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
-/// By columns: the widest keys, and how many stages fit beside them.
-const BY_COLUMNS: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
+/// Split-D: the widest keys, and how many stages fit beside them.
+const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
 
 /// The narrowest operands. With one column, gradients of values erred by 2.2 times what the definition in bf16 does (H200, 140
 /// queries, 270 keys): a key far from the others has most of the probability, which is rounded to half precision.
@@ -182,14 +182,14 @@ fn forward(
     layouts: Layouts,
     half: Half,
 ) -> Result<ForwardPlan, Refusal> {
-    let tiles = |boxes_bias| {
+    let tiles = |loads_bias_by_tma| {
         forward_tiles(
             problem.head_dim,
             problem.value_dim,
             half,
             problem.causal.is_some(),
             problem.mask.is_some() || problem.bias.is_some(),
-            boxes_bias,
+            loads_bias_by_tma,
         )
         .ok_or(Refusal::Width {
             widest_head: WIDEST_DOTS,
@@ -204,7 +204,7 @@ fn forward(
         0 | 1 => 1,
         heads => heads.min(group),
     };
-    let tiles = tiles(heads == 1 && layouts.bias_boxes && has_box_of_biases(problem))?;
+    let tiles = tiles(heads == 1 && layouts.tma_bias && has_box_of_biases(problem))?;
     let notices = if problem.segments { NOTICE_BYTES } else { 0 };
     let shared_memory = tiles.shared_memory() + notices;
     if shared_memory > device.shared_memory || tiles.units() > device.units_per_cube {
@@ -228,8 +228,8 @@ fn forward(
         heads,
         splits,
         together: together(problem, planes, heads),
-        residence: residence(problem, device, planes * tile_count, splits),
-        copies: layouts.boxes.others(Pass::Forward),
+        scheduler: scheduler(problem, device, planes * tile_count, splits),
+        copies: layouts.tma.others(Pass::Forward),
     })
 }
 
@@ -247,17 +247,17 @@ pub(crate) fn forward_tiles(
     half: Half,
     causal: bool,
     masked: bool,
-    boxes_bias: bool,
+    loads_bias_by_tma: bool,
 ) -> Option<ForwardTiles> {
-    let by_rows = BY_ROWS
+    let split_m = SPLIT_M
         .iter()
         .find(|shape| head_dim <= shape.head_dim && value_dim <= shape.value_dim)
         .map(|shape| {
-            let [keys, bias_stages] = match boxes_bias {
+            let [keys, bias_stages] = match loads_bias_by_tma {
                 true => shape.biased,
                 false => [shape.keys, 0],
             };
-            ForwardTiles::Rows(RowTiles {
+            ForwardTiles::SplitM(SplitMTiles {
                 head_dim,
                 value_dim,
                 half,
@@ -265,19 +265,19 @@ pub(crate) fn forward_tiles(
                 keys,
                 stages: shape.stages,
                 bias_stages,
-                takes_turns: match shape.turns {
-                    Turns::Always => true,
-                    Turns::UnlessCausal => !causal,
-                    Turns::UnlessMasked => !masked,
+                orders_warpgroups: match shape.ordering {
+                    Ordering::Always => true,
+                    Ordering::UnlessCausal => !causal,
+                    Ordering::UnlessMasked => !masked,
                 },
             })
         });
-    by_rows.or_else(|| {
-        BY_COLUMNS
+    split_m.or_else(|| {
+        SPLIT_D
             .iter()
             .find(|(widest, _)| head_dim <= *widest && value_dim <= WIDEST_VALUES)
             .map(|(_, stages)| {
-                ForwardTiles::Columns(ColumnTiles {
+                ForwardTiles::SplitD(SplitDTiles {
                     head_dim,
                     value_dim,
                     half,
@@ -303,27 +303,29 @@ fn splits(
 }
 
 /// Cubes stay where tiles, or pairs of them, are equally heavy, or where segments come with a counter of taken ones.
-fn residence(
+fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     tiles: usize,
     splits: usize,
-) -> Residence {
+) -> Scheduler {
     let multiprocessors = multiprocessors(device);
     if problem.segments && splits == 1 {
-        return Residence::Takes(tiles.min(multiprocessors));
+        return Scheduler::DynamicPersistent(tiles.min(multiprocessors));
     }
     if tiles * splits <= multiprocessors || problem.kv_lengths {
-        return Residence::Leaves;
+        return Scheduler::SingleTile;
     }
     let windowed = problem
         .window_left
         .is_some_and(|left| left <= problem.kv_len / 2);
     match problem.causal {
-        None => Residence::Stays(multiprocessors),
-        Some(_) if windowed => Residence::Leaves,
-        Some(_) if problem.q_len <= problem.kv_len => Residence::StaysForPairs(multiprocessors),
-        Some(_) => Residence::Leaves,
+        None => Scheduler::StaticPersistent(multiprocessors),
+        Some(_) if windowed => Scheduler::SingleTile,
+        Some(_) if problem.q_len <= problem.kv_len => {
+            Scheduler::StaticPersistentPairs(multiprocessors)
+        }
+        Some(_) => Scheduler::SingleTile,
     }
 }
 
@@ -360,7 +362,7 @@ mod tests {
                 let tiles = forward_tiles(head_dim, value_dim, Half::Bf16, false, biased, biased);
                 let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {head_dim}/{value_dim}"));
                 assert!(tiles.shared_memory() + NOTICE_BYTES <= 232_448, "{tiles:?}");
-                if let ForwardTiles::Rows(rows) = tiles {
+                if let ForwardTiles::SplitM(rows) = tiles {
                     assert!(
                         rows.keys.is_multiple_of(16) && rows.keys <= 128,
                         "{tiles:?}"

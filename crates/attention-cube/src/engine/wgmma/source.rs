@@ -8,16 +8,16 @@
 //! the files what they would on a card: registers, spills, products that are waited for one by one (C7513), SASS. A card's
 //! kernels are compiled by the ptxas of its toolkit, and versions differ: 13.0 finds reasons to wait where 12.9 finds none.
 
-use super::backward::split_d::gradient_by_columns::GradientByColumns;
-use super::backward::split_m::gradient_by_rows::GradientByRows;
+use super::backward::split_d::backward_split_d::BackwardSplitD;
+use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::backward::stationary::GradientStepsCompilationArg;
-use super::forward::split_d::forward_by_columns::ForwardByColumns;
-use super::forward::split_m::forward_by_rows::ForwardByRows;
-use super::tile::{HopperKind, StepsCompilationArg};
+use super::forward::split_d::forward_split_d::ForwardSplitD;
+use super::forward::split_m::forward_split_m::ForwardSplitM;
+use super::work_tile::{HopperKind, StepsCompilationArg};
 use crate::engine::wgmma::plan::{ForwardTiles, GradientTiles, forward_tiles, gradient_tiles};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
-use crate::math::schedule::{GridCompilationArg, TurnsCompilationArg};
+use crate::math::schedule::{GridCompilationArg, ScheduleCompilationArg};
 use crate::math::score::{ScoreArgumentsCompilationArg, ScoreKind};
 use crate::math::side::Side;
 use crate::math::visibility::{ExtentCompilationArg, Structure};
@@ -105,7 +105,7 @@ impl Wanted {
         }
     }
 
-    fn kind(&self, side: Side, boxes_output: bool) -> HopperKind {
+    fn kind(&self, side: Side, stores_output_by_tma: bool) -> HopperKind {
         HopperKind {
             fragment: FragmentKind {
                 side,
@@ -120,7 +120,7 @@ impl Wanted {
             },
             heads: 1,
             split: false,
-            boxes_output,
+            stores_output_by_tma,
         }
     }
 
@@ -135,7 +135,7 @@ impl Wanted {
             self.score.bias && !self.bias_of_head,
         );
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
-        let kind = self.kind(Side::Queries, tiles.boxes_output());
+        let kind = self.kind(Side::Queries, tiles.stores_output_by_tma());
         let settings = settings(tiles.units());
         macro_rules! definition {
             ($kernel:ident, $tiles:expr, [$($read:expr),*]) => {
@@ -152,7 +152,7 @@ impl Wanted {
                     tensor(),
                     tensor(),
                     GRID,
-                    TURNS,
+                    SCHEDULE,
                     EXTENT,
                     ARGUMENTS,
                     STEPS,
@@ -173,8 +173,8 @@ impl Wanted {
             };
         }
         let definition = match tiles {
-            ForwardTiles::Rows(tiles) => definition!(ForwardByRows, tiles, [(), (), (), ()]),
-            ForwardTiles::Columns(tiles) => definition!(ForwardByColumns, tiles, [(), (), ()]),
+            ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles, [(), (), (), ()]),
+            ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles, [(), (), ()]),
         };
         save(folder, name, definition);
     }
@@ -185,7 +185,7 @@ impl Wanted {
             let Some(tiles) = tiles else { continue };
             let kind = self.kind(tiles.side(), false);
             let settings = settings(tiles.units());
-            let has_integers = self.structure.segments || self.structure.lengths;
+            let has_lengths_or_ids = self.structure.segments || self.structure.lengths;
             // By the tensors that differ: what the copy engine reads, and what is summed.
             macro_rules! definition {
                 ($kernel:ident, $tiles:expr, [$($read:expr),*], [$($summed:expr),*]) => {
@@ -197,7 +197,7 @@ impl Wanted {
                         tensor(),
                         optional!(self.structure.mask),
                         optional!(self.score.bias),
-                        optional!(has_integers),
+                        optional!(has_lengths_or_ids),
                         $($summed,)*
                         GRID,
                         EXTENT,
@@ -217,14 +217,14 @@ impl Wanted {
                 };
             }
             let definition = match tiles {
-                GradientTiles::Rows(tiles) => definition!(
-                    GradientByRows,
+                GradientTiles::SplitM(tiles) => definition!(
+                    BackwardSplitM,
                     tiles,
                     [(), (), (), (), ()],
                     [(), tensor(), (), tensor()]
                 ),
-                GradientTiles::Columns(tiles) => definition!(
-                    GradientByColumns,
+                GradientTiles::SplitD(tiles) => definition!(
+                    BackwardSplitD,
                     tiles,
                     [(), (), (), (), (), ()],
                     [(), tensor()]
@@ -251,7 +251,7 @@ const GRID: GridCompilationArg = GridCompilationArg {
     cubes: (),
 };
 
-const TURNS: TurnsCompilationArg = TurnsCompilationArg {
+const SCHEDULE: ScheduleCompilationArg = ScheduleCompilationArg {
     items: (),
     launched: (),
     paired: (),
@@ -288,10 +288,10 @@ const STEPS: StepsCompilationArg = StepsCompilationArg {
 };
 
 const GRADIENT_STEPS: GradientStepsCompilationArg = GradientStepsCompilationArg {
-    held_dot_batch: (),
-    held_dot_head: (),
-    held_value_batch: (),
-    held_value_head: (),
+    stationary_dot_batch: (),
+    stationary_dot_head: (),
+    stationary_value_batch: (),
+    stationary_value_head: (),
     dot_batch: (),
     dot_head: (),
     value_batch: (),

@@ -4,14 +4,19 @@
 use crate::math::visibility::Run;
 use cube_kit::hopper::ROW_BYTES;
 use cube_kit::hopper::ptx::{
-    async_proxy_fence, clear_shared, load_shared, or_shared, store_shared,
+    async_proxy_fence, load_shared, or_shared, store_shared, zero_fill_shared,
 };
 use cubecl::prelude::*;
 
 /// Whether rows lie in the block from `first` on that nobody in the tile may see, by its `run` alone. Past the
 /// `length` of the block's side the copy engine writes zeros.
 #[cube]
-pub(crate) fn has_strangers(run: &Run, length: i32, first: i32, #[comptime] block: usize) -> bool {
+pub(crate) fn has_out_of_range(
+    run: &Run,
+    length: i32,
+    first: i32,
+    #[comptime] block: usize,
+) -> bool {
     first < run.first || (first + comptime!(block as i32) > run.end && run.end < length)
 }
 
@@ -60,7 +65,7 @@ pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
 
 /// Whether a block has a key that nobody uses.
 #[cube]
-pub(crate) fn has_holes(words: u32, #[comptime] block: usize) -> bool {
+pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     let all = comptime!(match block / 4 {
         32 => u32::MAX,
         bits => (1u32 << bits) - 1,
@@ -69,7 +74,7 @@ pub(crate) fn has_holes(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// Whether a block has rows to be cleared: by what is used of the `count`-th visited block where it may have `holes`, else by the
+/// Whether a block has rows to be cleared: by what is used of the `count`-th visited block where it may have `masked`, else by the
 /// tile's `run`.
 #[cube]
 pub(crate) fn has_unseen(
@@ -79,11 +84,11 @@ pub(crate) fn has_unseen(
     used_at: u32,
     count: u32,
     #[comptime] block: usize,
-    #[comptime] holes: bool,
+    #[comptime] masked: bool,
 ) -> bool {
-    let mut unseen = has_strangers(run, length, first, block);
-    if comptime!(holes) {
-        unseen = has_holes(used_words(used_at, count), block);
+    let mut unseen = has_out_of_range(run, length, first, block);
+    if comptime!(masked) {
+        unseen = has_masked(used_words(used_at, count), block);
         forget_used(used_at, count);
     }
     unseen
@@ -92,7 +97,7 @@ pub(crate) fn has_unseen(
 /// Writes zeros over those of `count` rows, of the block from `first` on from its `first_row` on at `address`, that
 /// nobody in the tile sees: 0 · NaN must not reach a sum. Shared by `units` threads, of which this is `unit`.
 #[cube]
-pub(crate) fn clear_unseen(
+pub(crate) fn zero_fill_unseen(
     address: u32,
     run: &Run,
     first: i32,
@@ -102,7 +107,7 @@ pub(crate) fn clear_unseen(
     #[comptime] units: usize,
     #[comptime] count: usize,
     #[comptime] subtiles: usize,
-    #[comptime] holes: bool,
+    #[comptime] masked: bool,
 ) {
     let pieces = comptime!((subtiles * ROW_BYTES / 16) as u32);
     let mut index = unit;
@@ -111,7 +116,7 @@ pub(crate) fn clear_unseen(
         let row = row_here + comptime!(first_row as u32);
         let position = first + row as i32;
         let mut seen = position >= run.first && position < run.end;
-        if comptime!(holes) {
+        if comptime!(masked) {
             let word = load_shared(words + row % 8u32 / 2u32 * 4u32);
             seen = (word >> (row / 8u32 * 2u32 + row % 2u32)) & 1u32 == 1u32;
         }
@@ -119,7 +124,7 @@ pub(crate) fn clear_unseen(
             let piece = index % pieces;
             let subtile = piece / comptime!((ROW_BYTES / 16) as u32);
             let within = piece % comptime!((ROW_BYTES / 16) as u32);
-            clear_shared(
+            zero_fill_shared(
                 address
                     + subtile * comptime!((count * ROW_BYTES) as u32)
                     + row_here * comptime!(ROW_BYTES as u32)

@@ -78,7 +78,7 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arguments::is_boxed;
+    use crate::arguments::is_tma_readable;
     use crate::testing::cube_device;
     use burn::{
         backend::{ops::FloatTensorOps, read_sync},
@@ -102,7 +102,7 @@ mod tests {
         let copy = aligned(tensor.clone(), broadcast, true);
         let context = format!("{tensor:?} as {copy:?}");
         assert_eq!(copy.meta.shape(), tensor.meta.shape(), "{context}");
-        assert!(is_boxed(&copy, broadcast), "{context}");
+        assert!(is_tma_readable(&copy, broadcast), "{context}");
         for dim in 0..broadcast {
             let is_broadcast = |tensor: &CubeTensor| tensor.meta.strides()[dim] == 0;
             assert_eq!(is_broadcast(&copy), is_broadcast(&tensor), "{context}");

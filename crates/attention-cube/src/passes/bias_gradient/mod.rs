@@ -5,12 +5,12 @@ mod scores;
 
 use crate::AttentionProblem;
 use crate::arguments::{grid, score_arguments};
-use crate::engine::unit::plan::UnitTiles;
 use crate::engine::unit::plan::{BackwardPlan, BiasSum};
 use crate::passes::backward::BackwardPass;
 use crate::passes::bias_gradient::rows::{SpreadLaunch, constant_bias_gradient};
 use crate::passes::bias_gradient::scores::{Broadcast, bias_gradient};
 use crate::passes::lengths::Places;
+use crate::tile::tiles::UnitTiles;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
@@ -137,7 +137,7 @@ impl BackwardPass<'_> {
                 Self::arg(&self.rows),
                 extras.mask().into(),
                 extras.bias().into(),
-                extras.integers().into(),
+                extras.lengths_and_ids().into(),
                 Self::arg(target),
                 grid,
                 places.extent(problem),

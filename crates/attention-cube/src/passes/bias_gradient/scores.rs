@@ -6,15 +6,15 @@
 //! the grid's splits, which `together`'s `sum_parts` sums in their order. One that is broadcast along keys needs no scores:
 //! `constant_bias`.
 
-use crate::engine::unit::product::{Vec4, multiply_transposed, tile_column, tile_row};
 use crate::math::gradient::score_gradient;
 use crate::math::layout::head_rows;
 use crate::math::rounding::rounded;
-use crate::math::schedule::{Grid, block_count, share};
+use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, is_visible};
 use crate::math::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
+use crate::tile::product::{Vec4, multiply_transposed, tile_column, tile_row};
 use cubecl::prelude::*;
 
 /// The dimensions that the bias is broadcast along, known when the kernel is compiled.
@@ -34,7 +34,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     rows: &Tensor<f32>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     gradient: &mut Tensor<G>,
     grid: Grid,
     extent: Extent,
@@ -61,9 +61,9 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let row_size = comptime!(tiles.rows as i32);
     let column_size = comptime!(tiles.columns() as i32);
     // The grid counts tiles, heads and sequences of the bias itself, which is 1 wide where it is broadcast.
-    let share = share(&grid, index, false);
-    let own_row_tile = (share.tile / key_tiles) as i32;
-    let own_key_tile = (share.tile % key_tiles) as i32;
+    let work_tile = work_tile(&grid, index, false);
+    let own_row_tile = (work_tile.tile / key_tiles) as i32;
+    let own_key_tile = (work_tile.tile % key_tiles) as i32;
 
     // What the tile's numbers are summed over.
     let mut row_tiles = 1u32;
@@ -92,13 +92,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
 
     let first = own_key_tile * column_size;
-    let mut item = share.split;
+    let mut item = work_tile.split;
     while item < summed {
         let row_tile = own_row_tile + (item % row_tiles) as i32;
-        let head = share.head + item / row_tiles % heads;
-        let batch = share.batch + item / row_tiles / heads;
+        let head = work_tile.head + item / row_tiles % heads;
+        let batch = work_tile.batch + item / row_tiles / heads;
         let kv_head = head / group;
-        let sight = sight(&extent, &integers, batch, kind.structure);
+        let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
         let first_row = row_tile * row_size;
         let end_row = min(first_row + row_size, extent.q_len);
         let full = first_row + row_size <= extent.q_len;
@@ -112,7 +112,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
         if visited {
             visited = segments_meet(
                 &extent,
-                &integers,
+                &lengths_and_ids,
                 batch,
                 row_tile as u32,
                 own_key_tile as u32,
@@ -162,7 +162,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                         &mask,
                         &sight,
                         &extent,
-                        &integers,
+                        &lengths_and_ids,
                         &place,
                         kind.structure,
                     );
@@ -187,8 +187,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
     // The parts lie one after the other, each with all sequences of the bias.
-    let part = share.split * (grid.planes / grid.heads) + share.batch;
-    let target = part as usize * gradient.stride(0) + share.head as usize * gradient.stride(1);
+    let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
+    let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
         // Down the rows: within a unit, then over the units above each other.
         sync_cube();

@@ -10,7 +10,7 @@ use crate::math::score::LOWEST;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn merge<O: Float, F: Float, N: Size>(
+pub(crate) fn combine<O: Float, F: Float, N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
     partial_logsumexp: &Tensor<f32>,
     sinks: ComptimeOption<&Tensor<F>>,

@@ -2,7 +2,7 @@
 
 mod kernel;
 
-use self::kernel::merge;
+use self::kernel::combine;
 use crate::AttentionProblem;
 use crate::backend::AttentionOutput;
 use burn::backend::cubecl::dtype_to_storage_type;
@@ -11,7 +11,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
-/// The merge of `splits` parts.
+/// Combines `splits` parts.
 pub(crate) fn join(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,
@@ -29,7 +29,7 @@ pub(crate) fn join(
     let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
     // SAFETY: one unit a vector of the output, the rest stops at once; the parts have the same rows.
     unsafe {
-        merge::launch_unchecked(
+        combine::launch_unchecked(
             &client,
             cube_count(&client, (rows * row_vectors).div_ceil(units)),
             CubeDim::new_1d(units as u32),

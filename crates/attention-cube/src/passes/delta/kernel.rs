@@ -5,10 +5,10 @@
 //! Budget: 2 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
 
-use crate::engine::unit::product::load_vec4;
 use crate::math::gradient::RowTerms;
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::score::is_hidden;
+use crate::tile::product::load_vec4;
 use cubecl::prelude::*;
 
 /// Units of a cube, and of a row.

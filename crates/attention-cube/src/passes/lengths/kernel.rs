@@ -4,13 +4,13 @@
 //! Budget: no shared memory, a few registers; bound by memory, of which there is little: an id a token.
 //! One unit copies one integer, or reads one block's ids; one cube looks for a tile's blocks.
 
-use crate::math::visibility::BLOCK_INTEGERS;
+use crate::math::visibility::BLOCK_BOUNDS;
 use cubecl::prelude::*;
 
 /// Copies integers of any width into the packed ones, from `start` on, row by row of `source`; bounded by 0 and `largest`
 /// where this `clamps`, which takes an `I` that holds `largest`.
 #[cube(launch_unchecked)]
-pub(crate) fn pack_integers<I: Int>(
+pub(crate) fn pack_lengths_and_ids<I: Int>(
     source: &Tensor<I>,
     packed: &mut Tensor<i32>,
     start: u32,
@@ -58,7 +58,7 @@ pub(crate) fn bound_segments(
             largest = max(largest, id);
             bits |= 1u32 << (u32::reinterpret(id) % 32u32);
         }
-        let at = (bounds + comptime!(BLOCK_INTEGERS as u32) * index) as usize;
+        let at = (bounds + comptime!(BLOCK_BOUNDS as u32) * index) as usize;
         packed[at] = smallest;
         packed[at + 1] = largest;
         packed[at + 2] = i32::reinterpret(bits);
@@ -82,7 +82,7 @@ pub(crate) fn span_segments(
     if index >= count {
         terminate!();
     }
-    let size = comptime!(BLOCK_INTEGERS as u32);
+    let size = comptime!(BLOCK_BOUNDS as u32);
     let at = (bounds + size * index) as usize;
     let smallest = packed[at];
     let largest = packed[at + 1];

@@ -8,10 +8,10 @@ mod kernel;
 
 use crate::AttentionProblem;
 use crate::backend::AttentionInputs;
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::side::Side;
-use crate::math::visibility::{BLOCK_INTEGERS, ExtentLaunch, OPEN};
-use crate::passes::lengths::kernel::{bound_segments, pack_integers, span_segments};
+use crate::math::visibility::{BLOCK_BOUNDS, ExtentLaunch, OPEN};
+use crate::passes::lengths::kernel::{bound_segments, pack_lengths_and_ids, span_segments};
+use crate::tile::tiles::UnitTiles;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
@@ -99,7 +99,7 @@ pub(crate) fn prepare(
     let mut end = key_ids + batch * kv_len;
     let mut reserve = |blocks: usize, more: usize| {
         let start = end;
-        end += BLOCK_INTEGERS * batch * blocks + more;
+        end += BLOCK_BOUNDS * batch * blocks + more;
         start
     };
     // Kernels with the same blocks share their bounds.
@@ -155,7 +155,7 @@ pub(crate) fn prepare(
                 bound(&packed, key_ids, places.key_bounds, batch, kv_len, keys);
                 let of_queries = (places.query_bounds, q_len.div_ceil(queries));
                 let of_keys = (places.key_bounds, kv_len.div_ceil(keys));
-                let counter = places.key_bounds + BLOCK_INTEGERS * batch * of_keys.1;
+                let counter = places.key_bounds + BLOCK_BOUNDS * batch * of_keys.1;
                 match held {
                     Side::Queries => span(&packed, batch, of_queries, of_keys, counter),
                     Side::Keys => span(&packed, batch, of_keys, of_queries, counter),
@@ -184,10 +184,10 @@ fn pack(
         _ => source.clone(),
     };
     let element = dtype_to_storage_type(source.dtype);
-    let is_held = source.dtype == DType::I32 || source.dtype.size() < DType::I32.size();
+    let is_stationary = source.dtype == DType::I32 || source.dtype.size() < DType::I32.size();
     // SAFETY: `count` is the number of elements of `source`, and the callers leave room for it from `start` on.
     unsafe {
-        pack_integers::launch_unchecked(
+        pack_lengths_and_ids::launch_unchecked(
             &packed.client,
             cube_count(&packed.client, count.div_ceil(UNITS)),
             CubeDim::new_1d(UNITS as u32),
@@ -197,7 +197,7 @@ fn pack(
             columns as u32,
             count as u32,
             largest.unwrap_or_default(),
-            largest.is_some() && !is_held,
+            largest.is_some() && !is_stationary,
             element,
         );
     }
@@ -327,7 +327,7 @@ mod tests {
         let (packed, places) = prepare(&inputs, &problem, &blocks);
         let packed = packed.expect("there are segments");
         let data = read_sync(CubeBackend::int_into_data(packed)).expect("a device that answers");
-        let integers: Vec<i32> = data.try_into_vec().expect("numbers of i32");
+        let lengths_and_ids: Vec<i32> = data.try_into_vec().expect("numbers of i32");
         for (blocks, places) in blocks.into_iter().zip(places) {
             for batch in 0..2 {
                 let (start, size, expected) = match blocks.held {
@@ -342,9 +342,9 @@ mod tests {
                         expected(&keys[batch], &queries[batch], blocks.keys, blocks.queries),
                     ),
                 };
-                let of_blocks = &integers[start + BLOCK_INTEGERS * batch * size..];
+                let of_blocks = &lengths_and_ids[start + BLOCK_BOUNDS * batch * size..];
                 let found: Vec<[i32; 2]> = of_blocks
-                    .chunks(BLOCK_INTEGERS)
+                    .chunks(BLOCK_BOUNDS)
                     .take(size)
                     .map(|block| [block[3], block[4]])
                     .collect();

@@ -23,7 +23,7 @@ const PLANE: u32 = 32;
 #[derive(Clone, Default)]
 pub(crate) struct PackedMask {
     pub bits: Option<CubeTensor>,
-    /// In the order of [`MaskPlaces`](crate::kernel::mask_bits::MaskPlaces).
+    /// In the order of [`MaskPlaces`](crate::passes::mask_bits::kernel::MaskPlaces).
     places: [u32; 7],
 }
 

@@ -4,7 +4,6 @@ use super::{
     ArgmaxBackend, NUMBERS,
     kernel::{UNITS, argmax},
 };
-use crate::op::launch::{addresses, cube_count, empty};
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -13,6 +12,7 @@ use burn::{
     tensor::{DType, Shape},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::prelude::CubeDim;
 
 impl ArgmaxBackend for CubeBackend {
@@ -44,9 +44,9 @@ fn launch(
     unsafe {
         argmax::launch_unchecked(
             &client,
-            cube_count(&client, rows * stretches),
+            exact_cube_count(&client, rows * stretches),
             CubeDim::new_1d(UNITS as u32),
-            addresses([&values]),
+            address_type([&values]),
             values.into_tensor_arg(),
             columns_of_values.map(CubeTensor::into_tensor_arg).into(),
             largest.clone().into_tensor_arg(),

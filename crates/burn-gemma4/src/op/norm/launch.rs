@@ -3,12 +3,13 @@
 use super::{
     NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm,
 };
-use crate::op::launch::{addresses, at_least, cube_count, empty, team, vector_size};
+use crate::op::launch::{team, vector_size};
 use burn::{
     backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor},
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
 use cubecl::prelude::CubeDim;
 
 fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
@@ -24,9 +25,9 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
     unsafe {
         norm::launch_unchecked(
             &client,
-            at_least(&client, rows),
+            cube_count(&client, rows),
             CubeDim::new_1d(team(&client, vectors).units as u32),
-            addresses([&input]),
+            address_type([&input]),
             input.clone().into_tensor_arg(),
             weight
                 .map(|weight| into_contiguous(weight).into_tensor_arg())
@@ -67,9 +68,9 @@ fn launch_norm_gradient(
     unsafe {
         norm_gradient::launch_unchecked(
             &client,
-            cube_count(&client, parts),
+            exact_cube_count(&client, parts),
             CubeDim::new_1d(team.units as u32),
-            addresses([&input]),
+            address_type([&input]),
             input.into_tensor_arg(),
             into_contiguous(weight).into_tensor_arg(),
             gradient.into_tensor_arg(),

@@ -2,7 +2,6 @@
 
 mod kernel;
 
-use super::launch::cube_count;
 use burn::{
     backend::{
         Backend, Dispatch, backend_extension, cubecl::dtype_to_storage_type, tensor::IntTensor,
@@ -10,6 +9,7 @@ use burn::{
     tensor::{Int, Tensor},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous};
+use cube_kit::launch::exact_cube_count;
 use cubecl::prelude::CubeDim;
 use kernel::copy;
 
@@ -41,7 +41,7 @@ impl OverwriteBackend for CubeBackend {
         unsafe {
             copy::launch_unchecked(
                 &client,
-                cube_count(&client, count.div_ceil(units)),
+                exact_cube_count(&client, count.div_ceil(units)),
                 CubeDim::new_1d(units as u32),
                 into_contiguous(source).into_tensor_arg(),
                 target.clone().into_tensor_arg(),

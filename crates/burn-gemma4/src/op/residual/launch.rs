@@ -1,9 +1,10 @@
 //! Launches the end of a block and the beginning of the next.
 
 use super::{Residual, ResidualBackend, kernel::residual};
-use crate::op::launch::{addresses, at_least, empty, team, vector_size};
+use crate::op::launch::{team, vector_size};
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 impl ResidualBackend for CubeBackend {
@@ -60,9 +61,9 @@ fn launch(
     unsafe {
         residual::launch_unchecked(
             &client,
-            at_least(&client, rows),
+            cube_count(&client, rows),
             CubeDim::new_1d(team(&client, vectors).units as u32),
-            addresses([&stream]),
+            address_type([&stream]),
             stream.into_tensor_arg(),
             added.into_tensor_arg(),
             into_contiguous(weight).into_tensor_arg(),

@@ -4,7 +4,7 @@ use super::{
     heads::{HeadOptions, HeadsBackend},
     kernel::{Columns, HeadStridesLaunch, place_heads},
 };
-use crate::op::launch::{addresses, at_least, empty, team};
+use crate::op::launch::team;
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -13,6 +13,7 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 impl HeadsBackend for CubeBackend {
@@ -169,9 +170,9 @@ fn launch(
     unsafe {
         place_heads::launch_unchecked(
             &client,
-            at_least(&client, rows * heads),
+            cube_count(&client, rows * heads),
             CubeDim::new_1d(team.units as u32),
-            addresses([&projected, target]),
+            address_type([&projected, target]),
             projected.into_tensor_arg(),
             argument(weight).into(),
             argument(cos).into(),

@@ -4,13 +4,9 @@
 //! `8 · output_rows · output_vectors` of dK and dV, which is why the tiles of wide heads are lower here.
 //! Work a block: `4 · rows · columns · (head_dim + value_dim)` FLOP; bounds as the forward.
 
-use crate::engine::unit::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    unit_factors, zero_output,
-};
 use crate::math::gradient::score_gradient;
 use crate::math::layout::{Rows, head_rows};
-use crate::math::schedule::{Grid, block_count, share};
+use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, is_visible};
 use crate::math::side::Side;
 use crate::math::visibility::{
@@ -18,6 +14,10 @@ use crate::math::visibility::{
 };
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
+use crate::tile::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    unit_factors, zero_output,
+};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -29,7 +29,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     rows: &Tensor<f32>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     key_gradient: &mut Tensor<Vector<E, N>>,
     value_gradient: &mut Tensor<Vector<E, N>>,
     grid: Grid,
@@ -50,12 +50,12 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     }
     let tiles = comptime!(kind.tiles);
     // The first keys are seen by the most queries: numbered as they lie.
-    let share = share(&grid, index, false);
-    let batch = share.batch;
-    let kv_head = share.head;
-    let sight = sight(&extent, &integers, batch, kind.structure);
+    let work_tile = work_tile(&grid, index, false);
+    let batch = work_tile.batch;
+    let kv_head = work_tile.head;
+    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
 
-    let first_row = (share.tile * comptime!(tiles.rows as u32)) as i32;
+    let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), extent.kv_len);
     // Keys past the sequence's length are seen by nobody.
     let exist = min(end_row, sight.length);
@@ -79,9 +79,9 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         queries.first / block_size,
         block_count(queries.end, block_size),
         &extent,
-        &integers,
+        &lengths_and_ids,
         batch,
-        share.tile,
+        work_tile.tile,
         Side::Keys,
         kind.structure,
     );
@@ -100,10 +100,10 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         while block < blocks.end {
             let visited = segments_meet(
                 &extent,
-                &integers,
+                &lengths_and_ids,
                 batch,
                 block as u32,
-                share.tile,
+                work_tile.tile,
                 kind.structure,
             );
             if visited {
@@ -120,7 +120,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     rows,
                     &mask,
                     &bias,
-                    &integers,
+                    &lengths_and_ids,
                     &sight,
                     &extent,
                     &score,
@@ -143,7 +143,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     &mut stage,
                     &mut used,
                     &mut dv,
-                    comptime!(kind.score.leaves_holes(&kind.structure)),
+                    comptime!(kind.score.leaves_masked(&kind.structure)),
                     tiles,
                 );
                 sync_cube();
@@ -156,7 +156,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     &mut stage,
                     &mut used,
                     &mut dk,
-                    comptime!(kind.score.leaves_holes(&kind.structure)),
+                    comptime!(kind.score.leaves_masked(&kind.structure)),
                     tiles,
                 );
                 if comptime!(tiles.direct) {
@@ -212,7 +212,7 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
     rows: &Tensor<f32>,
     mask: &ComptimeOption<&Tensor<M>>,
     bias: &ComptimeOption<&Tensor<F>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     sight: &Sight,
     extent: &Extent,
     score: &ScoreArguments,
@@ -256,7 +256,15 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
                 query: query_index,
                 key: first_row + tile_row(unit_row, k, tiles) as i32,
             };
-            let visible = is_visible(whole, mask, sight, extent, integers, &place, kind.structure);
+            let visible = is_visible(
+                whole,
+                mask,
+                sight,
+                extent,
+                lengths_and_ids,
+                &place,
+                kind.structure,
+            );
             let gradient = score_gradient(
                 s[comptime!(k * tiles.columns_per_unit() + c)],
                 dp[comptime!(k * tiles.columns_per_unit() + c)],

@@ -4,13 +4,10 @@
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 
-use crate::engine::unit::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    zero_output,
-};
-use crate::math::gradient::{RowTerms, score_gradient};
+use crate::math::gradient::RowTerms;
+use crate::math::gradient::score_gradient;
 use crate::math::layout::head_rows;
-use crate::math::schedule::{Grid, block_count, share};
+use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, is_visible};
 use crate::math::side::Side;
 use crate::math::visibility::{
@@ -19,6 +16,10 @@ use crate::math::visibility::{
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::is_blind;
 use crate::passes::delta::kernel::row_terms_of;
+use crate::tile::product::{
+    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
+    zero_output,
+};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -30,7 +31,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     rows: &Tensor<f32>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     gradient: &mut Tensor<Vector<E, N>>,
     grid: Grid,
     extent: Extent,
@@ -49,13 +50,13 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         terminate!();
     }
     let tiles = comptime!(kind.tiles);
-    let share = share(&grid, index, true);
-    let batch = share.batch;
-    let head = share.head;
+    let work_tile = work_tile(&grid, index, true);
+    let batch = work_tile.batch;
+    let head = work_tile.head;
     let kv_head = head / group;
-    let sight = sight(&extent, &integers, batch, kind.structure);
+    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
 
-    let first_row = (share.tile * comptime!(tiles.rows as u32)) as i32;
+    let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), extent.q_len);
     let full = first_row + comptime!(tiles.rows as i32) <= extent.q_len;
     let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
@@ -101,9 +102,9 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         keys.first / block_size,
         block_count(keys.end, block_size),
         &extent,
-        &integers,
+        &lengths_and_ids,
         batch,
-        share.tile,
+        work_tile.tile,
         Side::Queries,
         kind.structure,
     );
@@ -111,9 +112,9 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     while block < blocks.end {
         let visited = segments_meet(
             &extent,
-            &integers,
+            &lengths_and_ids,
             batch,
-            share.tile,
+            work_tile.tile,
             block as u32,
             kind.structure,
         );
@@ -159,7 +160,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         &mask,
                         &sight,
                         &extent,
-                        &integers,
+                        &lengths_and_ids,
                         &place,
                         kind.structure,
                     );
@@ -189,7 +190,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 &mut stage,
                 &mut used,
                 &mut dq,
-                comptime!(kind.score.leaves_holes(&kind.structure)),
+                comptime!(kind.score.leaves_masked(&kind.structure)),
                 tiles,
             );
             if comptime!(tiles.direct) {

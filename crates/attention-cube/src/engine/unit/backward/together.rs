@@ -15,20 +15,21 @@
 //!
 //! Budget (unit engine): shared memory for one tile; registers a unit: S and dP, then up to 128 vectors of a
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
-//! `direct.rs`.
+//! `tile/direct.rs`.
 
 use super::key_value::block_scores;
-use crate::engine::unit::direct::{Division, add_iterations, add_transposed, store_transposed};
-use crate::engine::unit::plan::{SOFTWARE_ITERATIONS, UnitTiles};
-use crate::engine::unit::product::{Vec4, store_tile};
+use crate::engine::unit::plan::SOFTWARE_ITERATIONS;
 use crate::math::layout::{Rows, head_rows, row_offset};
-use crate::math::schedule::{Grid, block_count, share};
+use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, visible_queries, within_segments,
 };
 use crate::passes::backward::BackwardKind;
+use crate::tile::direct::{Division, add_iterations, add_transposed, store_transposed};
+use crate::tile::product::{Vec4, store_tile};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// Where the operands lie in their buffer, after the query, and the gradients in theirs, after the parts of
@@ -81,7 +82,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     rows: &Tensor<f32>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     gradients: &mut Tensor<Vector<f32, N>>,
     grid: Grid,
     extent: Extent,
@@ -102,11 +103,11 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
         terminate!();
     }
     let tiles = comptime!(kind.tiles);
-    let has_holes = comptime!(kind.score.leaves_holes(&kind.structure));
-    let share = share(&grid, index, false);
-    let batch = share.batch;
-    let kv_head = share.head;
-    let sight = sight(&extent, &integers, batch, kind.structure);
+    let has_masked = comptime!(kind.score.leaves_masked(&kind.structure));
+    let work_tile = work_tile(&grid, index, false);
+    let batch = work_tile.batch;
+    let kv_head = work_tile.head;
+    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
@@ -116,7 +117,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
 
     let block_size = comptime!(tiles.columns() as i32);
     let head = kv_head * group + window.group_head;
-    let mut key_tile = window.first_tile + share.split;
+    let mut key_tile = window.first_tile + work_tile.split;
     while key_tile < window.end_tile {
         let first_row = (key_tile * comptime!(tiles.rows as u32)) as i32;
         let end_row = min(first_row + comptime!(tiles.rows as i32), extent.kv_len);
@@ -148,7 +149,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             max(queries.first / block_size, window.first_block),
             min(block_count(queries.end, block_size), window.end_block),
             &extent,
-            &integers,
+            &lengths_and_ids,
             batch,
             key_tile,
             Side::Keys,
@@ -171,7 +172,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             value_dim,
         );
         let query_gradient_rows = buffer_rows(
-            share.split as usize * places.query_gradient + plane * head_dim as usize,
+            work_tile.split as usize * places.query_gradient + plane * head_dim as usize,
             head_dim,
             0i32,
             extent.q_len,
@@ -181,7 +182,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
         while block < blocks.end {
             let visited = segments_meet(
                 &extent,
-                &integers,
+                &lengths_and_ids,
                 batch,
                 block as u32,
                 key_tile,
@@ -201,7 +202,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     rows,
                     &mask,
                     &bias,
-                    &integers,
+                    &lengths_and_ids,
                     &sight,
                     &extent,
                     &score,
@@ -259,7 +260,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                         &target_rows,
                         select(product == 2u32, first, first_row),
                         division,
-                        has_holes,
+                        has_masked,
                         tiles,
                     );
                 }

@@ -8,12 +8,12 @@ use crate::engine::unit::backward::query::query_gradient;
 use crate::engine::unit::backward::together::{
     OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch,
 };
-use crate::engine::unit::direct::{Division, division};
-use crate::engine::unit::plan::UnitTiles;
 use crate::engine::unit::plan::{BackwardPlan, GradientKernel, Packing};
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
 use crate::select::BackwardRequest;
+use crate::tile::direct::{Division, division};
+use crate::tile::tiles::UnitTiles;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
@@ -123,7 +123,7 @@ impl BackwardPass<'_> {
                 Self::arg(&self.rows),
                 extras.mask().into(),
                 extras.bias().into(),
-                extras.integers().into(),
+                extras.lengths_and_ids().into(),
                 Self::arg(&gradient),
                 grid,
                 places.extent(problem),
@@ -167,7 +167,7 @@ impl BackwardPass<'_> {
                 Self::arg(&self.rows),
                 extras.mask().into(),
                 extras.bias().into(),
-                extras.integers().into(),
+                extras.lengths_and_ids().into(),
                 Self::arg(&key_gradient),
                 Self::arg(&value_gradient),
                 grid,
@@ -234,7 +234,7 @@ impl BackwardPass<'_> {
                     Self::arg(&self.rows),
                     extras.mask().into(),
                     extras.bias().into(),
-                    extras.integers().into(),
+                    extras.lengths_and_ids().into(),
                     Self::arg(&gradients),
                     grid,
                     places.extent(problem),

@@ -95,7 +95,7 @@ pub(crate) fn launch(
             inputs.value.into_tensor_arg(),
             extras.mask().into(),
             extras.bias().into(),
-            extras.integers().into(),
+            extras.lengths_and_ids().into(),
             kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
             output.clone().into_tensor_arg(),
             logsumexp.clone().into_tensor_arg(),

@@ -1,7 +1,7 @@
 //! The backward on Hopper for heads up to 512 wide: two warpgroups have the same 64 rows, of queries or of keys,
 //! and each has half of the columns of their gradient.
 //!
-//! Budget. Shared memory ([`GradientColumnTiles::shared_memory`]), at head size 512: dots and values of the tile
+//! Budget. Shared memory ([`GradientSplitDTiles::shared_memory`]), at head size 512: dots and values of the tile
 //! 64 KB each, a ring of 5 × 16 KB, 16 KB of dS; for the values' gradient dots alone, and 8 × 16 KB. Registers a
 //! thread: 128 of the gradient, 32 of S, 32 of dP. A block of 128 columns takes the tensor cores 4 clocks a column
 //! of each product (2,048 at 512), and the shared memory about 0.9 of that; through the ring go 16 KB for every
@@ -17,14 +17,14 @@ mod producer;
 
 use self::producer::{Places, fetch, places};
 use super::stationary::{
-    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
-    standing_of, visit_from, write_gradient,
+    GradientPart, GradientSteps, Stationary, first_visit, held, position_of, row_factors,
+    stationary_rows, stationary_work_tile, visit_from, write_gradient,
 };
 use crate::engine::wgmma::chunked::{Ring, add_chunks, multiply_chunks};
-use crate::engine::wgmma::plan::{ColumnTiles, GradientColumnTiles};
-use crate::engine::wgmma::tile::{HopperKind, view};
+use crate::engine::wgmma::plan::{GradientSplitDTiles, SplitDTiles};
+use crate::engine::wgmma::work_tile::{HopperKind, view};
 use crate::engine::wgmma::zero_fill::{
-    clear_unseen, has_unseen, tell_used, used_columns, used_words,
+    has_unseen, tell_used, used_columns, used_words, zero_fill_unseen,
 };
 use crate::fragment::columns_end;
 use crate::fragment::gradient::{dot_gradients, terms_of_block, terms_of_rows, weights};
@@ -33,11 +33,11 @@ use crate::math::score::ScoreArguments;
 use crate::math::visibility::{Extent, Sight, sight};
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::barriers::warpgroup_barrier;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
-    async_proxy_fence, barrier_init, barrier_init_fence, barrier_wait, give_registers,
-    named_barrier, shared_address, store_matrices, store_shared, take_registers, uniform,
+    async_proxy_fence, barrier_init, barrier_init_fence, barrier_wait, named_barrier,
+    setmaxnreg_dec, setmaxnreg_inc, shared_address, store_matrices, store_shared, uniform,
 };
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::await_stores;
 use cube_kit::hopper::wgmma::{
     descriptor, free_chunk, matrix_row, take_fragment, transposed_descriptor,
@@ -47,19 +47,19 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Columns of a warpgroup's scores.
-const HALF_COLUMNS: usize = GradientColumnTiles::COLUMNS / 2;
+const HALF_COLUMNS: usize = GradientSplitDTiles::COLUMNS / 2;
 
 /// Threads that multiply.
-const CONSUMERS: usize = ColumnTiles::WARPGROUPS * WARPGROUP;
+const CONSUMERS: usize = SplitDTiles::WARPGROUPS * WARPGROUP;
 
 /// Chunks of a warpgroup that are multiplied with P or dS.
-const OWN_CHUNKS: usize = GradientColumnTiles::COLUMNS / ColumnTiles::VALUE_KEYS;
+const OWN_CHUNKS: usize = GradientSplitDTiles::COLUMNS / SplitDTiles::VALUE_KEYS;
 
 /// Where both warpgroups meet: the last P or dS has been read; the next is there.
 const MEETING: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn gradient_by_columns<
+pub(crate) fn backward_split_d<
     E: Float,
     F: Float,
     N: Size,
@@ -68,17 +68,17 @@ pub(crate) fn gradient_by_columns<
     NP: Size,
     NG: Size,
 >(
-    held_dots: &TensorMap<E, Tiled>,
-    held_values: &TensorMap<E, Tiled>,
+    stationary_dots: &TensorMap<E, Tiled>,
+    stationary_values: &TensorMap<E, Tiled>,
     dots: &TensorMap<E, Tiled>,
     values: &TensorMap<E, Tiled>,
     summed: &TensorMap<E, Tiled>,
-    term_boxes: &TensorMap<f32, Tiled>,
+    term_tma_tiles: &TensorMap<f32, Tiled>,
     terms: &Tensor<f32>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: ComptimeOption<&Tensor<i32>>,
-    gradient_boxes: &TensorMap<E, Tiled>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
+    gradient_tma_tiles: &TensorMap<E, Tiled>,
     gradient: &mut Tensor<Vector<E, N>>,
     grid: Grid,
     extent: Extent,
@@ -86,7 +86,7 @@ pub(crate) fn gradient_by_columns<
     steps: GradientSteps,
     mask_places: MaskPlaces,
     group: u32,
-    #[comptime] tiles: GradientColumnTiles,
+    #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -105,9 +105,9 @@ pub(crate) fn gradient_by_columns<
             // Each warp of both warpgroups arrives at every chunk, be it read or not.
             barrier_init(places.empty + at, 8usize);
         }
-        barrier_init(places.held_full, 1usize);
+        barrier_init(places.stationary_full, 1usize);
         barrier_init_fence();
-        if comptime!(kind.leaves_holes()) {
+        if comptime!(kind.leaves_masked()) {
             #[unroll]
             for word in 0..12usize {
                 store_shared(places.used + comptime!(4 * word as u32), 0u32);
@@ -118,31 +118,36 @@ pub(crate) fn gradient_by_columns<
 
     let index = CUBE_POS as u32;
     if index < grid.cubes {
-        let share = held_share(&grid, index, kind.fragment.side);
-        let sight = sight(&extent, &integers, share.batch, kind.fragment.structure);
+        let work_tile = stationary_work_tile(&grid, index, kind.fragment.side);
+        let sight = sight(
+            &extent,
+            &lengths_and_ids,
+            work_tile.batch,
+            kind.fragment.structure,
+        );
         let tile = held(
-            share,
+            work_tile,
             &extent,
             &sight,
-            &integers,
+            &lengths_and_ids,
             group,
-            GradientColumnTiles::ROWS,
-            GradientColumnTiles::COLUMNS,
+            GradientSplitDTiles::ROWS,
+            GradientSplitDTiles::COLUMNS,
             kind,
         );
         if UNIT_POS >= comptime!(CONSUMERS as u32) {
-            give_registers(24usize);
+            setmaxnreg_dec(24usize);
             if UNIT_POS == comptime!(CONSUMERS as u32) {
                 fetch(
-                    held_dots,
-                    held_values,
+                    stationary_dots,
+                    stationary_values,
                     dots,
                     values,
                     summed,
-                    term_boxes,
+                    term_tma_tiles,
                     &mask,
                     &mask_places,
-                    &integers,
+                    &lengths_and_ids,
                     &tile,
                     &extent,
                     &steps,
@@ -152,7 +157,7 @@ pub(crate) fn gradient_by_columns<
                 );
             }
         } else {
-            take_registers(240usize);
+            setmaxnreg_inc(240usize);
             let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
             // The row of the thread's first register, in the tile.
             let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
@@ -164,7 +169,7 @@ pub(crate) fn gradient_by_columns<
                 &mask,
                 &mask_places,
                 &bias,
-                &integers,
+                &lengths_and_ids,
                 &extent,
                 &arguments,
                 &places,
@@ -180,10 +185,10 @@ pub(crate) fn gradient_by_columns<
             write_gradient::<E, N, NG>(
                 sums,
                 row_factors(terms, &tile, row, &extent, factor, kind.fragment),
-                places.held_dots
+                places.stationary_dots
                     + warpgroup
                         * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
-                tensor_map_address(gradient_boxes),
+                tensor_map_address(gradient_tma_tiles),
                 gradient,
                 &tile,
                 GradientPart {
@@ -194,7 +199,7 @@ pub(crate) fn gradient_by_columns<
                 comptime!(tiles.own_columns()),
                 comptime!(tiles.width()),
                 comptime!(PRODUCT_ROWS * ROW_BYTES),
-                comptime!(tiles.boxes_gradient()),
+                comptime!(tiles.stores_gradient_by_tma()),
                 tiles.half,
                 kind.fragment.side,
             );
@@ -206,19 +211,19 @@ pub(crate) fn gradient_by_columns<
 /// Passes over the blocks that the tile sees.
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
-    tile: &Held,
+    tile: &Stationary,
     sight: &Sight,
     row: i32,
     terms: &Tensor<f32>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     extent: &Extent,
     arguments: &ScoreArguments,
     places: &Places,
     warpgroup: u32,
-    #[comptime] tiles: GradientColumnTiles,
+    #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: HopperKind,
 ) -> Vector<f32, NG> {
     let side = comptime!(kind.fragment.side);
@@ -228,9 +233,9 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         empty: places.empty,
         elected: u32::cast_from(lane == 0u32),
     };
-    let held_dots = uniform(descriptor(places.held_dots));
-    let held_values = uniform(descriptor(places.held_values));
-    let operand = descriptor(places.stages + warpgroup * comptime!(ColumnTiles::HALF_BYTES as u32));
+    let stationary_dots = uniform(descriptor(places.stationary_dots));
+    let stationary_values = uniform(descriptor(places.stationary_values));
+    let operand = descriptor(places.stages + warpgroup * comptime!(SplitDTiles::HALF_BYTES as u32));
     let used = comptime!(HALF_COLUMNS / 2);
     let row_terms = terms_of_rows(
         terms,
@@ -245,30 +250,30 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     let mut count = u32::new(0);
     // Chunks that went through the ring.
     let mut passed = u32::new(0);
-    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
-        barrier_wait(places.held_full, 0u32);
+        barrier_wait(places.stationary_full, 0u32);
     }
     while head < tile.heads {
         let started = multiply_chunks::<NS>(
-            held_dots,
+            stationary_dots,
             operand,
             ring,
-            stage_turn(passed, tiles.stages),
+            pipeline_state(passed, tiles.stages),
             places.empty,
             0u32,
             comptime!(tiles.score_product(tiles.head_dim, false)),
         );
         passed += comptime!(tiles.dot_chunks() as u32);
-        let last_dots = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
+        let last_dots = places.empty + 8u32 * pipeline_state(passed - 1u32, tiles.stages).stage;
         let started_dp = if comptime!(tiles.sums.has_dots()) {
             multiply_chunks::<NS>(
-                held_values,
+                stationary_values,
                 operand,
                 ring,
-                stage_turn(passed, tiles.stages),
+                pipeline_state(passed, tiles.stages),
                 last_dots,
                 ring.elected,
                 comptime!(tiles.score_product(tiles.value_dim, true)),
@@ -276,18 +281,18 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         } else {
             Vector::<f32, NS>::zeroed()
         };
-        let rows = held_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
-        let standing = standing_of(tile, head, side);
+        let rows = stationary_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
+        let tile_position = position_of(tile, head, side);
         let seen = view(
-            &standing,
+            &tile_position,
             &rows,
             block,
             warpgroup * comptime!((HALF_COLUMNS / 32) as u32),
             extent,
             mask,
             mask_places,
-            integers,
-            GradientColumnTiles::COLUMNS,
+            lengths_and_ids,
+            GradientSplitDTiles::COLUMNS,
             HALF_COLUMNS,
             kind,
         );
@@ -301,11 +306,11 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         let own_terms = places.terms
             + count % 2u32 * comptime!(tiles.term_bytes() as u32)
             + warpgroup * comptime!(4 * HALF_COLUMNS as u32);
-        let block_terms = terms_of_block(&row_terms, own_terms, GradientColumnTiles::COLUMNS);
+        let block_terms = terms_of_block(&row_terms, own_terms, GradientSplitDTiles::COLUMNS);
         let made = weights::<F, NB, NS, NP>(
             s,
             &block_terms,
-            block * comptime!(GradientColumnTiles::COLUMNS as i32)
+            block * comptime!(GradientSplitDTiles::COLUMNS as i32)
                 + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32,
             seen.whole,
             &rows,
@@ -323,7 +328,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             let dp = take_fragment::<NS>(started_dp, used, used, 0usize);
             passed += comptime!(tiles.value_chunks() as u32);
             free_chunk(
-                places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
+                places.empty + 8u32 * pipeline_state(passed - 1u32, tiles.stages).stage,
                 ring.elected,
                 0usize,
                 1usize,
@@ -354,7 +359,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         );
         head = next.head;
@@ -372,7 +377,7 @@ fn hand_over<NP: Size>(
     count: u32,
     #[comptime] kind: HopperKind,
 ) {
-    if comptime!(kind.leaves_holes()) {
+    if comptime!(kind.leaves_masked()) {
         tell_used(
             places.used,
             used_columns::<NP>(factors, HALF_COLUMNS),
@@ -380,7 +385,7 @@ fn hand_over<NP: Size>(
             count,
         );
     }
-    let half = places.factors + warpgroup * comptime!(ColumnTiles::HALF_BYTES as u32);
+    let half = places.factors + warpgroup * comptime!(SplitDTiles::HALF_BYTES as u32);
     named_barrier(MEETING, CONSUMERS);
     #[unroll]
     for step in 0..comptime!(HALF_COLUMNS / 16) {
@@ -402,23 +407,23 @@ fn hand_over<NP: Size>(
 fn add<NG: Size>(
     sums: Vector<f32, NG>,
     places: &Places,
-    tile: &Held,
+    tile: &Stationary,
     extent: &Extent,
     block: i32,
     count: u32,
     passed: u32,
     ring: Ring,
     warpgroup: u32,
-    #[comptime] tiles: GradientColumnTiles,
+    #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: HopperKind,
 ) -> Vector<f32, NG> {
     let product = comptime!(tiles.sum_product());
     let factors = uniform(descriptor(places.factors));
     let operand = transposed_descriptor(
         places.stages,
-        comptime!(ColumnTiles::VALUE_KEYS * ROW_BYTES),
+        comptime!(SplitDTiles::VALUE_KEYS * ROW_BYTES),
     );
-    let first = block * comptime!(GradientColumnTiles::COLUMNS as i32);
+    let first = block * comptime!(GradientSplitDTiles::COLUMNS as i32);
     let words = used_words(places.used, count);
     let dirty = has_unseen(
         &tile.run,
@@ -426,28 +431,28 @@ fn add<NG: Size>(
         first,
         places.used,
         count,
-        GradientColumnTiles::COLUMNS,
-        comptime!(kind.leaves_holes()),
+        GradientSplitDTiles::COLUMNS,
+        comptime!(kind.leaves_masked()),
     );
     let mut sums = sums;
     if dirty {
         #[unroll]
         for own in 0..OWN_CHUNKS {
-            let pair = passed + comptime!((ColumnTiles::WARPGROUPS * own) as u32);
-            let at = stage_turn(pair + warpgroup, tiles.stages);
-            let other = stage_turn(pair + 1u32 - warpgroup, tiles.stages);
+            let pair = passed + comptime!((SplitDTiles::WARPGROUPS * own) as u32);
+            let at = pipeline_state(pair + warpgroup, tiles.stages);
+            let other = pipeline_state(pair + 1u32 - warpgroup, tiles.stages);
             barrier_wait(places.full + 8u32 * at.stage, at.parity);
-            clear_unseen(
-                places.stages + at.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
+            zero_fill_unseen(
+                places.stages + at.stage * comptime!(SplitDTiles::STAGE_BYTES as u32),
                 &tile.run,
                 first,
                 words,
                 UNIT_POS % comptime!(WARPGROUP as u32),
-                comptime!(own * ColumnTiles::VALUE_KEYS),
+                comptime!(own * SplitDTiles::VALUE_KEYS),
                 WARPGROUP,
-                ColumnTiles::VALUE_KEYS,
+                SplitDTiles::VALUE_KEYS,
                 comptime!(tiles.own_subtiles()),
-                comptime!(kind.leaves_holes()),
+                comptime!(kind.leaves_masked()),
             );
             warpgroup_barrier();
             sums = add_chunks::<NG>(
@@ -457,14 +462,14 @@ fn add<NG: Size>(
             free_own(places, ring, at.stage);
         }
     } else {
-        let at = stage_turn(passed + warpgroup, tiles.stages);
-        let other = stage_turn(passed + 1u32 - warpgroup, tiles.stages);
+        let at = pipeline_state(passed + warpgroup, tiles.stages);
+        let other = pipeline_state(passed + 1u32 - warpgroup, tiles.stages);
         sums = add_chunks::<NG>(
             sums, factors, operand, ring, at, other, 0usize, OWN_CHUNKS, product,
         );
         sums = settled::<NG>(sums, tiles);
-        let last = stage_turn(
-            passed + warpgroup + comptime!((ColumnTiles::WARPGROUPS * (OWN_CHUNKS - 1)) as u32),
+        let last = pipeline_state(
+            passed + warpgroup + comptime!((SplitDTiles::WARPGROUPS * (OWN_CHUNKS - 1)) as u32),
             tiles.stages,
         );
         free_own(places, ring, last.stage);
@@ -476,7 +481,7 @@ fn add<NG: Size>(
 #[cube]
 fn settled<NG: Size>(
     sums: Vector<f32, NG>,
-    #[comptime] tiles: GradientColumnTiles,
+    #[comptime] tiles: GradientSplitDTiles,
 ) -> Vector<f32, NG> {
     take_fragment::<NG>(
         sums,

@@ -1,7 +1,7 @@
 //! The backward on Hopper for heads up to 256 wide: each warpgroup has 64 rows, of queries or of keys, and all
 //! columns of their gradients.
 //!
-//! Budget. Shared memory ([`GradientRowTiles::shared_memory`]): the dots and values of the tile, a ring of
+//! Budget. Shared memory ([`GradientSplitMTiles::shared_memory`]): the dots and values of the tile, a ring of
 //! blocks of dots and one of blocks of values. Registers a thread, at head size 256: 128 of the gradient, 32 of
 //! S, 32 of dP, 16 of dS. A block takes the tensor cores `rows · columns · head_dim / 2048` clocks a product of
 //! dots, and as many a product of values; S and dP read both operands from shared memory, which at 64 columns
@@ -21,13 +21,13 @@ use self::products::{
     Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
     start_s,
 };
-use self::zero_fill::clean;
+use self::zero_fill::zero_fill_block;
 use super::stationary::{
-    GradientPart, GradientSteps, Held, first_visit, held, held_rows, held_share, row_factors,
-    standing_of, visit_from, write_gradient,
+    GradientPart, GradientSteps, Stationary, first_visit, held, position_of, row_factors,
+    stationary_rows, stationary_work_tile, visit_from, write_gradient,
 };
-use crate::engine::wgmma::plan::GradientRowTiles;
-use crate::engine::wgmma::tile::{HopperKind, View, view};
+use crate::engine::wgmma::plan::GradientSplitMTiles;
+use crate::engine::wgmma::work_tile::{HopperKind, View, view};
 use crate::fragment::RowPair;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
 use crate::math::schedule::Grid;
@@ -36,12 +36,12 @@ use crate::math::side::Side;
 use crate::math::visibility::{Extent, Sight, sight};
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::pair;
-use cube_kit::hopper::barriers::{await_turn, pass_turn};
+use cube_kit::hopper::barriers::{ordering_barrier_arrive, ordering_barrier_wait};
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
-    barrier_init, barrier_init_fence, barrier_wait, give_registers, shared_address, store_shared,
-    take_registers, uniform,
+    barrier_init, barrier_init_fence, barrier_wait, setmaxnreg_dec, setmaxnreg_inc, shared_address,
+    store_shared, uniform,
 };
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::await_stores;
 use cube_kit::hopper::wgmma::{free_chunk, take_fragment};
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
@@ -52,7 +52,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 const MEETING: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn gradient_by_rows<
+pub(crate) fn backward_split_m<
     E: Float,
     F: Float,
     N: Size,
@@ -62,18 +62,18 @@ pub(crate) fn gradient_by_rows<
     ND: Size,
     NV: Size,
 >(
-    held_dots: &TensorMap<E, Tiled>,
-    held_values: &TensorMap<E, Tiled>,
+    stationary_dots: &TensorMap<E, Tiled>,
+    stationary_values: &TensorMap<E, Tiled>,
     dots: &TensorMap<E, Tiled>,
     values: &TensorMap<E, Tiled>,
-    term_boxes: &TensorMap<f32, Tiled>,
+    term_tma_tiles: &TensorMap<f32, Tiled>,
     terms: &Tensor<f32>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: ComptimeOption<&Tensor<i32>>,
-    dot_gradient_boxes: &TensorMap<E, Tiled>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
+    dot_gradient_tma_tiles: &TensorMap<E, Tiled>,
     dot_gradient: &mut Tensor<Vector<E, N>>,
-    value_gradient_boxes: &TensorMap<E, Tiled>,
+    value_gradient_tma_tiles: &TensorMap<E, Tiled>,
     value_gradient: &mut Tensor<Vector<E, N>>,
     grid: Grid,
     extent: Extent,
@@ -81,7 +81,7 @@ pub(crate) fn gradient_by_rows<
     steps: GradientSteps,
     mask_places: MaskPlaces,
     group: u32,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -106,9 +106,9 @@ pub(crate) fn gradient_by_rows<
             barrier_init(places.value_full + at, 1usize);
             barrier_init(places.value_empty + at, comptime!(4 * tiles.warpgroups));
         }
-        barrier_init(places.held_full, 1usize);
+        barrier_init(places.stationary_full, 1usize);
         barrier_init_fence();
-        if comptime!(kind.leaves_holes()) {
+        if comptime!(kind.leaves_masked()) {
             #[unroll]
             for word in 0..12usize {
                 store_shared(places.used + comptime!(4 * word as u32), 0u32);
@@ -119,30 +119,35 @@ pub(crate) fn gradient_by_rows<
 
     let index = CUBE_POS as u32;
     if index < grid.cubes {
-        let share = held_share(&grid, index, kind.fragment.side);
-        let sight = sight(&extent, &integers, share.batch, kind.fragment.structure);
+        let work_tile = stationary_work_tile(&grid, index, kind.fragment.side);
+        let sight = sight(
+            &extent,
+            &lengths_and_ids,
+            work_tile.batch,
+            kind.fragment.structure,
+        );
         let tile = held(
-            share,
+            work_tile,
             &extent,
             &sight,
-            &integers,
+            &lengths_and_ids,
             group,
             comptime!(tiles.rows()),
             tiles.columns,
             kind,
         );
         if UNIT_POS >= comptime!(consumers as u32) {
-            give_registers(comptime!(tiles.thread_registers()[0]));
+            setmaxnreg_dec(comptime!(tiles.thread_registers()[0]));
             if UNIT_POS == comptime!(consumers as u32) {
                 fetch(
-                    held_dots,
-                    held_values,
+                    stationary_dots,
+                    stationary_values,
                     dots,
                     values,
-                    term_boxes,
+                    term_tma_tiles,
                     &mask,
                     &mask_places,
-                    &integers,
+                    &lengths_and_ids,
                     &tile,
                     &extent,
                     &steps,
@@ -152,7 +157,7 @@ pub(crate) fn gradient_by_rows<
                 );
             }
         } else {
-            take_registers(comptime!(tiles.thread_registers()[1]));
+            setmaxnreg_inc(comptime!(tiles.thread_registers()[1]));
             let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
             // The row of the thread's first register, in the tile.
             let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
@@ -164,7 +169,7 @@ pub(crate) fn gradient_by_rows<
                 &mask,
                 &mask_places,
                 &bias,
-                &integers,
+                &lengths_and_ids,
                 &extent,
                 &arguments,
                 &places,
@@ -182,37 +187,37 @@ pub(crate) fn gradient_by_rows<
                 write_gradient::<E, N, ND>(
                     sums.dots,
                     row_factors(terms, &tile, row, &extent, arguments.scale, kind.fragment),
-                    places.held_dots + staging,
-                    tensor_map_address(dot_gradient_boxes),
+                    places.stationary_dots + staging,
+                    tensor_map_address(dot_gradient_tma_tiles),
                     dot_gradient,
                     &tile,
                     part,
                     comptime!(tiles.dot_columns()),
                     tiles.head_dim,
                     comptime!(tiles.rows() * ROW_BYTES),
-                    comptime!(tiles.boxes_dots()),
+                    comptime!(tiles.stores_dots_by_tma()),
                     tiles.half,
                     kind.fragment.side,
                 );
             }
             if comptime!(tiles.sums.has_values()) {
                 let place = if comptime!(tiles.sums.has_dots()) {
-                    places.held_values
+                    places.stationary_values
                 } else {
-                    places.held_dots
+                    places.stationary_dots
                 };
                 write_gradient::<E, N, NV>(
                     sums.values,
                     pair(f32::new(1.0), f32::new(1.0)),
                     place + staging,
-                    tensor_map_address(value_gradient_boxes),
+                    tensor_map_address(value_gradient_tma_tiles),
                     value_gradient,
                     &tile,
                     part,
                     comptime!(tiles.value_columns()),
                     tiles.value_dim,
                     comptime!(tiles.rows() * ROW_BYTES),
-                    comptime!(tiles.boxes_values()),
+                    comptime!(tiles.stores_values_by_tma()),
                     tiles.half,
                     Side::Keys,
                 );
@@ -225,19 +230,19 @@ pub(crate) fn gradient_by_rows<
 /// Passes over the blocks that the tile sees.
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
-    tile: &Held,
+    tile: &Stationary,
     sight: &Sight,
     row: i32,
     terms: &Tensor<f32>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     extent: &Extent,
     arguments: &ScoreArguments,
     places: &Places,
     warpgroup: u32,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: HopperKind,
 ) -> Gradients<ND, NV> {
     let lane = UNIT_POS % 32u32;
@@ -253,21 +258,21 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     );
     let mut dots = Vector::<f32, ND>::zeroed();
     let mut values = Vector::<f32, NV>::zeroed();
-    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
     if first.head < tile.heads {
-        barrier_wait(places.held_full, 0u32);
+        barrier_wait(places.stationary_full, 0u32);
         // The first turn is the first warpgroup's.
         if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
-            pass_turn(warpgroup, tiles.warpgroups);
+            ordering_barrier_arrive(warpgroup, tiles.warpgroups);
         }
         let mut count = u32::new(0);
-        let mut holes = u32::new(0);
+        let mut masked = u32::new(0);
         let mut block = first.block;
         let next_operands = block_operands(operands.dots, operands.values, count, tiles);
         await_dots(places, count, tiles);
-        let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
+        let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
         await_values(places, count, tiles);
-        let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
+        let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
         let seen = seen_by::<F, NB>(
             tile,
             row,
@@ -277,7 +282,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             mask,
             mask_places,
             bias,
-            integers,
+            lengths_and_ids,
             tiles,
             kind,
         );
@@ -287,7 +292,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         );
         let mut p = made.p;
         let mut ds = made.ds;
-        let mut may_have_holes = seen.view.may_have_holes;
+        let mut may_have_masked = seen.view.may_have_masked;
 
         let next = visit_from(
             tile,
@@ -296,13 +301,13 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         );
         let mut next_head = next.head;
         let mut next_block = next.block;
         while next_head < tile.heads {
-            clean::<NP>(
+            zero_fill_block::<NP>(
                 p,
                 ds,
                 places,
@@ -310,18 +315,18 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 extent,
                 block,
                 count,
-                may_have_holes,
-                holes,
+                may_have_masked,
+                masked,
                 tiles,
                 kind,
             );
             // In its turn a warpgroup keeps the others waiting.
             let summed = block_operands(operands.summed_dots, operands.summed_values, count, tiles);
             let next_operands = block_operands(operands.dots, operands.values, count + 1u32, tiles);
-            await_turn(warpgroup);
+            ordering_barrier_wait(warpgroup);
             let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
             await_dots(places, count + 1u32, tiles);
-            let s = start_s::<NS>(operands.held_dots, next_operands, tiles);
+            let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
             let seen = seen_by::<F, NB>(
                 tile,
                 row,
@@ -331,20 +336,20 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 mask,
                 mask_places,
                 bias,
-                integers,
+                lengths_and_ids,
                 tiles,
                 kind,
             );
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
             await_values(places, count + 1u32, tiles);
-            let dp = start_dp::<NS>(operands.held_values, next_operands, tiles);
-            pass_turn(warpgroup, tiles.warpgroups);
+            let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
+            ordering_barrier_arrive(warpgroup, tiles.warpgroups);
             dots = settled.dots;
             values = settled.values;
-            if comptime!(kind.leaves_holes()) {
-                holes += u32::cast_from(may_have_holes);
-                may_have_holes = seen.view.may_have_holes;
+            if comptime!(kind.leaves_masked()) {
+                masked += u32::cast_from(may_have_masked);
+                may_have_masked = seen.view.may_have_masked;
             }
             block = next_block;
             count += 1u32;
@@ -361,13 +366,13 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 extent,
                 mask,
                 mask_places,
-                integers,
+                lengths_and_ids,
                 kind,
             );
             next_head = next.head;
             next_block = next.block;
         }
-        clean::<NP>(
+        zero_fill_block::<NP>(
             p,
             ds,
             places,
@@ -375,8 +380,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             extent,
             block,
             count,
-            may_have_holes,
-            holes,
+            may_have_masked,
+            masked,
             tiles,
             kind,
         );
@@ -399,7 +404,7 @@ struct Seen {
 
 #[cube]
 fn seen_by<F: Float, NB: Size>(
-    tile: &Held,
+    tile: &Stationary,
     row: i32,
     head: u32,
     block: i32,
@@ -407,23 +412,23 @@ fn seen_by<F: Float, NB: Size>(
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    #[comptime] tiles: GradientRowTiles,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: HopperKind,
 ) -> Seen {
-    let rows = held_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
-    let standing = standing_of(tile, head, kind.fragment.side);
+    let rows = stationary_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
+    let tile_position = position_of(tile, head, kind.fragment.side);
     Seen {
         rows,
         view: view(
-            &standing,
+            &tile_position,
             &rows,
             block,
             0u32,
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             tiles.columns,
             tiles.columns,
             kind,
@@ -454,7 +459,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     places: &Places,
     count: u32,
     elected: u32,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: HopperKind,
 ) -> Made<NP> {
     let used = comptime!(tiles.columns / 2);
@@ -465,7 +470,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         fragment,
         comptime!(usize::from(tiles.sums.has_dots())),
     );
-    let dot_stage = stage_turn(count, tiles.dot_stages).stage;
+    let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
     let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
     let terms = terms_of_block(row_terms, at, tiles.columns);
     let weights = weights::<F, NB, NS, NP>(
@@ -487,7 +492,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     let ds = if comptime!(tiles.sums.has_dots()) {
         let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
         if comptime!(!tiles.sums.has_values()) {
-            let stage = stage_turn(count, tiles.value_stages).stage;
+            let stage = pipeline_state(count, tiles.value_stages).stage;
             free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
         }
         dot_gradients::<NS, NP>(
@@ -501,7 +506,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         )
     } else {
         // The terms in it are read, too: P is made of them.
-        let stage = stage_turn(count, tiles.dot_stages).stage;
+        let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
         Vector::<u32, NP>::zeroed()
     };

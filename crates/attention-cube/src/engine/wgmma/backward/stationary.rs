@@ -2,11 +2,11 @@
 //! other side that it passes over: of one head, or, where it holds keys, of each query head of the group.
 
 use crate::engine::wgmma::output::{without_blind, write_row};
-use crate::engine::wgmma::tile::{HopperKind, Standing, meets};
+use crate::engine::wgmma::work_tile::{HopperKind, TilePosition, meets};
 use crate::fragment::bias::bias_of_head;
 use crate::fragment::gradient::terms_of_rows;
 use crate::fragment::{FragmentKind, RowPair, rows_end};
-use crate::math::schedule::{Grid, Share, block_count, share};
+use crate::math::schedule::{Grid, WorkTile, block_count, work_tile};
 use crate::math::side::Side;
 use crate::math::visibility::{Extent, Run, Sight, visible_keys, visible_queries, within_segments};
 use crate::passes::delta::kernel::is_blind;
@@ -14,7 +14,7 @@ use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::{Pair, pair};
 use cube_kit::hopper::ptx::barrier_expect;
 use cube_kit::hopper::tma::load_subtiles;
-use cube_kit::hopper::tma::store_boxes;
+use cube_kit::hopper::tma::store_tma_tiles;
 use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
@@ -23,10 +23,10 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct GradientSteps {
-    pub held_dot_batch: u32,
-    pub held_dot_head: u32,
-    pub held_value_batch: u32,
-    pub held_value_head: u32,
+    pub stationary_dot_batch: u32,
+    pub stationary_dot_head: u32,
+    pub stationary_value_batch: u32,
+    pub stationary_value_head: u32,
     pub dot_batch: u32,
     pub dot_head: u32,
     pub value_batch: u32,
@@ -36,7 +36,7 @@ pub(crate) struct GradientSteps {
 /// A tile that is held.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Held {
+pub(crate) struct Stationary {
     pub batch: u32,
     /// Of the tile: a query head, or a head of keys.
     pub head: u32,
@@ -57,17 +57,17 @@ pub(crate) struct Held {
 /// The tile of a cube with this share.
 #[cube]
 pub(crate) fn held(
-    share: Share,
+    work_tile: WorkTile,
     extent: &Extent,
     sight: &Sight,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     group: u32,
     #[comptime] rows: usize,
     #[comptime] columns: usize,
     #[comptime] kind: HopperKind,
-) -> Held {
+) -> Stationary {
     let side = comptime!(kind.fragment.side);
-    let first_row = (share.tile * comptime!(rows as u32)) as i32;
+    let first_row = (work_tile.tile * comptime!(rows as u32)) as i32;
     let size = comptime!(columns as i32);
     let existing = min(comptime!(rows as i32), rows_end(extent, side) - first_row);
     // Keys past the sequence's length are seen by nobody.
@@ -86,26 +86,26 @@ pub(crate) fn held(
         group
     };
     let first_head = if comptime!(side == Side::Queries) {
-        share.head / group
+        work_tile.head / group
     } else {
-        share.head * group
+        work_tile.head * group
     };
     let blocks = within_segments(
         run.first / size,
         block_count(run.end, size),
         extent,
-        integers,
-        share.batch,
-        share.tile,
+        lengths_and_ids,
+        work_tile.batch,
+        work_tile.tile,
         side,
         kind.fragment.structure,
     );
-    Held {
-        batch: share.batch,
-        head: share.head,
+    Stationary {
+        batch: work_tile.batch,
+        head: work_tile.head,
         first_row,
         rows: existing,
-        row_block: share.tile,
+        row_block: work_tile.tile,
         run,
         first_block: blocks.first,
         end_block: blocks.end,
@@ -116,8 +116,8 @@ pub(crate) fn held(
 
 /// The share of cube `index`. Under a causal mask the last queries see the most keys, and the first keys are seen by the most queries.
 #[cube]
-pub(crate) fn held_share(grid: &Grid, index: u32, #[comptime] side: Side) -> Share {
-    share(grid, index, comptime!(side == Side::Queries))
+pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Side) -> WorkTile {
+    work_tile(grid, index, comptime!(side == Side::Queries))
 }
 
 /// A block of one of the other side's heads.
@@ -131,13 +131,13 @@ pub(crate) struct Visit {
 
 /// Where the tile stands towards the blocks of a head.
 #[cube]
-pub(crate) fn standing_of(tile: &Held, head: u32, #[comptime] side: Side) -> Standing {
+pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) -> TilePosition {
     let query_head = if comptime!(side == Side::Queries) {
         tile.head
     } else {
         tile.first_head + head
     };
-    Standing {
+    TilePosition {
         batch: tile.batch,
         head: query_head,
         row_block: tile.row_block,
@@ -148,11 +148,11 @@ pub(crate) fn standing_of(tile: &Held, head: u32, #[comptime] side: Side) -> Sta
 /// The first visit of a tile.
 #[cube]
 pub(crate) fn first_visit(
-    tile: &Held,
+    tile: &Stationary,
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     #[comptime] kind: HopperKind,
 ) -> Visit {
     let head = select(tile.first_block < tile.end_block, 0u32, tile.heads);
@@ -163,7 +163,7 @@ pub(crate) fn first_visit(
         extent,
         mask,
         mask_places,
-        integers,
+        lengths_and_ids,
         kind,
     )
 }
@@ -171,13 +171,13 @@ pub(crate) fn first_visit(
 /// The first visit from a block of a head on.
 #[cube]
 pub(crate) fn visit_from(
-    tile: &Held,
+    tile: &Stationary,
     head: u32,
     block: i32,
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     #[comptime] kind: HopperKind,
 ) -> Visit {
     let mut head = head;
@@ -189,8 +189,16 @@ pub(crate) fn visit_from(
     if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
         let mut searching = head < tile.heads;
         while searching {
-            let standing = standing_of(tile, head, kind.fragment.side);
-            if meets(&standing, block, extent, mask, mask_places, integers, kind) {
+            let tile_position = position_of(tile, head, kind.fragment.side);
+            if meets(
+                &tile_position,
+                block,
+                extent,
+                mask,
+                mask_places,
+                lengths_and_ids,
+                kind,
+            ) {
                 searching = false;
             } else {
                 block += 1i32;
@@ -207,8 +215,8 @@ pub(crate) fn visit_from(
 
 /// Rows `first` and `first + 8` of the tile, as one of the heads sees them.
 #[cube]
-pub(crate) fn held_rows<F: Float, NB: Size>(
-    tile: &Held,
+pub(crate) fn stationary_rows<F: Float, NB: Size>(
+    tile: &Stationary,
     extent: &Extent,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     first: i32,
@@ -234,10 +242,10 @@ pub(crate) fn held_rows<F: Float, NB: Size>(
 
 /// Copies the rows that the tile holds: dots to `dots`, and, where there are `bytes` of both, values to `values`.
 #[cube]
-pub(crate) fn fetch_held<E: Float>(
-    held_dots: &TensorMap<E, Tiled>,
-    held_values: &TensorMap<E, Tiled>,
-    tile: &Held,
+pub(crate) fn fetch_stationary<E: Float>(
+    stationary_dots: &TensorMap<E, Tiled>,
+    stationary_values: &TensorMap<E, Tiled>,
+    tile: &Stationary,
     steps: &GradientSteps,
     dots: u32,
     values: u32,
@@ -252,9 +260,9 @@ pub(crate) fn fetch_held<E: Float>(
     barrier_expect(full, bytes);
     load_subtiles(
         dots,
-        tensor_map_address(held_dots),
-        tile.batch * steps.held_dot_batch,
-        tile.head * steps.held_dot_head,
+        tensor_map_address(stationary_dots),
+        tile.batch * steps.stationary_dot_batch,
+        tile.head * steps.stationary_dot_head,
         tile.first_row,
         full,
         0usize,
@@ -265,9 +273,9 @@ pub(crate) fn fetch_held<E: Float>(
     if comptime!(bytes > dot_subtiles * subtile_bytes) {
         load_subtiles(
             values,
-            tensor_map_address(held_values),
-            tile.batch * steps.held_value_batch,
-            tile.head * steps.held_value_head,
+            tensor_map_address(stationary_values),
+            tile.batch * steps.stationary_value_batch,
+            tile.head * steps.stationary_value_head,
             tile.first_row,
             full,
             0usize,
@@ -292,7 +300,7 @@ pub(crate) struct GradientPart {
 #[cube]
 pub(crate) fn row_factors(
     terms: &Tensor<f32>,
-    tile: &Held,
+    tile: &Stationary,
     row: i32,
     extent: &Extent,
     factor: f32,
@@ -319,7 +327,7 @@ pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
     staging: u32,
     map: u64,
     gradient: &mut Tensor<Vector<E, N>>,
-    tile: &Held,
+    tile: &Stationary,
     part: GradientPart,
     #[comptime] columns: usize,
     #[comptime] width: usize,
@@ -333,7 +341,7 @@ pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
         sums = without_blind::<NG>(sums, factors, columns);
     }
     if comptime!(boxes) {
-        store_boxes::<NG>(
+        store_tma_tiles::<NG>(
             sums,
             factors,
             staging,

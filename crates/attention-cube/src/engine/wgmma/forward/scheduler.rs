@@ -6,9 +6,9 @@
 //! overwritten.
 
 use crate::engine::wgmma::plan::NOTICE_BYTES;
-use crate::engine::wgmma::tile::HopperKind;
-use crate::math::schedule::{Grid, Turns, next_item};
-use crate::math::visibility::{BLOCK_INTEGERS, Extent};
+use crate::engine::wgmma::work_tile::HopperKind;
+use crate::math::schedule::{Grid, Schedule, next_item};
+use crate::math::visibility::{BLOCK_BOUNDS, Extent};
 use cube_kit::hopper::ptx::{
     barrier_arrive, barrier_init, barrier_wait, count_up, load_shared, store_shared, uniform,
     word_address,
@@ -50,11 +50,11 @@ pub(super) fn init_notices(notices: u32, #[comptime] warps: usize, #[comptime] k
 #[cube]
 pub(super) fn take_item(
     grid: &Grid,
-    turns: &Turns,
+    schedule: &Schedule,
     item: u32,
     turn: u32,
     extent: &Extent,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     notices: u32,
     #[comptime] kind: HopperKind,
 ) -> u32 {
@@ -62,19 +62,19 @@ pub(super) fn take_item(
         let notice = turn % 2u32;
         barrier_wait(empty(notices, notice), (turn / 2u32 % 2u32) ^ 1u32);
         // The first items are the cubes' numbers.
-        let taken = turns.launched + count_taken(grid, extent, integers);
+        let taken = schedule.launched + count_taken(grid, extent, lengths_and_ids);
         store_shared(notices + 4u32 * notice, taken);
         barrier_arrive(full(notices, notice), 1u32);
         taken
     } else {
-        next_item(turns, item, turn)
+        next_item(schedule, item, turn)
     }
 }
 
 /// The same for those who multiply.
 #[cube]
 pub(super) fn told_item(
-    turns: &Turns,
+    schedule: &Schedule,
     item: u32,
     turn: u32,
     notices: u32,
@@ -89,20 +89,24 @@ pub(super) fn told_item(
         barrier_arrive(empty(notices, notice), elected);
         taken
     } else {
-        next_item(turns, item, turn)
+        next_item(schedule, item, turn)
     }
 }
 
 /// Counts an item as taken, after the integers of the blocks of keys; how many were before.
 #[cube]
-fn count_taken(grid: &Grid, extent: &Extent, integers: &ComptimeOption<&Tensor<i32>>) -> u32 {
+fn count_taken(
+    grid: &Grid,
+    extent: &Extent,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+) -> u32 {
     let batches = grid.planes / grid.heads;
-    let at = extent.key_bounds + comptime!(BLOCK_INTEGERS as u32) * batches * extent.key_blocks;
+    let at = extent.key_bounds + comptime!(BLOCK_BOUNDS as u32) * batches * extent.key_blocks;
     #[comptime]
-    match integers {
-        ComptimeOption::Some(integers) => {
+    match lengths_and_ids {
+        ComptimeOption::Some(lengths_and_ids) => {
             // SAFETY: only the address is taken; the counter is one of the integers.
-            let start = unsafe { integers.as_slice().as_ptr_unchecked() };
+            let start = unsafe { lengths_and_ids.as_slice().as_ptr_unchecked() };
             count_up(word_address::<i32>(start, at as u64))
         }
         ComptimeOption::None => 0u32.runtime(),

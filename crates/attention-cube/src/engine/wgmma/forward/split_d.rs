@@ -1,7 +1,7 @@
 //! The forward on Hopper for values up to 512 wide: two warpgroups have the same 64 queries, and each has
 //! half of the columns of their output.
 //!
-//! Budget. Shared memory ([`ColumnTiles::shared_memory`]), at head size 512: queries 64 KB, a ring of 8 × 16 KB,
+//! Budget. Shared memory ([`SplitDTiles::shared_memory`]), at head size 512: queries 64 KB, a ring of 8 × 16 KB,
 //! two buffers of P with 16 KB each, the rows' maxima. Registers a thread: 128 of O, 32 of S. A block of 128
 //! keys takes the tensor cores `4 head_dim + 4 value_dim` clocks, and the shared memory about 1.3 times that:
 //! both warpgroups read all queries, and P comes from shared memory. That is the bound.
@@ -20,50 +20,50 @@ use self::halves::{
     exchange, free_own_first_chunk, free_values, probabilities, share_first_chunk, softmax,
 };
 use self::producer::{Places, fetch, places};
-use self::zero_fill::clean_values;
+use self::zero_fill::zero_fill_values;
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
 use crate::engine::wgmma::chunked::{
     Ring, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
 };
 use crate::engine::wgmma::output::{Finished, Target, write_tile};
-use crate::engine::wgmma::plan::ColumnTiles;
-use crate::engine::wgmma::tile::{
-    Assigned, HopperKind, Steps, assigned, clear_other_queries, next_block, row_pair, standing,
-    view,
+use crate::engine::wgmma::plan::SplitDTiles;
+use crate::engine::wgmma::work_tile::{
+    AssignedTile, HopperKind, Steps, assigned_tile, next_block, row_pair, tile_position, view,
+    zero_fill_other_queries,
 };
 use crate::fragment::bias::bias_words;
-use crate::fragment::softmax::{no_progress, rescale, totals};
+use crate::fragment::softmax::{empty_state, rescale, totals};
 use crate::fragment::{RowPair, score};
-use crate::math::schedule::{Grid, Turns};
+use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::pair;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, give_registers, named_barrier,
-    shared_address, store_shared, take_registers, uniform,
+    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, named_barrier, setmaxnreg_dec,
+    setmaxnreg_inc, shared_address, store_shared, uniform,
 };
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::wgmma::{descriptor, free_chunk, take_fragment, transposed_descriptor};
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Keys of a warpgroup's scores.
-const HALF_KEYS: usize = ColumnTiles::KEYS / 2;
+const HALF_KEYS: usize = SplitDTiles::KEYS / 2;
 
 /// Threads that multiply.
-const CONSUMERS: usize = ColumnTiles::WARPGROUPS * WARPGROUP;
+const CONSUMERS: usize = SplitDTiles::WARPGROUPS * WARPGROUP;
 
 /// Chunks of values of a warpgroup.
-const OWN_CHUNKS: usize = ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS;
+const OWN_CHUNKS: usize = SplitDTiles::KEYS / SplitDTiles::VALUE_KEYS;
 
 /// Meetings of both warpgroups: the maxima are there; P is there.
 const MAXIMA: u32 = 1;
 const PROBABILITIES: u32 = 2;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn forward_by_columns<
+pub(crate) fn forward_split_d<
     E: Float,
     O: Float,
     F: Float,
@@ -79,20 +79,20 @@ pub(crate) fn forward_by_columns<
     value: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     sinks: ComptimeOption<&Tensor<K>>,
-    output_boxes: &TensorMap<E, Tiled>,
+    output_tma_tiles: &TensorMap<E, Tiled>,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     grid: Grid,
-    turns: Turns,
+    schedule: Schedule,
     extent: Extent,
     arguments: ScoreArguments,
     steps: Steps,
     mask_places: MaskPlaces,
     group: u32,
     power: f32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
@@ -121,25 +121,25 @@ pub(crate) fn forward_by_columns<
         barrier_init(places.queries_empty, 8usize);
         init_notices(notices, 8usize, kind);
         barrier_init_fence();
-        if comptime!(kind.leaves_holes()) {
+        if comptime!(kind.leaves_masked()) {
             #[unroll]
             for word in 0..12usize {
                 store_shared(places.used + comptime!(4 * word as u32), 0u32);
             }
         }
     }
-    clear_other_queries(
+    zero_fill_other_queries(
         places.queries,
         &extent,
-        ColumnTiles::ROWS,
+        SplitDTiles::ROWS,
         comptime!(tiles.key_chunks()),
-        ColumnTiles::UNITS,
+        SplitDTiles::UNITS,
         kind,
     );
     sync_cube();
 
     if UNIT_POS >= comptime!(CONSUMERS as u32) {
-        give_registers(24usize);
+        setmaxnreg_dec(24usize);
         if UNIT_POS == comptime!(CONSUMERS as u32) {
             fetch(
                 query,
@@ -147,9 +147,9 @@ pub(crate) fn forward_by_columns<
                 value,
                 &mask,
                 &mask_places,
-                &integers,
+                &lengths_and_ids,
                 &grid,
-                &turns,
+                &schedule,
                 &extent,
                 &steps,
                 group,
@@ -160,7 +160,7 @@ pub(crate) fn forward_by_columns<
             );
         }
     } else {
-        take_registers(240usize);
+        setmaxnreg_inc(240usize);
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
         let lane = UNIT_POS % 32u32;
         // The row of the thread's first register, in the tile.
@@ -179,37 +179,37 @@ pub(crate) fn forward_by_columns<
             first_column: warpgroup * comptime!(tiles.value_columns() as u32),
             writes_logsumexp: warpgroup == 0u32,
         };
-        let output_map = tensor_map_address(output_boxes);
+        let output_map = tensor_map_address(output_tma_tiles);
 
         let mut item = CUBE_POS as u32;
         let mut turn = 0u32;
         let mut tiles_done = 0u32;
         let mut visited = 0u32;
-        while item < turns.items {
-            let assigned = assigned(
+        while item < schedule.items {
+            let assigned_tile = assigned_tile(
                 &grid,
-                &turns,
+                &schedule,
                 item,
                 turn,
                 &extent,
                 &mask,
                 &mask_places,
-                &integers,
+                &lengths_and_ids,
                 group,
-                ColumnTiles::ROWS,
-                ColumnTiles::KEYS,
+                SplitDTiles::ROWS,
+                SplitDTiles::KEYS,
                 kind,
             );
-            if assigned.exists {
-                let tile = assigned.tile;
+            if assigned_tile.exists {
+                let tile = assigned_tile.tile;
                 let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
                 let attended = attend::<F, NB, NS, NQ, NO>(
-                    &assigned,
+                    &assigned_tile,
                     &rows,
                     &mask,
                     &mask_places,
                     &bias,
-                    &integers,
+                    &lengths_and_ids,
                     &extent,
                     &arguments,
                     &places,
@@ -238,7 +238,7 @@ pub(crate) fn forward_by_columns<
                 barrier_arrive(places.queries_empty, ring.elected);
                 tiles_done += 1u32;
             }
-            item = told_item(&turns, item, turn, notices, ring.elected, kind);
+            item = told_item(&schedule, item, turn, notices, ring.elected, kind);
             turn += 1u32;
         }
     }
@@ -255,12 +255,12 @@ struct Attended<NO: Size> {
 /// Visits a tile's blocks, after `visited` blocks of other tiles.
 #[cube]
 fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
-    assigned: &Assigned,
+    assigned_tile: &AssignedTile,
     rows: &RowPair,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     extent: &Extent,
     arguments: &ScoreArguments,
     places: &Places,
@@ -268,29 +268,29 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     queries_parity: u32,
     visited: u32,
     power: f32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
     #[comptime] kind: HopperKind,
 ) -> Attended<NO> {
-    let sight = &assigned.sight;
-    let tile = &assigned.tile;
-    let standing = standing(tile);
+    let sight = &assigned_tile.sight;
+    let tile = &assigned_tile.tile;
+    let tile_position = tile_position(tile);
     let negative_infinity = arguments.negative_infinity;
     let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
     let query_operand = uniform(descriptor(places.queries));
     let key_operand =
-        descriptor(places.stages + warpgroup * comptime!(ColumnTiles::HALF_BYTES as u32));
+        descriptor(places.stages + warpgroup * comptime!(SplitDTiles::HALF_BYTES as u32));
     let value_operand = transposed_descriptor(
         places.stages,
-        comptime!(ColumnTiles::VALUE_KEYS * ROW_BYTES),
+        comptime!(SplitDTiles::VALUE_KEYS * ROW_BYTES),
     );
 
     let mut o = Vector::<f32, NO>::zeroed();
-    let mut progress = no_progress(negative_infinity);
+    let mut softmax_state = empty_state(negative_infinity);
     let mut count = uniform(visited);
     barrier_wait(places.queries_full, queries_parity);
-    if assigned.first < tile.end_block {
+    if assigned_tile.first < tile.end_block {
         let first_queries = load_first_queries::<NQ>(places.queries, tiles);
-        let mut block = assigned.first;
+        let mut block = assigned_tile.first;
         // Chunks that went through the ring.
         let first_chunk = count * comptime!((tiles.key_chunks() + tiles.value_chunks()) as u32);
         let mut passed = first_chunk + comptime!(tiles.key_chunks() as u32);
@@ -299,26 +299,26 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             query_operand,
             key_operand,
             ring,
-            stage_turn(first_chunk, tiles.stages),
+            pipeline_state(first_chunk, tiles.stages),
             tiles,
         );
         let seen = view(
-            &standing,
+            &tile_position,
             rows,
             block,
             warpgroup * comptime!((HALF_KEYS / 32) as u32),
             extent,
             mask,
             mask_places,
-            integers,
-            ColumnTiles::KEYS,
+            lengths_and_ids,
+            SplitDTiles::KEYS,
             HALF_KEYS,
             kind,
         );
         let biases = bias_words::<F, NB>(
             bias,
             rows,
-            block * comptime!(ColumnTiles::KEYS as i32)
+            block * comptime!(SplitDTiles::KEYS as i32)
                 + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
             extent,
             HALF_KEYS,
@@ -326,14 +326,14 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         );
         let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
         free_chunk(
-            places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage,
+            places.empty + 8u32 * pipeline_state(passed - 1u32, tiles.stages).stage,
             ring.elected,
             0usize,
             1usize,
         );
         let s = score::<F, NB, NS>(
             s,
-            block * comptime!(ColumnTiles::KEYS as i32)
+            block * comptime!(SplitDTiles::KEYS as i32)
                 + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
             seen.whole,
             rows,
@@ -346,9 +346,9 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             HALF_KEYS,
             kind.fragment,
         );
-        progress = softmax::<NS>(
+        softmax_state = softmax::<NS>(
             s,
-            progress,
+            softmax_state,
             power,
             negative_infinity,
             places,
@@ -360,8 +360,8 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             kind,
         );
         // There is no older output yet.
-        progress.moved = false.runtime();
-        progress.factor = pair(1.0f32, 1.0f32);
+        softmax_state.moved = false.runtime();
+        softmax_state.factor = pair(1.0f32, 1.0f32);
 
         let mut next = next_block(
             tile,
@@ -369,7 +369,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         );
         while next < tile.end_block {
@@ -378,20 +378,20 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 query_operand,
                 key_operand,
                 ring,
-                stage_turn(passed, tiles.stages),
+                pipeline_state(passed, tiles.stages),
                 tiles,
             );
             passed += comptime!(tiles.key_chunks() as u32);
-            let key_empty = places.empty + 8u32 * stage_turn(passed - 1u32, tiles.stages).stage;
+            let key_empty = places.empty + 8u32 * pipeline_state(passed - 1u32, tiles.stages).stage;
             o = rescale::<NO>(
                 o,
-                progress.moved,
-                progress.factor,
+                softmax_state.moved,
+                softmax_state.factor,
                 comptime!(tiles.value_columns()),
             );
             named_barrier(PROBABILITIES, CONSUMERS);
             share_first_chunk(ring, passed, tiles);
-            let cleaned = clean_values(
+            let cleaned = zero_fill_values(
                 places, tile, extent, block, count, passed, key_empty, ring, tiles, kind,
             );
             o = multiply_chunked_output::<NO>(
@@ -399,29 +399,29 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 probabilities(places, count),
                 value_operand,
                 ring,
-                stage_turn(passed + warpgroup, tiles.stages),
+                pipeline_state(passed + warpgroup, tiles.stages),
                 key_empty,
                 select(cleaned, 0u32, ring.elected),
                 tiles,
             );
             free_own_first_chunk(ring, passed, tiles);
             let seen = view(
-                &standing,
+                &tile_position,
                 rows,
                 next,
                 warpgroup * comptime!((HALF_KEYS / 32) as u32),
                 extent,
                 mask,
                 mask_places,
-                integers,
-                ColumnTiles::KEYS,
+                lengths_and_ids,
+                SplitDTiles::KEYS,
                 HALF_KEYS,
                 kind,
             );
             let biases = bias_words::<F, NB>(
                 bias,
                 rows,
-                next * comptime!(ColumnTiles::KEYS as i32)
+                next * comptime!(SplitDTiles::KEYS as i32)
                     + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
                 extent,
                 HALF_KEYS,
@@ -430,7 +430,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
             let s = score::<F, NB, NS>(
                 s,
-                next * comptime!(ColumnTiles::KEYS as i32)
+                next * comptime!(SplitDTiles::KEYS as i32)
                     + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
                 seen.whole,
                 rows,
@@ -443,9 +443,9 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 HALF_KEYS,
                 kind.fragment,
             );
-            progress = softmax::<NS>(
+            softmax_state = softmax::<NS>(
                 s,
-                progress,
+                softmax_state,
                 power,
                 negative_infinity,
                 places,
@@ -479,19 +479,19 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 extent,
                 mask,
                 mask_places,
-                integers,
+                lengths_and_ids,
                 kind,
             );
         }
         o = rescale::<NO>(
             o,
-            progress.moved,
-            progress.factor,
+            softmax_state.moved,
+            softmax_state.factor,
             comptime!(tiles.value_columns()),
         );
         named_barrier(PROBABILITIES, CONSUMERS);
         share_first_chunk(ring, passed, tiles);
-        clean_values(
+        zero_fill_values(
             places,
             tile,
             extent,
@@ -512,7 +512,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             probabilities(places, count),
             value_operand,
             ring,
-            stage_turn(passed + warpgroup, tiles.stages),
+            pipeline_state(passed + warpgroup, tiles.stages),
             places.empty,
             0u32,
             tiles,
@@ -533,12 +533,12 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
 
     // Each warpgroup has summed over its own keys. The last maxima went through the other buffer or have
     // been read by both.
-    let sums = totals(progress.sums);
+    let sums = totals(softmax_state.sums);
     named_barrier(MAXIMA, CONSUMERS);
     Attended::<NO> {
         finished: Finished::<NO> {
             o,
-            reference: progress.measure.reference,
+            reference: softmax_state.row_max.reference,
             sums: exchange(places, sums, (count + 1u32) % 2u32, false),
         },
         visited: count,

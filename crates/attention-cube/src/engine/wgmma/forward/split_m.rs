@@ -1,7 +1,7 @@
 //! The forward on Hopper for values up to 256 wide: each warpgroup has 64 queries and all columns of their
 //! output.
 //!
-//! Budget. Shared memory ([`RowTiles::shared_memory`]): the queries, and a ring of `stages` blocks of keys
+//! Budget. Shared memory ([`SplitMTiles::shared_memory`]): the queries, and a ring of `stages` blocks of keys
 //! and of values. Registers a thread, at head size 256: 128 of O, 40 of S, 20 of P, and 20 of the next P
 //! while S becomes it; `setmaxnreg` takes them from the warpgroup that only fetches. A block of `keys` keys
 //! takes the tensor cores `rows · keys · (head_dim + value_dim) / 2048` clocks, and the shared memory a
@@ -22,28 +22,28 @@ use self::biases::biases_of;
 use self::probabilities::{packed, softmax};
 use self::producer::{Places, fetch, places};
 use self::products::{take_output, take_scores};
-use self::zero_fill::{clean_values, first_row_hides, may_have_holes_in, tell_used_by};
+use self::zero_fill::{first_row_hides, may_have_masked_in, tell_used_by, zero_fill_values};
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
 use crate::engine::wgmma::output::{Finished, Target, write_tile};
-use crate::engine::wgmma::plan::RowTiles;
-use crate::engine::wgmma::tile::{
-    Assigned, HopperKind, Steps, assigned, clear_other_queries, next_block, row_pair, standing,
-    view,
+use crate::engine::wgmma::plan::SplitMTiles;
+use crate::engine::wgmma::work_tile::{
+    AssignedTile, HopperKind, Steps, assigned_tile, next_block, row_pair, tile_position, view,
+    zero_fill_other_queries,
 };
 use crate::fragment::bias::BiasWords;
-use crate::fragment::softmax::{no_progress, rescale, totals};
+use crate::fragment::softmax::{empty_state, rescale, totals};
 use crate::fragment::{RowPair, score};
-use crate::math::schedule::{Grid, Turns};
+use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::pair;
-use cube_kit::hopper::barriers::{await_turn, pass_turn};
+use cube_kit::hopper::barriers::{ordering_barrier_arrive, ordering_barrier_wait};
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
     barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, barrier_wait_both,
-    give_registers, shared_address, store_shared, take_registers, uniform,
+    setmaxnreg_dec, setmaxnreg_inc, shared_address, store_shared, uniform,
 };
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::await_stores;
 use cube_kit::hopper::wgmma::{
     descriptor, multiply_output, multiply_scores, transposed_descriptor,
@@ -53,7 +53,7 @@ use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn forward_by_rows<
+pub(crate) fn forward_split_m<
     E: Float,
     O: Float,
     F: Float,
@@ -67,23 +67,23 @@ pub(crate) fn forward_by_rows<
     query: &TensorMap<E, Tiled>,
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
-    bias_boxes: &TensorMap<E, Tiled>,
+    tma_bias: &TensorMap<E, Tiled>,
     mask: ComptimeOption<&Tensor<u32>>,
     bias: ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: ComptimeOption<&Tensor<i32>>,
     sinks: ComptimeOption<&Tensor<K>>,
-    output_boxes: &TensorMap<E, Tiled>,
+    output_tma_tiles: &TensorMap<E, Tiled>,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     grid: Grid,
-    turns: Turns,
+    schedule: Schedule,
     extent: Extent,
     arguments: ScoreArguments,
     steps: Steps,
     mask_places: MaskPlaces,
     group: u32,
     power: f32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
@@ -127,14 +127,14 @@ pub(crate) fn forward_by_rows<
         }
         init_notices(notices, comptime!(4 * tiles.warpgroups), kind);
         barrier_init_fence();
-        if comptime!(kind.leaves_holes()) {
+        if comptime!(kind.leaves_masked()) {
             #[unroll]
             for word in 0..12usize {
                 store_shared(places.used + comptime!(4 * word as u32), 0u32);
             }
         }
     }
-    clear_other_queries(
+    zero_fill_other_queries(
         places.queries,
         &extent,
         comptime!(tiles.rows()),
@@ -145,18 +145,18 @@ pub(crate) fn forward_by_rows<
     sync_cube();
 
     if UNIT_POS >= comptime!(consumers as u32) {
-        give_registers(comptime!(tiles.thread_registers()[0]));
+        setmaxnreg_dec(comptime!(tiles.thread_registers()[0]));
         if UNIT_POS == comptime!(consumers as u32) {
             fetch(
                 query,
                 key,
                 value,
-                bias_boxes,
+                tma_bias,
                 &mask,
                 &mask_places,
-                &integers,
+                &lengths_and_ids,
                 &grid,
-                &turns,
+                &schedule,
                 &extent,
                 &steps,
                 group,
@@ -167,7 +167,7 @@ pub(crate) fn forward_by_rows<
             );
         }
     } else {
-        take_registers(comptime!(tiles.thread_registers()[1]));
+        setmaxnreg_inc(comptime!(tiles.thread_registers()[1]));
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
         let lane = UNIT_POS % 32u32;
         let elected = u32::cast_from(lane == 0u32);
@@ -180,11 +180,11 @@ pub(crate) fn forward_by_rows<
             first_column: 0u32,
             writes_logsumexp: true,
         };
-        let output_map = tensor_map_address(output_boxes);
-        if comptime!(tiles.takes_turns) {
+        let output_map = tensor_map_address(output_tma_tiles);
+        if comptime!(tiles.orders_warpgroups) {
             // The first turn is the first warpgroup's.
             if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
-                pass_turn(warpgroup, tiles.warpgroups);
+                ordering_barrier_arrive(warpgroup, tiles.warpgroups);
             }
         }
 
@@ -192,32 +192,32 @@ pub(crate) fn forward_by_rows<
         let mut turn = 0u32;
         let mut tiles_done = 0u32;
         let mut visited = 0u32;
-        let mut holes = 0u32;
-        while item < turns.items {
-            let assigned = assigned(
+        let mut masked = 0u32;
+        while item < schedule.items {
+            let assigned_tile = assigned_tile(
                 &grid,
-                &turns,
+                &schedule,
                 item,
                 turn,
                 &extent,
                 &mask,
                 &mask_places,
-                &integers,
+                &lengths_and_ids,
                 group,
                 comptime!(tiles.rows()),
                 tiles.keys,
                 kind,
             );
-            if assigned.exists {
-                let tile = assigned.tile;
+            if assigned_tile.exists {
+                let tile = assigned_tile.tile;
                 let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
                 let attended = attend::<F, NB, NS, NP, NO>(
-                    &assigned,
+                    &assigned_tile,
                     &rows,
                     &mask,
                     &mask_places,
                     &bias,
-                    &integers,
+                    &lengths_and_ids,
                     &extent,
                     &arguments,
                     &places,
@@ -225,15 +225,15 @@ pub(crate) fn forward_by_rows<
                     elected,
                     tiles_done % 2u32,
                     visited,
-                    holes,
+                    masked,
                     power,
                     tiles,
                     kind,
                 );
                 visited = attended.visited;
-                holes = attended.holes;
+                masked = attended.masked;
                 // Queries are not read any more; a place that is shared with the output, not yet.
-                if comptime!(tiles.has_output_place() || !kind.boxes_output) {
+                if comptime!(tiles.has_output_place() || !kind.stores_output_by_tma) {
                     barrier_arrive(places.queries_empty, elected);
                 }
                 write_tile::<O, K, N, NO>(
@@ -250,15 +250,15 @@ pub(crate) fn forward_by_rows<
                     comptime!(tiles.output_shape()),
                     kind,
                 );
-                if comptime!(!tiles.has_output_place() && kind.boxes_output) {
+                if comptime!(!tiles.has_output_place() && kind.stores_output_by_tma) {
                     barrier_arrive(places.queries_empty, elected);
                 }
                 tiles_done += 1u32;
             }
-            item = told_item(&turns, item, turn, notices, elected, kind);
+            item = told_item(&schedule, item, turn, notices, elected, kind);
             turn += 1u32;
         }
-        if comptime!(kind.boxes_output) {
+        if comptime!(kind.stores_output_by_tma) {
             await_stores();
         }
     }
@@ -271,22 +271,22 @@ pub(crate) fn forward_by_rows<
 struct Attended<NO: Size> {
     finished: Finished<NO>,
     visited: u32,
-    holes: u32,
+    masked: u32,
 }
 
-/// Visits a tile's blocks, after `visited` blocks of other tiles, of which `holes_before` may have had holes.
+/// Visits a tile's blocks, after `visited` blocks of other tiles, of which `masked_before` may have had holes.
 #[cube]
 #[allow(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
 fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
-    assigned: &Assigned,
+    assigned_tile: &AssignedTile,
     rows: &RowPair,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     extent: &Extent,
     arguments: &ScoreArguments,
     places: &Places,
@@ -294,14 +294,14 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     elected: u32,
     queries_parity: u32,
     visited: u32,
-    holes_before: u32,
+    masked_before: u32,
     power: f32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
 ) -> Attended<NO> {
-    let sight = &assigned.sight;
-    let tile = &assigned.tile;
-    let standing = standing(tile);
+    let sight = &assigned_tile.sight;
+    let tile = &assigned_tile.tile;
+    let tile_position = tile_position(tile);
     let negative_infinity = arguments.negative_infinity;
     let query_operand = uniform(descriptor(
         places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
@@ -312,26 +312,26 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     let value_stage = comptime!((tiles.value_bytes() >> 4) as u32);
 
     let mut o = Vector::<f32, NO>::zeroed();
-    let mut progress = no_progress(negative_infinity);
+    let mut softmax_state = empty_state(negative_infinity);
     let mut count = uniform(visited);
-    let mut holes = holes_before;
+    let mut masked = masked_before;
     barrier_wait(places.queries_full, queries_parity);
-    if assigned.first < tile.end_block {
-        let mut block = assigned.first;
-        let turn = stage_turn(count, tiles.stages);
-        let key_block = uniform(key_operand + turn.stage * key_stage);
-        barrier_wait(places.key_full + 8u32 * turn.stage, turn.parity);
+    if assigned_tile.first < tile.end_block {
+        let mut block = assigned_tile.first;
+        let slot = pipeline_state(count, tiles.stages);
+        let key_block = uniform(key_operand + slot.stage * key_stage);
+        barrier_wait(places.key_full + 8u32 * slot.stage, slot.parity);
         let started =
             multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
         let seen = view(
-            &standing,
+            &tile_position,
             rows,
             block,
             0u32,
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             tiles.keys,
             tiles.keys,
             kind,
@@ -342,12 +342,12 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         );
         let s = take_scores::<NS>(
             started,
-            places.key_empty + 8u32 * turn.stage,
+            places.key_empty + 8u32 * slot.stage,
             elected,
             0usize,
             tiles,
         );
-        let mut may_have_holes = may_have_holes_in(&seen, hides, kind);
+        let mut may_have_masked = may_have_masked_in(&seen, hides, kind);
         let s = score::<F, NB, NS>(
             s,
             block * comptime!(tiles.keys as i32),
@@ -362,17 +362,17 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind.fragment,
         );
-        let made = softmax::<NS>(s, progress, power, negative_infinity, tiles);
-        // Carried through the loop as `progress` itself, it costs D128 registers' moves and 5 % (docs/forward-split-m.md).
-        let mut running = made.progress;
+        let made = softmax::<NS>(s, softmax_state, power, negative_infinity, tiles);
+        // Carried through the loop as `softmax_state` itself, it costs D128 registers' moves and 5 % (docs/forward-split-m.md).
+        let mut running = made.softmax_state;
         // There is no older output yet.
         running.moved = false.runtime();
         running.factor = pair(1.0f32, 1.0f32);
         let mut p = packed::<NS, NP>(made.numerators, tiles);
-        let mut hole_count = holes_before;
-        if comptime!(kind.leaves_holes()) {
-            if may_have_holes {
-                tell_used_by(places, p, hole_count, elected, tiles);
+        let mut masked_count = masked_before;
+        if comptime!(kind.leaves_masked()) {
+            if may_have_masked {
+                tell_used_by(places, p, masked_count, elected, tiles);
             }
         }
 
@@ -382,30 +382,30 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         );
         while next < tile.end_block {
-            let turn = stage_turn(count, tiles.stages);
-            let next_turn = stage_turn(count + 1u32, tiles.stages);
-            clean_values(
+            let slot = pipeline_state(count, tiles.stages);
+            let next_slot = pipeline_state(count + 1u32, tiles.stages);
+            zero_fill_values(
                 places,
                 tile,
                 extent,
                 block,
-                turn,
-                may_have_holes,
-                hole_count,
+                slot,
+                may_have_masked,
+                masked_count,
                 false,
                 tiles,
                 kind,
             );
-            let key_block = uniform(key_operand + next_turn.stage * key_stage);
-            let value_block = uniform(value_operand + turn.stage * value_stage);
-            let key_full = places.key_full + 8u32 * next_turn.stage;
-            let value_full = places.value_full + 8u32 * turn.stage;
+            let key_block = uniform(key_operand + next_slot.stage * key_stage);
+            let value_block = uniform(value_operand + slot.stage * value_stage);
+            let key_full = places.key_full + 8u32 * next_slot.stage;
+            let value_full = places.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
-            if comptime!(tiles.takes_turns) {
+            if comptime!(tiles.orders_warpgroups) {
                 // In its turn a warpgroup keeps the others waiting.
                 biases = biases_of::<F, NB>(
                     bias,
@@ -419,47 +419,47 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                     tiles,
                     kind,
                 );
-                barrier_wait_both(key_full, next_turn.parity, value_full, turn.parity);
+                barrier_wait_both(key_full, next_slot.parity, value_full, slot.parity);
                 o = rescale::<NO>(
                     o,
                     running.moved,
                     running.factor,
                     comptime!(tiles.value_columns()),
                 );
-                await_turn(warpgroup);
+                ordering_barrier_wait(warpgroup);
             } else {
-                barrier_wait(key_full, next_turn.parity);
+                barrier_wait(key_full, next_slot.parity);
             }
             let started =
                 multiply_scores::<NS>(query_operand, key_block, comptime!(tiles.score_product()));
-            if comptime!(!tiles.takes_turns) {
+            if comptime!(!tiles.orders_warpgroups) {
                 o = rescale::<NO>(
                     o,
                     running.moved,
                     running.factor,
                     comptime!(tiles.value_columns()),
                 );
-                barrier_wait(value_full, turn.parity);
+                barrier_wait(value_full, slot.parity);
             }
             o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
-            if comptime!(tiles.takes_turns) {
-                pass_turn(warpgroup, tiles.warpgroups);
+            if comptime!(tiles.orders_warpgroups) {
+                ordering_barrier_arrive(warpgroup, tiles.warpgroups);
             }
             let seen = view(
-                &standing,
+                &tile_position,
                 rows,
                 next,
                 0u32,
                 extent,
                 mask,
                 mask_places,
-                integers,
+                lengths_and_ids,
                 tiles.keys,
                 tiles.keys,
                 kind,
             );
             let hides = first_row_hides::<F, NB>(bias, tile, next, seen.whole, tiles, kind);
-            if comptime!(!tiles.takes_turns) {
+            if comptime!(!tiles.orders_warpgroups) {
                 biases = biases_of::<F, NB>(
                     bias,
                     rows,
@@ -475,7 +475,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             }
             let s = take_scores::<NS>(
                 started,
-                places.key_empty + 8u32 * next_turn.stage,
+                places.key_empty + 8u32 * next_slot.stage,
                 elected,
                 1usize,
                 tiles,
@@ -495,18 +495,18 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 kind.fragment,
             );
             let made = softmax::<NS>(s, running, power, negative_infinity, tiles);
-            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
+            o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * slot.stage, elected, tiles);
             // Rounded before, P' needs registers beside P, and where there is a branch behind, ptxas then waits after every
             // product (C7513).
             p = packed::<NS, NP>(made.numerators, tiles);
-            if comptime!(kind.leaves_holes()) {
-                hole_count += u32::cast_from(may_have_holes);
-                may_have_holes = may_have_holes_in(&seen, hides, kind);
-                if may_have_holes {
-                    tell_used_by(places, p, hole_count, elected, tiles);
+            if comptime!(kind.leaves_masked()) {
+                masked_count += u32::cast_from(may_have_masked);
+                may_have_masked = may_have_masked_in(&seen, hides, kind);
+                if may_have_masked {
+                    tell_used_by(places, p, masked_count, elected, tiles);
                 }
             }
-            running = made.progress;
+            running = made.softmax_state;
             block = next;
             count += 1u32;
             next = next_block(
@@ -515,45 +515,45 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 extent,
                 mask,
                 mask_places,
-                integers,
+                lengths_and_ids,
                 kind,
             );
         }
-        let turn = stage_turn(count, tiles.stages);
+        let slot = pipeline_state(count, tiles.stages);
         o = rescale::<NO>(
             o,
             running.moved,
             running.factor,
             comptime!(tiles.value_columns()),
         );
-        clean_values(
+        zero_fill_values(
             places,
             tile,
             extent,
             block,
-            turn,
-            may_have_holes,
-            hole_count,
+            slot,
+            may_have_masked,
+            masked_count,
             true,
             tiles,
             kind,
         );
-        let value_block = uniform(value_operand + turn.stage * value_stage);
-        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+        let value_block = uniform(value_operand + slot.stage * value_stage);
+        barrier_wait(places.value_full + 8u32 * slot.stage, slot.parity);
         o = multiply_output::<NO, NP>(o, p, value_block, comptime!(tiles.output_product()));
-        o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * turn.stage, elected, tiles);
-        progress = running;
+        o = take_output::<NO, NP>(o, p, places.value_empty + 8u32 * slot.stage, elected, tiles);
+        softmax_state = running;
         count += 1u32;
-        holes = hole_count + u32::cast_from(may_have_holes);
+        masked = masked_count + u32::cast_from(may_have_masked);
     }
 
     Attended::<NO> {
         finished: Finished::<NO> {
             o,
-            reference: progress.measure.reference,
-            sums: totals(progress.sums),
+            reference: softmax_state.row_max.reference,
+            sums: totals(softmax_state.sums),
         },
         visited: count,
-        holes,
+        masked,
     }
 }

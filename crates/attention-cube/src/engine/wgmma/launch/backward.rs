@@ -5,19 +5,20 @@ use super::forward::fragment_kind;
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, is_in_vectors, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
-use crate::engine::wgmma::backward::split_d::gradient_by_columns;
-use crate::engine::wgmma::backward::split_m::gradient_by_rows;
+use crate::engine::wgmma::backward::split_d::backward_split_d;
+use crate::engine::wgmma::backward::split_m::backward_split_m;
 use crate::engine::wgmma::backward::stationary::GradientStepsLaunch;
 use crate::engine::wgmma::plan::{
-    BackwardPlan, ColumnTiles, GradientColumnTiles, GradientTiles, Sums,
+    BackwardPlan, GradientSplitDTiles, GradientTiles, SplitDTiles, Sums,
 };
-use crate::engine::wgmma::tile::HopperKind;
+use crate::engine::wgmma::work_tile::HopperKind;
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
 use crate::math::side::Side;
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
-use crate::passes::mask_bits::{self, PackedMask};
+use crate::passes::mask_bits;
+use crate::passes::mask_bits::PackedMask;
 use crate::select::BackwardRequest;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::backend::ops::FloatTensorOps;
@@ -139,19 +140,21 @@ impl Gradient<'_> {
         let client = terms.client.clone();
         let side = self.tiles.side();
         let sums = self.tiles.sums();
-        let (held_dots, held_values, dots, values) = match side {
+        let (stationary_dots, stationary_values, dots, values) = match side {
             Side::Queries => (&inputs.query, output_gradient, &inputs.key, &inputs.value),
             Side::Keys => (&inputs.key, &inputs.value, &inputs.query, output_gradient),
         };
         let gradient = |wanted: bool, of: &CubeTensor| {
             wanted.then(|| empty(terms, of.meta.shape().clone(), problem.dtype))
         };
-        let dot_gradient = gradient(sums.has_dots(), held_dots);
-        let value_gradient = gradient(sums.has_values(), held_values);
+        let dot_gradient = gradient(sums.has_dots(), stationary_dots);
+        let value_gradient = gradient(sums.has_values(), stationary_values);
         // Where there is none, there must be some argument.
-        let [dot_target, value_target] =
-            [(&dot_gradient, held_dots), (&value_gradient, held_values)]
-                .map(|(gradient, held)| gradient.clone().unwrap_or_else(|| held.clone()));
+        let [dot_target, value_target] = [
+            (&dot_gradient, stationary_dots),
+            (&value_gradient, stationary_values),
+        ]
+        .map(|(gradient, held)| gradient.clone().unwrap_or_else(|| held.clone()));
 
         let (length, heads) = match side {
             Side::Queries => (problem.q_len, problem.q_heads),
@@ -178,14 +181,14 @@ impl Gradient<'_> {
             },
             heads: 1,
             split: false,
-            boxes_output: false,
+            stores_output_by_tma: false,
         };
         let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
         let steps = GradientStepsLaunch::new(
-            step(held_dots, 0),
-            step(held_dots, 1),
-            step(held_values, 0),
-            step(held_values, 1),
+            step(stationary_dots, 0),
+            step(stationary_dots, 1),
+            step(stationary_values, 0),
+            step(stationary_values, 1),
             step(dots, 0),
             step(dots, 1),
             step(values, 0),
@@ -203,7 +206,7 @@ impl Gradient<'_> {
         // A gradient that leaves without the copy engine has no map, and its rows may not be legal for one.
         let boxes = |boxed: bool, target: &CubeTensor| {
             map(
-                if boxed { target } else { held_dots },
+                if boxed { target } else { stationary_dots },
                 [1, PRODUCT_ROWS],
                 None,
             )
@@ -217,24 +220,35 @@ impl Gradient<'_> {
         match self.tiles {
             // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
             // that the kernel was given; what stands for a gradient that is not summed is not written.
-            GradientTiles::Rows(tiles) => unsafe {
-                gradient_by_rows::launch_unchecked(
+            GradientTiles::SplitM(tiles) => unsafe {
+                backward_split_m::launch_unchecked(
                     &client,
                     cube_count(&client, cubes),
                     CubeDim::new_1d(tiles.units() as u32),
                     addresses,
-                    map(held_dots, [1, tiles.rows()], Some(tiles.dot_subtiles())),
-                    map(held_values, [1, tiles.rows()], Some(tiles.value_subtiles())),
+                    map(
+                        stationary_dots,
+                        [1, tiles.rows()],
+                        Some(tiles.dot_subtiles()),
+                    ),
+                    map(
+                        stationary_values,
+                        [1, tiles.rows()],
+                        Some(tiles.value_subtiles()),
+                    ),
                     map(dots, [1, tiles.columns], Some(tiles.dot_subtiles())),
                     map(values, [1, tiles.columns], Some(tiles.value_subtiles())),
                     term_map(terms, tiles.terms, tiles.columns),
                     terms.clone().into_tensor_arg(),
                     self.mask.argument().into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
-                    extras.integers().into(),
-                    boxes(sums.has_dots() && tiles.boxes_dots(), &dot_target),
+                    extras.lengths_and_ids().into(),
+                    boxes(sums.has_dots() && tiles.stores_dots_by_tma(), &dot_target),
                     dot_target.clone().into_tensor_arg(),
-                    boxes(sums.has_values() && tiles.boxes_values(), &value_target),
+                    boxes(
+                        sums.has_values() && tiles.stores_values_by_tma(),
+                        &value_target,
+                    ),
                     value_target.clone().into_tensor_arg(),
                     grid,
                     self.places.extent(problem),
@@ -252,28 +266,32 @@ impl Gradient<'_> {
                 );
             },
             // SAFETY: as above.
-            GradientTiles::Columns(tiles) => unsafe {
+            GradientTiles::SplitD(tiles) => unsafe {
                 let (summed, target) = match sums {
                     Sums::Values => (values, &value_target),
                     Sums::Dots | Sums::Both => (dots, &dot_target),
                 };
                 let whole_sums = tiles.has_whole_sums().then_some(tiles.own_subtiles());
-                gradient_by_columns::launch_unchecked(
+                backward_split_d::launch_unchecked(
                     &client,
                     cube_count(&client, cubes),
-                    CubeDim::new_1d(ColumnTiles::UNITS as u32),
+                    CubeDim::new_1d(SplitDTiles::UNITS as u32),
                     addresses,
-                    map(held_dots, [1, PRODUCT_ROWS], Some(tiles.dot_chunks())),
-                    map(held_values, [1, PRODUCT_ROWS], Some(tiles.value_chunks())),
-                    map(dots, [1, GradientColumnTiles::COLUMNS], Some(1)),
-                    map(values, [1, GradientColumnTiles::COLUMNS], Some(1)),
-                    map(summed, [1, ColumnTiles::VALUE_KEYS], whole_sums),
-                    term_map(terms, tiles.terms, GradientColumnTiles::COLUMNS),
+                    map(stationary_dots, [1, PRODUCT_ROWS], Some(tiles.dot_chunks())),
+                    map(
+                        stationary_values,
+                        [1, PRODUCT_ROWS],
+                        Some(tiles.value_chunks()),
+                    ),
+                    map(dots, [1, GradientSplitDTiles::COLUMNS], Some(1)),
+                    map(values, [1, GradientSplitDTiles::COLUMNS], Some(1)),
+                    map(summed, [1, SplitDTiles::VALUE_KEYS], whole_sums),
+                    term_map(terms, tiles.terms, GradientSplitDTiles::COLUMNS),
                     terms.clone().into_tensor_arg(),
                     self.mask.argument().into(),
                     bias.clone().map(CubeTensor::into_tensor_arg).into(),
-                    extras.integers().into(),
-                    boxes(tiles.boxes_gradient(), target),
+                    extras.lengths_and_ids().into(),
+                    boxes(tiles.stores_gradient_by_tma(), target),
                     target.clone().into_tensor_arg(),
                     grid,
                     self.places.extent(problem),

@@ -3,13 +3,13 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, is_in_vectors, score_arguments, score_kind, structure};
 use crate::backend::{AttentionInputs, AttentionOutput};
-use crate::engine::wgmma::forward::split_d::forward_by_columns;
-use crate::engine::wgmma::forward::split_m::forward_by_rows;
-use crate::engine::wgmma::plan::{ColumnTiles, ForwardPlan, ForwardTiles, Residence};
-use crate::engine::wgmma::tile::{HopperKind, StepsLaunch};
+use crate::engine::wgmma::forward::split_d::forward_split_d;
+use crate::engine::wgmma::forward::split_m::forward_split_m;
+use crate::engine::wgmma::plan::{ForwardPlan, ForwardTiles, Scheduler, SplitDTiles};
+use crate::engine::wgmma::work_tile::{HopperKind, StepsLaunch};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
-use crate::math::schedule::TurnsLaunch;
+use crate::math::schedule::ScheduleLaunch;
 use crate::math::side::Side;
 use crate::passes::combine::join;
 use crate::passes::lengths::Blocks;
@@ -36,7 +36,7 @@ pub(crate) fn forward(
         heads: shared_heads,
         splits,
         together,
-        residence,
+        scheduler,
         copies: _,
     } = plan;
     let AttentionProblem {
@@ -80,25 +80,29 @@ pub(crate) fn forward(
         false => (q_len.div_ceil(tiles.rows()), q_heads),
     };
     let (shares, grid) = grid(tile_count, splits, heads, batch, together);
-    let (items, cubes, paired) = match residence {
-        Residence::Leaves => (shares, shares, 0),
-        Residence::Stays(cubes) | Residence::Takes(cubes) => (shares, cubes, 0),
-        Residence::StaysForPairs(cubes) => (tile_count.div_ceil(2) * heads * batch, cubes, 1),
+    let (items, cubes, paired) = match scheduler {
+        Scheduler::SingleTile => (shares, shares, 0),
+        Scheduler::StaticPersistent(cubes) | Scheduler::DynamicPersistent(cubes) => {
+            (shares, cubes, 0)
+        }
+        Scheduler::StaticPersistentPairs(cubes) => {
+            (tile_count.div_ceil(2) * heads * batch, cubes, 1)
+        }
     };
-    let turns = TurnsLaunch::new(items as u32, cubes as u32, paired);
+    let schedule = ScheduleLaunch::new(items as u32, cubes as u32, paired);
     let bias_vector = match &extras.bias {
         Some(bias) if is_in_vectors(bias, 2) => 2,
         _ => 1,
     };
-    let boxes_bias = match tiles {
-        ForwardTiles::Rows(tiles) => tiles.bias_stages > 0,
-        ForwardTiles::Columns(_) => false,
+    let loads_bias_by_tma = match tiles {
+        ForwardTiles::SplitM(tiles) => tiles.bias_stages > 0,
+        ForwardTiles::SplitD(_) => false,
     };
     let half_of_bias = extras
         .bias
         .as_ref()
         .and_then(|bias| Half::of(bias.dtype))
-        .filter(|_| boxes_bias || bias_vector == 2);
+        .filter(|_| loads_bias_by_tma || bias_vector == 2);
     let bias_reads = match half_of_bias {
         Some(half) => BiasReads::Ahead(half),
         None if extras.has_bias_of_head() && !shares_tile => BiasReads::OnceAHead,
@@ -112,7 +116,7 @@ pub(crate) fn forward(
         fragment,
         heads: shared_heads,
         split,
-        boxes_output: tiles.boxes_output() && !shares_tile && !split,
+        stores_output_by_tma: tiles.stores_output_by_tma() && !shares_tile && !split,
     };
     let power = match fragment.raw {
         true => problem.scale * std::f64::consts::LOG2_E,
@@ -143,21 +147,21 @@ pub(crate) fn forward(
     let count = cube_count(&client, cubes);
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
     // Not used, but there must be one.
-    let no_boxes = || map(&inputs.query, [1, PRODUCT_ROWS], None);
-    let output_boxes = match kind.boxes_output {
+    let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
+    let output_tma_tiles = match kind.stores_output_by_tma {
         true => map(&output, [1, PRODUCT_ROWS], None),
-        false => no_boxes(),
+        false => no_tma_tiles(),
     };
-    let bias_boxes = match &extras.bias {
-        Some(bias) if boxes_bias => map(bias, [1, tiles.rows()], None),
-        _ => no_boxes(),
+    let tma_bias = match &extras.bias {
+        Some(bias) if loads_bias_by_tma => map(bias, [1, tiles.rows()], None),
+        _ => no_tma_tiles(),
     };
     match tiles {
         // SAFETY: the copy engine stays inside the shapes of its maps, everything else inside the shapes
         // that the kernel was given.
-        ForwardTiles::Rows(tiles) => unsafe {
+        ForwardTiles::SplitM(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_subtiles());
-            forward_by_rows::launch_unchecked(
+            forward_split_m::launch_unchecked(
                 &client,
                 count,
                 CubeDim::new_1d(tiles.units() as u32),
@@ -165,16 +169,16 @@ pub(crate) fn forward(
                 map(&inputs.query, query_box, query_subtiles),
                 map(&inputs.key, [1, tiles.keys], Some(tiles.key_subtiles())),
                 map(&inputs.value, [1, tiles.keys], Some(tiles.value_subtiles())),
-                bias_boxes,
+                tma_bias,
                 mask.argument().into(),
                 extras.bias().into(),
-                extras.integers().into(),
+                extras.lengths_and_ids().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
-                output_boxes,
+                output_tma_tiles,
                 output.clone().into_tensor_arg(),
                 logsumexp.clone().into_tensor_arg(),
                 grid,
-                turns,
+                schedule,
                 places[0].extent(problem),
                 score_arguments(problem),
                 steps,
@@ -193,26 +197,26 @@ pub(crate) fn forward(
             );
         },
         // SAFETY: as above.
-        ForwardTiles::Columns(tiles) => unsafe {
+        ForwardTiles::SplitD(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_chunks());
             let value_subtiles = tiles.has_whole_values().then_some(tiles.value_subtiles());
-            forward_by_columns::launch_unchecked(
+            forward_split_d::launch_unchecked(
                 &client,
                 count,
-                CubeDim::new_1d(ColumnTiles::UNITS as u32),
+                CubeDim::new_1d(SplitDTiles::UNITS as u32),
                 addresses,
                 map(&inputs.query, query_box, query_subtiles),
-                map(&inputs.key, [1, ColumnTiles::KEYS], Some(1)),
-                map(&inputs.value, [1, ColumnTiles::VALUE_KEYS], value_subtiles),
+                map(&inputs.key, [1, SplitDTiles::KEYS], Some(1)),
+                map(&inputs.value, [1, SplitDTiles::VALUE_KEYS], value_subtiles),
                 mask.argument().into(),
                 extras.bias().into(),
-                extras.integers().into(),
+                extras.lengths_and_ids().into(),
                 kernel_sinks.map(CubeTensor::into_tensor_arg).into(),
-                output_boxes,
+                output_tma_tiles,
                 output.clone().into_tensor_arg(),
                 logsumexp.clone().into_tensor_arg(),
                 grid,
-                turns,
+                schedule,
                 places[0].extent(problem),
                 score_arguments(problem),
                 steps,

@@ -8,10 +8,10 @@
 mod split_d;
 mod split_m;
 
-pub use self::split_d::GradientColumnTiles;
-pub use self::split_m::GradientRowTiles;
+pub use self::split_d::GradientSplitDTiles;
+pub use self::split_m::GradientSplitMTiles;
 use super::cached;
-use super::tiles::ColumnTiles;
+use super::tiles::{SHARED_MEMORY, SplitDTiles};
 use crate::AttentionProblem;
 use crate::engine::unit::plan as unit;
 use crate::engine::unit::plan::UnitPlan;
@@ -55,63 +55,63 @@ impl BackwardPlan {
 /// How the warpgroups of a cube divide a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GradientTiles {
-    /// By rows.
-    Rows(GradientRowTiles),
-    /// By columns of the gradient.
-    Columns(GradientColumnTiles),
+    /// Split-M: each warpgroup has rows.
+    SplitM(GradientSplitMTiles),
+    /// Split-D: each warpgroup has columns of the gradient.
+    SplitD(GradientSplitDTiles),
 }
 
 impl GradientTiles {
     /// Rows of a tile.
     pub const fn rows(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.rows(),
-            Self::Columns(_) => GradientColumnTiles::ROWS,
+            Self::SplitM(tiles) => tiles.rows(),
+            Self::SplitD(_) => GradientSplitDTiles::ROWS,
         }
     }
 
     /// Rows of a block of the other side.
     pub const fn columns(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.columns,
-            Self::Columns(_) => GradientColumnTiles::COLUMNS,
+            Self::SplitM(tiles) => tiles.columns,
+            Self::SplitD(_) => GradientSplitDTiles::COLUMNS,
         }
     }
 
     /// What is summed.
     pub const fn sums(&self) -> Sums {
         match self {
-            Self::Rows(tiles) => tiles.sums,
-            Self::Columns(tiles) => tiles.sums,
+            Self::SplitM(tiles) => tiles.sums,
+            Self::SplitD(tiles) => tiles.sums,
         }
     }
 
     /// What the rows are.
     pub const fn side(&self) -> Side {
         match self {
-            Self::Rows(tiles) => tiles.side,
-            Self::Columns(tiles) => tiles.side,
+            Self::SplitM(tiles) => tiles.side,
+            Self::SplitD(tiles) => tiles.side,
         }
     }
 
     /// Bytes of shared memory.
     pub const fn shared_memory(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.shared_memory(),
-            Self::Columns(tiles) => tiles.shared_memory(),
+            Self::SplitM(tiles) => tiles.shared_memory(),
+            Self::SplitD(tiles) => tiles.shared_memory(),
         }
     }
 
     /// Threads of a cube.
     pub const fn units(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.units(),
-            Self::Columns(_) => ColumnTiles::UNITS,
+            Self::SplitM(tiles) => tiles.units(),
+            Self::SplitD(_) => SplitDTiles::UNITS,
         }
     }
 }
 
-/// The part of [`GradientRowTiles`] that is chosen: warpgroups, columns, stages of dots and of values, and warpgroups to
+/// The part of [`GradientSplitMTiles`] that is chosen: warpgroups, columns, stages of dots and of values, and warpgroups to
 /// spare.
 type Shape = [usize; 5];
 
@@ -215,7 +215,7 @@ pub(super) fn backward(
             problem.batch * problem.kv_heads,
         ),
         rest,
-        copies: layouts.boxes.others(Pass::Backward),
+        copies: layouts.tma.others(Pass::Backward),
     })
 }
 
@@ -237,7 +237,7 @@ pub(crate) fn gradient_tiles(
     let terms = if biased { 3 } else { 2 };
     let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
         let tiles = |side, sums, most| {
-            let tiles = |stages| GradientColumnTiles {
+            let tiles = |stages| GradientSplitDTiles {
                 side,
                 sums,
                 head_dim,
@@ -248,7 +248,7 @@ pub(crate) fn gradient_tiles(
             };
             // With a bias a query has a number more, for which the widest operands leave one chunk less.
             let fits = tiles(most).shared_memory() <= SHARED_MEMORY;
-            Some(GradientTiles::Columns(tiles(if fits {
+            Some(GradientTiles::SplitD(tiles(if fits {
                 most
             } else {
                 most - 1
@@ -264,7 +264,7 @@ pub(crate) fn gradient_tiles(
         };
     };
     let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages, spare]: Shape| {
-        Some(GradientTiles::Rows(GradientRowTiles {
+        Some(GradientTiles::SplitM(GradientSplitMTiles {
             side,
             sums,
             head_dim,

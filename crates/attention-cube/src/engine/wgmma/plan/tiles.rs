@@ -3,12 +3,12 @@
 mod split_d;
 mod split_m;
 
-pub use self::split_d::ColumnTiles;
-pub use self::split_m::RowTiles;
+pub use self::split_d::SplitDTiles;
+pub use self::split_m::SplitMTiles;
 use cube_kit::hopper::{Half, registers};
 
 /// Bytes of shared memory that a cube may take on Hopper.
-const SHARED_MEMORY: usize = 232_448;
+pub(super) const SHARED_MEMORY: usize = 232_448;
 
 /// Bytes of it that suffice for barriers and the like.
 const SMALL_BYTES: usize = 512;
@@ -78,50 +78,50 @@ pub(crate) const USED_WORDS: usize = 12;
 /// How the warpgroups of a cube divide a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ForwardTiles {
-    /// By rows of queries.
-    Rows(RowTiles),
-    /// By columns of the output.
-    Columns(ColumnTiles),
+    /// Split-M: each has rows of queries.
+    SplitM(SplitMTiles),
+    /// Split-D: each has columns of the output.
+    SplitD(SplitDTiles),
 }
 
 impl ForwardTiles {
     /// Queries of a tile.
     pub const fn rows(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.rows(),
-            Self::Columns(_) => ColumnTiles::ROWS,
+            Self::SplitM(tiles) => tiles.rows(),
+            Self::SplitD(_) => SplitDTiles::ROWS,
         }
     }
 
     /// Keys of a block.
     pub const fn keys(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.keys,
-            Self::Columns(_) => ColumnTiles::KEYS,
+            Self::SplitM(tiles) => tiles.keys,
+            Self::SplitD(_) => SplitDTiles::KEYS,
         }
     }
 
     /// Whether the copy engine writes the output, where every tile has one head and no part.
-    pub const fn boxes_output(&self) -> bool {
+    pub const fn stores_output_by_tma(&self) -> bool {
         match self {
-            Self::Rows(tiles) => tiles.boxes_output(),
-            Self::Columns(tiles) => tiles.boxes_output(),
+            Self::SplitM(tiles) => tiles.stores_output_by_tma(),
+            Self::SplitD(tiles) => tiles.stores_output_by_tma(),
         }
     }
 
     /// Bytes of shared memory.
     pub const fn shared_memory(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.shared_memory(),
-            Self::Columns(tiles) => tiles.shared_memory(),
+            Self::SplitM(tiles) => tiles.shared_memory(),
+            Self::SplitD(tiles) => tiles.shared_memory(),
         }
     }
 
     /// Threads of a cube.
     pub const fn units(&self) -> usize {
         match self {
-            Self::Rows(tiles) => tiles.units(),
-            Self::Columns(_) => ColumnTiles::UNITS,
+            Self::SplitM(tiles) => tiles.units(),
+            Self::SplitD(_) => SplitDTiles::UNITS,
         }
     }
 }

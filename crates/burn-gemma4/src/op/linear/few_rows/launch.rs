@@ -5,11 +5,12 @@ use super::{
     kernel::{Epilogue, FactorPlaceLaunch, ProjectPlan, project},
 };
 use crate::op::{
-    launch::{addresses, cube_count, empty, plane_width, rows_of, vector_size},
+    launch::{plane_width, rows_of, vector_size},
     sums::Team,
 };
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::{client::Client, prelude::CubeDim};
 
 impl FewRowsBackend for CubeBackend {
@@ -89,7 +90,7 @@ fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> Cub
         }
         None => (None, FactorPlaceLaunch::new(0, 0)),
     };
-    let address_type = addresses(
+    let address_type = address_type(
         [&input, &weight, &output]
             .into_iter()
             .chain(&through)
@@ -100,7 +101,7 @@ fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> Cub
     unsafe {
         project::launch_unchecked(
             &client,
-            cube_count(&client, outputs.div_ceil(plan.outputs * plan.teams)),
+            exact_cube_count(&client, outputs.div_ceil(plan.outputs * plan.teams)),
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
             address_type,
             input.into_tensor_arg(),

@@ -1,15 +1,15 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
 use crate::engine::wgmma::backward::stationary::{
-    GradientSteps, Held, fetch_held, first_visit, visit_from,
+    GradientSteps, Stationary, fetch_stationary, first_visit, visit_from,
 };
-use crate::engine::wgmma::plan::{ColumnTiles, GradientColumnTiles};
-use crate::engine::wgmma::tile::HopperKind;
+use crate::engine::wgmma::plan::{GradientSplitDTiles, SplitDTiles};
+use crate::engine::wgmma::work_tile::HopperKind;
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::load_subtiles;
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
@@ -19,31 +19,31 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Places {
-    pub held_dots: u32,
-    pub held_values: u32,
+    pub stationary_dots: u32,
+    pub stationary_values: u32,
     pub stages: u32,
     /// P or dS.
     pub factors: u32,
     pub terms: u32,
     pub full: u32,
     pub empty: u32,
-    pub held_full: u32,
+    pub stationary_full: u32,
     pub used: u32,
 }
 
 #[cube]
-pub(super) fn places(start: u32, #[comptime] tiles: GradientColumnTiles) -> Places {
+pub(super) fn places(start: u32, #[comptime] tiles: GradientSplitDTiles) -> Places {
     let barriers = start + comptime!(tiles.barriers_at() as u32);
     let each = comptime!(8 * tiles.stages as u32);
     Places {
-        held_dots: start,
-        held_values: start + comptime!(tiles.held_dot_bytes() as u32),
+        stationary_dots: start,
+        stationary_values: start + comptime!(tiles.stationary_dot_bytes() as u32),
         stages: start + comptime!(tiles.stages_at() as u32),
         factors: start + comptime!(tiles.factors_at() as u32),
         terms: start + comptime!(tiles.terms_at() as u32),
         full: barriers,
         empty: barriers + each,
-        held_full: barriers + 2u32 * each,
+        stationary_full: barriers + 2u32 * each,
         used: start + comptime!(tiles.used_at() as u32),
     }
 }
@@ -51,38 +51,38 @@ pub(super) fn places(start: u32, #[comptime] tiles: GradientColumnTiles) -> Plac
 /// Copies what the tile holds, and the chunks of every visited block in the order of their use.
 #[cube]
 pub(super) fn fetch<E: Float>(
-    held_dots: &TensorMap<E, Tiled>,
-    held_values: &TensorMap<E, Tiled>,
+    stationary_dots: &TensorMap<E, Tiled>,
+    stationary_values: &TensorMap<E, Tiled>,
     dots: &TensorMap<E, Tiled>,
     values: &TensorMap<E, Tiled>,
     summed: &TensorMap<E, Tiled>,
-    term_boxes: &TensorMap<f32, Tiled>,
+    term_tma_tiles: &TensorMap<f32, Tiled>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    tile: &Held,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    tile: &Stationary,
     extent: &Extent,
     steps: &GradientSteps,
     places: &Places,
-    #[comptime] tiles: GradientColumnTiles,
+    #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: HopperKind,
 ) {
-    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
-        fetch_held(
-            held_dots,
-            held_values,
+        fetch_stationary(
+            stationary_dots,
+            stationary_values,
             tile,
             steps,
-            places.held_dots,
-            places.held_values,
-            places.held_full,
+            places.stationary_dots,
+            places.stationary_values,
+            places.stationary_full,
             PRODUCT_ROWS,
             tiles.head_dim,
             tiles.value_dim,
-            comptime!(tiles.held_dot_bytes() + tiles.held_value_bytes()),
+            comptime!(tiles.stationary_dot_bytes() + tiles.stationary_value_bytes()),
         );
     }
     let dot_map = tensor_map_address(dots);
@@ -96,7 +96,7 @@ pub(super) fn fetch<E: Float>(
         let dot_head = other_head * steps.dot_head;
         let value_batch = tile.batch * steps.value_batch;
         let value_head = other_head * steps.value_head;
-        let row = block * comptime!(GradientColumnTiles::COLUMNS as i32);
+        let row = block * comptime!(GradientSplitDTiles::COLUMNS as i32);
         #[unroll]
         for part in 0..comptime!(tiles.dot_chunks()) {
             let terms = comptime!(part == 0 && tiles.side == Side::Keys);
@@ -104,14 +104,14 @@ pub(super) fn fetch<E: Float>(
             let place = next_stage(
                 places,
                 passed,
-                comptime!(ColumnTiles::STAGE_BYTES + bytes),
+                comptime!(SplitDTiles::STAGE_BYTES + bytes),
                 tiles,
             );
             if comptime!(terms) {
                 // Those of the block before the last have been read: a later block's chunks are free.
                 tma_load(
                     places.terms + count % 2u32 * comptime!(tiles.term_bytes() as u32),
-                    tensor_map_address(term_boxes),
+                    tensor_map_address(term_tma_tiles),
                     tile.batch,
                     other_head,
                     0i32,
@@ -128,7 +128,7 @@ pub(super) fn fetch<E: Float>(
                 place.full,
                 comptime!(part * SUBTILE),
                 1usize,
-                ColumnTiles::STAGE_BYTES,
+                SplitDTiles::STAGE_BYTES,
                 comptime!(is_whole(tiles.head_dim)),
             );
             passed += 1u32;
@@ -136,7 +136,7 @@ pub(super) fn fetch<E: Float>(
         if comptime!(tiles.sums.has_dots()) {
             #[unroll]
             for part in 0..comptime!(tiles.value_chunks()) {
-                let place = next_stage(places, passed, ColumnTiles::STAGE_BYTES, tiles);
+                let place = next_stage(places, passed, SplitDTiles::STAGE_BYTES, tiles);
                 load_subtiles(
                     place.at,
                     value_map,
@@ -146,7 +146,7 @@ pub(super) fn fetch<E: Float>(
                     place.full,
                     comptime!(part * SUBTILE),
                     1usize,
-                    ColumnTiles::STAGE_BYTES,
+                    SplitDTiles::STAGE_BYTES,
                     comptime!(is_whole(tiles.value_dim)),
                 );
                 passed += 1u32;
@@ -166,7 +166,7 @@ pub(super) fn fetch<E: Float>(
         for part in 0..comptime!(tiles.sum_chunks()) {
             let place = next_stage(places, passed, comptime!(tiles.sum_bytes()), tiles);
             let first_row =
-                comptime!((part / ColumnTiles::WARPGROUPS * ColumnTiles::VALUE_KEYS) as i32);
+                comptime!((part / SplitDTiles::WARPGROUPS * SplitDTiles::VALUE_KEYS) as i32);
             load_subtiles(
                 place.at,
                 summed_map,
@@ -174,9 +174,9 @@ pub(super) fn fetch<E: Float>(
                 sum_head,
                 row + first_row,
                 place.full,
-                comptime!(part % ColumnTiles::WARPGROUPS * tiles.own_columns()),
+                comptime!(part % SplitDTiles::WARPGROUPS * tiles.own_columns()),
                 comptime!(tiles.own_subtiles()),
-                comptime!(ColumnTiles::VALUE_KEYS * ROW_BYTES),
+                comptime!(SplitDTiles::VALUE_KEYS * ROW_BYTES),
                 comptime!(tiles.has_whole_sums()),
             );
             passed += 1u32;
@@ -189,7 +189,7 @@ pub(super) fn fetch<E: Float>(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         );
         head = next.head;
@@ -211,14 +211,14 @@ fn next_stage(
     places: &Places,
     index: u32,
     #[comptime] bytes: usize,
-    #[comptime] tiles: GradientColumnTiles,
+    #[comptime] tiles: GradientSplitDTiles,
 ) -> FreeStage {
-    let chunk = stage_turn(index, tiles.stages);
+    let chunk = pipeline_state(index, tiles.stages);
     let full = places.full + 8u32 * chunk.stage;
     barrier_wait(places.empty + 8u32 * chunk.stage, chunk.parity ^ 1u32);
     barrier_expect(full, bytes);
     FreeStage {
-        at: places.stages + chunk.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
+        at: places.stages + chunk.stage * comptime!(SplitDTiles::STAGE_BYTES as u32),
         full,
     }
 }

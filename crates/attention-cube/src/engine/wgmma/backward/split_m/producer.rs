@@ -1,15 +1,15 @@
 //! The warpgroup that fetches: one thread of it keeps the rings full.
 
 use crate::engine::wgmma::backward::stationary::{
-    GradientSteps, Held, fetch_held, first_visit, visit_from,
+    GradientSteps, Stationary, fetch_stationary, first_visit, visit_from,
 };
-use crate::engine::wgmma::plan::GradientRowTiles;
-use crate::engine::wgmma::tile::HopperKind;
+use crate::engine::wgmma::plan::GradientSplitMTiles;
+use crate::engine::wgmma::work_tile::HopperKind;
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::load_subtiles;
 use cube_kit::hopper::{ROW_BYTES, is_whole};
 use cubecl::prelude::*;
@@ -19,8 +19,8 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Places {
-    pub held_dots: u32,
-    pub held_values: u32,
+    pub stationary_dots: u32,
+    pub stationary_values: u32,
     pub dots: u32,
     pub values: u32,
     pub terms: u32,
@@ -28,18 +28,18 @@ pub(super) struct Places {
     pub dot_empty: u32,
     pub value_full: u32,
     pub value_empty: u32,
-    pub held_full: u32,
+    pub stationary_full: u32,
     pub used: u32,
 }
 
 #[cube]
-pub(super) fn places(start: u32, #[comptime] tiles: GradientRowTiles) -> Places {
+pub(super) fn places(start: u32, #[comptime] tiles: GradientSplitMTiles) -> Places {
     let barriers = start + comptime!(tiles.barriers_at() as u32);
     let dots = comptime!(8 * tiles.dot_stages as u32);
     let values = comptime!(8 * tiles.value_stages as u32);
     Places {
-        held_dots: start,
-        held_values: start + comptime!(tiles.held_dot_bytes() as u32),
+        stationary_dots: start,
+        stationary_values: start + comptime!(tiles.stationary_dot_bytes() as u32),
         dots: start + comptime!(tiles.dots_at() as u32),
         values: start + comptime!(tiles.values_at() as u32),
         terms: start + comptime!(tiles.terms_at() as u32),
@@ -47,7 +47,7 @@ pub(super) fn places(start: u32, #[comptime] tiles: GradientRowTiles) -> Places 
         dot_empty: barriers + dots,
         value_full: barriers + 2u32 * dots,
         value_empty: barriers + 2u32 * dots + values,
-        held_full: barriers + 2u32 * dots + 2u32 * values,
+        stationary_full: barriers + 2u32 * dots + 2u32 * values,
         used: start + comptime!(tiles.used_at() as u32),
     }
 }
@@ -55,51 +55,51 @@ pub(super) fn places(start: u32, #[comptime] tiles: GradientRowTiles) -> Places 
 /// Copies what the tile holds, and dots and values of every visited block in the order of their use.
 #[cube]
 pub(super) fn fetch<E: Float>(
-    held_dots: &TensorMap<E, Tiled>,
-    held_values: &TensorMap<E, Tiled>,
+    stationary_dots: &TensorMap<E, Tiled>,
+    stationary_values: &TensorMap<E, Tiled>,
     dots: &TensorMap<E, Tiled>,
     values: &TensorMap<E, Tiled>,
-    term_boxes: &TensorMap<f32, Tiled>,
+    term_tma_tiles: &TensorMap<f32, Tiled>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
-    tile: &Held,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    tile: &Stationary,
     extent: &Extent,
     steps: &GradientSteps,
     places: &Places,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: HopperKind,
 ) {
     let dot_map = tensor_map_address(dots);
     let value_map = tensor_map_address(values);
-    let first = first_visit(tile, extent, mask, mask_places, integers, kind);
+    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
-        fetch_held(
-            held_dots,
-            held_values,
+        fetch_stationary(
+            stationary_dots,
+            stationary_values,
             tile,
             steps,
-            places.held_dots,
-            places.held_values,
-            places.held_full,
+            places.stationary_dots,
+            places.stationary_values,
+            places.stationary_full,
             comptime!(tiles.rows()),
             tiles.head_dim,
             tiles.value_dim,
-            comptime!(tiles.held_dot_bytes() + tiles.held_value_bytes()),
+            comptime!(tiles.stationary_dot_bytes() + tiles.stationary_value_bytes()),
         );
     }
     let mut count = 0u32;
     while head < tile.heads {
         let other_head = tile.first_head + head;
         let first_column = block * comptime!(tiles.columns as i32);
-        let turn = stage_turn(count, tiles.dot_stages);
-        let full = places.dot_full + 8u32 * turn.stage;
-        barrier_wait(places.dot_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+        let slot = pipeline_state(count, tiles.dot_stages);
+        let full = places.dot_full + 8u32 * slot.stage;
+        barrier_wait(places.dot_empty + 8u32 * slot.stage, slot.parity ^ 1u32);
         barrier_expect(full, comptime!(tiles.dot_bytes() + tiles.term_bytes()));
         load_subtiles(
-            places.dots + turn.stage * comptime!(tiles.dot_bytes() as u32),
+            places.dots + slot.stage * comptime!(tiles.dot_bytes() as u32),
             dot_map,
             tile.batch * steps.dot_batch,
             other_head * steps.dot_head,
@@ -112,8 +112,8 @@ pub(super) fn fetch<E: Float>(
         );
         if comptime!(tiles.side == Side::Keys) {
             tma_load(
-                places.terms + turn.stage * comptime!(tiles.term_bytes() as u32),
-                tensor_map_address(term_boxes),
+                places.terms + slot.stage * comptime!(tiles.term_bytes() as u32),
+                tensor_map_address(term_tma_tiles),
                 tile.batch,
                 other_head,
                 0i32,
@@ -121,12 +121,12 @@ pub(super) fn fetch<E: Float>(
                 full,
             );
         }
-        let turn = stage_turn(count, tiles.value_stages);
-        let full = places.value_full + 8u32 * turn.stage;
-        barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+        let slot = pipeline_state(count, tiles.value_stages);
+        let full = places.value_full + 8u32 * slot.stage;
+        barrier_wait(places.value_empty + 8u32 * slot.stage, slot.parity ^ 1u32);
         barrier_expect(full, comptime!(tiles.value_bytes()));
         load_subtiles(
-            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+            places.values + slot.stage * comptime!(tiles.value_bytes() as u32),
             value_map,
             tile.batch * steps.value_batch,
             other_head * steps.value_head,
@@ -145,7 +145,7 @@ pub(super) fn fetch<E: Float>(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         );
         head = next.head;

@@ -1,9 +1,9 @@
 //! The products of a block: where their operands are, and in which order they start and settle.
 
 use super::producer::Places;
-use crate::engine::wgmma::plan::GradientRowTiles;
+use crate::engine::wgmma::plan::GradientSplitMTiles;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_wait, uniform};
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::wgmma::{
     descriptor, free_chunk, multiply_output, multiply_scores, take_sums, transposed_descriptor,
 };
@@ -22,8 +22,8 @@ pub(super) struct Gradients<ND: Size, NV: Size> {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
-    pub held_dots: u32,
-    pub held_values: u32,
+    pub stationary_dots: u32,
+    pub stationary_values: u32,
     pub dots: u32,
     pub values: u32,
     pub summed_dots: u32,
@@ -34,13 +34,13 @@ pub(super) struct Operands {
 pub(super) fn operands(
     places: &Places,
     warpgroup: u32,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
 ) -> Operands {
     let own_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
     let subtile_bytes = comptime!(tiles.columns * ROW_BYTES);
     Operands {
-        held_dots: uniform(descriptor(places.held_dots + own_rows)),
-        held_values: uniform(descriptor(places.held_values + own_rows)),
+        stationary_dots: uniform(descriptor(places.stationary_dots + own_rows)),
+        stationary_values: uniform(descriptor(places.stationary_values + own_rows)),
         dots: descriptor(places.dots),
         values: descriptor(places.values),
         summed_dots: transposed_descriptor(places.dots, subtile_bytes),
@@ -62,10 +62,10 @@ pub(super) fn block_operands(
     dots: u32,
     values: u32,
     count: u32,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
 ) -> BlockOperands {
-    let dot_stage = stage_turn(count, tiles.dot_stages).stage;
-    let value_stage = stage_turn(count, tiles.value_stages).stage;
+    let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
+    let value_stage = pipeline_state(count, tiles.value_stages).stage;
     BlockOperands {
         dots: uniform(dots + dot_stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
         values: uniform(values + value_stage * comptime!((tiles.value_bytes() >> 4) as u32)),
@@ -74,16 +74,16 @@ pub(super) fn block_operands(
 
 /// Waits for the `count`-th block's queries or keys.
 #[cube]
-pub(super) fn await_dots(places: &Places, count: u32, #[comptime] tiles: GradientRowTiles) {
-    let turn = stage_turn(count, tiles.dot_stages);
-    barrier_wait(places.dot_full + 8u32 * turn.stage, turn.parity);
+pub(super) fn await_dots(places: &Places, count: u32, #[comptime] tiles: GradientSplitMTiles) {
+    let slot = pipeline_state(count, tiles.dot_stages);
+    barrier_wait(places.dot_full + 8u32 * slot.stage, slot.parity);
 }
 
 /// Waits for the `count`-th block's values or output gradients.
 #[cube]
-pub(super) fn await_values(places: &Places, count: u32, #[comptime] tiles: GradientRowTiles) {
-    let turn = stage_turn(count, tiles.value_stages);
-    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
+pub(super) fn await_values(places: &Places, count: u32, #[comptime] tiles: GradientSplitMTiles) {
+    let slot = pipeline_state(count, tiles.value_stages);
+    barrier_wait(places.value_full + 8u32 * slot.stage, slot.parity);
 }
 
 /// Starts S of a block.
@@ -91,7 +91,7 @@ pub(super) fn await_values(places: &Places, count: u32, #[comptime] tiles: Gradi
 pub(super) fn start_s<NS: Size>(
     held: u32,
     block: BlockOperands,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
 ) -> Vector<f32, NS> {
     multiply_scores::<NS>(
         held,
@@ -105,7 +105,7 @@ pub(super) fn start_s<NS: Size>(
 pub(super) fn start_dp<NS: Size>(
     held: u32,
     block: BlockOperands,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
 ) -> Vector<f32, NS> {
     if comptime!(tiles.sums.has_dots()) {
         multiply_scores::<NS>(
@@ -126,7 +126,7 @@ pub(super) fn multiply<NP: Size, ND: Size, NV: Size>(
     p: Vector<u32, NP>,
     ds: Vector<u32, NP>,
     block: BlockOperands,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
 ) -> Gradients<ND, NV> {
     let values = if comptime!(tiles.sums.has_values()) {
         multiply_output::<NV, NP>(
@@ -161,7 +161,7 @@ pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
     count: u32,
     elected: u32,
     #[comptime] pending: usize,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] tiles: GradientSplitMTiles,
 ) -> Gradients<ND, NV> {
     let fragments = comptime!(tiles.fragments());
     let values = if comptime!(tiles.sums.has_values()) {
@@ -173,7 +173,7 @@ pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
             comptime!(fragments[3]),
             pending,
         );
-        let stage = stage_turn(count, tiles.value_stages).stage;
+        let stage = pipeline_state(count, tiles.value_stages).stage;
         free_chunk(places.value_empty + 8u32 * stage, elected, pending, 1usize);
         values
     } else {
@@ -187,7 +187,7 @@ pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
             comptime!(fragments[2]),
             pending,
         );
-        let stage = stage_turn(count, tiles.dot_stages).stage;
+        let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(places.dot_empty + 8u32 * stage, elected, pending, 1usize);
         dots
     } else {

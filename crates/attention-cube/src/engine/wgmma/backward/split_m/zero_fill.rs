@@ -2,60 +2,61 @@
 
 use super::MEETING;
 use super::producer::Places;
-use crate::engine::wgmma::backward::stationary::Held;
-use crate::engine::wgmma::plan::GradientRowTiles;
-use crate::engine::wgmma::tile::HopperKind;
+use crate::engine::wgmma::backward::stationary::Stationary;
+use crate::engine::wgmma::plan::GradientSplitMTiles;
+use crate::engine::wgmma::work_tile::HopperKind;
 use crate::engine::wgmma::zero_fill::{
-    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
+    forget_used, has_masked, has_out_of_range, tell_used, used_columns, used_words,
+    zero_fill_unseen,
 };
 use crate::fragment::columns_end;
 use crate::math::visibility::Extent;
 use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_wait, named_barrier};
-use cube_kit::hopper::ring::stage_turn;
 use cubecl::prelude::*;
 
 /// Before the `count`-th block's part is added: zeros over its rows that nobody in the tile sees, whose product
-/// with 0 may be no number. If it may have holes, it is the `holes`-th of that kind.
+/// with 0 may be no number. If it may have holes, it is the `masked`-th of that kind.
 #[cube]
 #[allow(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn clean<NP: Size>(
+pub(super) fn zero_fill_block<NP: Size>(
     p: Vector<u32, NP>,
     ds: Vector<u32, NP>,
     places: &Places,
-    tile: &Held,
+    tile: &Stationary,
     extent: &Extent,
     block: i32,
     count: u32,
-    may_have_holes: bool,
-    holes: u32,
-    #[comptime] tiles: GradientRowTiles,
+    may_have_masked: bool,
+    masked: u32,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: HopperKind,
 ) {
     let first = block * comptime!(tiles.columns as i32);
     let length = columns_end(extent, kind.fragment.side);
-    let words = used_words(places.used, holes);
-    let strangers = has_strangers(&tile.run, length, first, tiles.columns);
-    if comptime!(kind.leaves_holes()) {
-        if may_have_holes {
+    let words = used_words(places.used, masked);
+    let out_of_range = has_out_of_range(&tile.run, length, first, tiles.columns);
+    if comptime!(kind.leaves_masked()) {
+        if may_have_masked {
             let used = if comptime!(tiles.sums.has_values()) {
                 used_columns::<NP>(p, tiles.columns)
             } else {
                 used_columns::<NP>(ds, tiles.columns)
             };
-            tell_used(places.used, used, 0u32, holes);
+            tell_used(places.used, used, 0u32, masked);
             named_barrier(MEETING, comptime!(tiles.warpgroups * WARPGROUP));
-            forget_used(places.used, holes);
-            if has_holes(words, tiles.columns) {
+            forget_used(places.used, masked);
+            if has_masked(words, tiles.columns) {
                 clear(places, tile, first, words, count, true, tiles);
             }
-        } else if strangers {
+        } else if out_of_range {
             clear(places, tile, first, words, count, false, tiles);
         }
-    } else if strangers {
+    } else if out_of_range {
         clear(places, tile, first, words, count, false, tiles);
     }
 }
@@ -65,17 +66,17 @@ pub(super) fn clean<NP: Size>(
 #[cube]
 fn clear(
     places: &Places,
-    tile: &Held,
+    tile: &Stationary,
     first: i32,
     words: u32,
     count: u32,
-    #[comptime] holes: bool,
-    #[comptime] tiles: GradientRowTiles,
+    #[comptime] masked: bool,
+    #[comptime] tiles: GradientSplitMTiles,
 ) {
     let units = comptime!(tiles.warpgroups * WARPGROUP);
     if comptime!(tiles.sums.has_dots()) {
-        let stage = stage_turn(count, tiles.dot_stages).stage;
-        clear_unseen(
+        let stage = pipeline_state(count, tiles.dot_stages).stage;
+        zero_fill_unseen(
             places.dots + stage * comptime!(tiles.dot_bytes() as u32),
             &tile.run,
             first,
@@ -85,14 +86,14 @@ fn clear(
             units,
             tiles.columns,
             comptime!(tiles.dot_subtiles()),
-            holes,
+            masked,
         );
     }
     if comptime!(tiles.sums.has_values()) {
-        let turn = stage_turn(count, tiles.value_stages);
-        barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-        clear_unseen(
-            places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        let slot = pipeline_state(count, tiles.value_stages);
+        barrier_wait(places.value_full + 8u32 * slot.stage, slot.parity);
+        zero_fill_unseen(
+            places.values + slot.stage * comptime!(tiles.value_bytes() as u32),
             &tile.run,
             first,
             words,
@@ -101,7 +102,7 @@ fn clear(
             units,
             tiles.columns,
             comptime!(tiles.value_subtiles()),
-            holes,
+            masked,
         );
     }
     named_barrier(MEETING, units);

@@ -3,17 +3,19 @@
 use super::producer::Places;
 use super::{CONSUMERS, HALF_KEYS, MAXIMA};
 use crate::engine::wgmma::chunked::Ring;
-use crate::engine::wgmma::plan::ColumnTiles;
-use crate::engine::wgmma::tile::HopperKind;
+use crate::engine::wgmma::plan::SplitDTiles;
+use crate::engine::wgmma::work_tile::HopperKind;
 use crate::engine::wgmma::zero_fill::tell_used;
-use crate::fragment::softmax::{Progress, maxima, measured, numerators, own_maxima, progress};
+use crate::fragment::softmax::{
+    SoftmaxState, maxima, numerators, own_maxima, rescaled, softmax_state,
+};
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::accumulator::{Pair, pair};
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
     async_proxy_fence, barrier_arrive, barrier_wait, load_shared, named_barrier, pack,
     store_matrices, store_shared, uniform,
 };
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::wgmma::{descriptor, free_chunk, matrix_row};
 use cubecl::prelude::*;
 
@@ -21,7 +23,7 @@ use cubecl::prelude::*;
 #[cube]
 pub(super) fn probabilities(places: &Places, count: u32) -> u32 {
     uniform(descriptor(
-        places.probabilities + count % 2u32 * comptime!(2 * ColumnTiles::HALF_BYTES as u32),
+        places.probabilities + count % 2u32 * comptime!(2 * SplitDTiles::HALF_BYTES as u32),
     ))
 }
 
@@ -34,17 +36,17 @@ pub(super) fn free_values(
     from: u32,
     #[comptime] own: usize,
     #[comptime] pending: usize,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
 ) {
-    let chunk = stage_turn(
-        from + comptime!((ColumnTiles::WARPGROUPS * own) as u32),
+    let chunk = pipeline_state(
+        from + comptime!((SplitDTiles::WARPGROUPS * own) as u32),
         tiles.stages,
     );
     free_chunk(
         empty + 8u32 * chunk.stage,
         ring.elected,
         pending,
-        ColumnTiles::WARPGROUPS,
+        SplitDTiles::WARPGROUPS,
     );
 }
 
@@ -56,10 +58,10 @@ pub(super) fn free_values(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: ColumnTiles) {
+pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: SplitDTiles) {
     if comptime!(tiles.frees_first_chunk_at_once()) {
         if UNIT_POS >= comptime!(WARPGROUP as u32) {
-            let chunk = stage_turn(values, tiles.stages);
+            let chunk = pipeline_state(values, tiles.stages);
             barrier_wait(ring.full + 8u32 * chunk.stage, chunk.parity);
             barrier_arrive(ring.empty + 8u32 * chunk.stage, ring.elected);
         }
@@ -72,10 +74,10 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Colu
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: ColumnTiles) {
+pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: SplitDTiles) {
     if comptime!(tiles.frees_first_chunk_at_once()) {
         if UNIT_POS >= comptime!(WARPGROUP as u32) {
-            let chunk = stage_turn(values + 1u32, tiles.stages);
+            let chunk = pipeline_state(values + 1u32, tiles.stages);
             barrier_arrive(ring.empty + 8u32 * chunk.stage, ring.elected);
         }
     }
@@ -88,7 +90,7 @@ pub(super) fn exchange(places: &Places, own: Pair, buffer: u32, #[comptime] larg
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
     let lane = UNIT_POS % 32u32;
     let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32;
-    let of_warpgroup = comptime!(4 * ColumnTiles::ROWS as u32);
+    let of_warpgroup = comptime!(4 * SplitDTiles::ROWS as u32);
     let start = places.exchange + buffer * 2u32 * of_warpgroup + 4u32 * row;
     let column = lane % 4u32;
     if column == 0u32 {
@@ -118,7 +120,7 @@ pub(super) fn exchange(places: &Places, own: Pair, buffer: u32, #[comptime] larg
 #[cube]
 pub(super) fn softmax<NS: Size>(
     s: Vector<f32, NS>,
-    before: Progress,
+    before: SoftmaxState,
     power: f32,
     negative_infinity: f32,
     places: &Places,
@@ -126,19 +128,19 @@ pub(super) fn softmax<NS: Size>(
     values: u32,
     count: u32,
     #[comptime] busy: bool,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
     #[comptime] kind: HopperKind,
-) -> Progress {
+) -> SoftmaxState {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
-    let own = maxima(own_maxima::<NS>(s, before.measure.reference, HALF_KEYS));
+    let own = maxima(own_maxima::<NS>(s, before.row_max.reference, HALF_KEYS));
     let largest = exchange(places, own, count % 2u32, true);
     if comptime!(busy && !tiles.frees_first_chunk_at_once()) {
         free_values(places.empty, ring, values, 0usize, 3usize, tiles);
     }
-    let made = measured::<NS>(
+    let made = rescaled::<NS>(
         s,
         largest,
-        before.measure,
+        before.row_max,
         power,
         negative_infinity,
         true,
@@ -148,15 +150,15 @@ pub(super) fn softmax<NS: Size>(
     let mut sum_1 = f32::new(0.0);
     let mut used = 0u32;
     let half = places.probabilities
-        + (count % 2u32 * 2u32 + warpgroup) * comptime!(ColumnTiles::HALF_BYTES as u32);
+        + (count % 2u32 * 2u32 + warpgroup) * comptime!(SplitDTiles::HALF_BYTES as u32);
     #[unroll]
     for step in 0..comptime!(HALF_KEYS / 16) {
         let part = numerators::<NS>(
             made.s,
-            made.measure.shift,
+            made.row_max.shift,
             power,
             step,
-            comptime!(kind.leaves_holes()),
+            comptime!(kind.leaves_masked()),
         );
         let e = part.values;
         store_matrices(
@@ -173,7 +175,7 @@ pub(super) fn softmax<NS: Size>(
             free_values(places.empty, ring, values, 1usize, 2usize, tiles);
         }
     }
-    if comptime!(kind.leaves_holes()) {
+    if comptime!(kind.leaves_masked()) {
         tell_used(
             places.used,
             used,
@@ -185,5 +187,5 @@ pub(super) fn softmax<NS: Size>(
     if comptime!(busy) {
         free_values(places.empty, ring, values, 2usize, 1usize, tiles);
     }
-    progress::<NS>(made, before.sums, pair(sum_0, sum_1))
+    softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1))
 }

@@ -1,15 +1,17 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
 use crate::engine::wgmma::forward::scheduler::take_item;
-use crate::engine::wgmma::plan::ColumnTiles;
-use crate::engine::wgmma::tile::{HopperKind, Steps, Tile, assigned, copied_rows, next_block};
-use crate::math::schedule::{Grid, Turns};
+use crate::engine::wgmma::plan::SplitDTiles;
+use crate::engine::wgmma::work_tile::{
+    HopperKind, Steps, Tile, assigned_tile, copied_rows, next_block,
+};
+use crate::math::schedule::{Grid, Schedule};
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
     barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait, tma_prefetch_subtiles,
 };
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::load_subtiles;
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
@@ -31,7 +33,7 @@ pub(super) struct Places {
 }
 
 #[cube]
-pub(super) fn places(start: u32, #[comptime] tiles: ColumnTiles) -> Places {
+pub(super) fn places(start: u32, #[comptime] tiles: SplitDTiles) -> Places {
     let barriers = start + comptime!(tiles.barriers_at() as u32);
     let each = comptime!(8 * tiles.stages as u32);
     Places {
@@ -60,15 +62,15 @@ pub(super) fn fetch<E: Float>(
     value: &TensorMap<E, Tiled>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     grid: &Grid,
-    turns: &Turns,
+    schedule: &Schedule,
     extent: &Extent,
     steps: &Steps,
     group: u32,
     places: &Places,
     notices: u32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
     #[comptime] kind: HopperKind,
 ) {
     let query_map = tensor_map_address(query);
@@ -78,24 +80,24 @@ pub(super) fn fetch<E: Float>(
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
     let mut passed = 0u32;
-    while item < turns.items {
-        let assigned = assigned(
+    while item < schedule.items {
+        let assigned_tile = assigned_tile(
             grid,
-            turns,
+            schedule,
             item,
             turn,
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             group,
-            ColumnTiles::ROWS,
-            ColumnTiles::KEYS,
+            SplitDTiles::ROWS,
+            SplitDTiles::KEYS,
             kind,
         );
-        let tile = assigned.tile;
-        if assigned.exists && assigned.first < tile.end_block {
-            let mut block = assigned.first;
+        let tile = assigned_tile.tile;
+        if assigned_tile.exists && assigned_tile.first < tile.end_block {
+            let mut block = assigned_tile.first;
             let mut previous = block;
             let mut is_first = true;
             while block < tile.end_block {
@@ -135,20 +137,29 @@ pub(super) fn fetch<E: Float>(
                     extent,
                     mask,
                     mask_places,
-                    integers,
+                    lengths_and_ids,
                     kind,
                 );
             }
             fetch_values(value_map, steps, places, &tile, previous, passed, tiles);
             passed += comptime!(tiles.value_chunks() as u32);
-        } else if assigned.exists {
+        } else if assigned_tile.exists {
             // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
             // tiles ahead of the other, since a barrier tells a phase from the next alone.
             await_queries_empty(places, tiles_done);
             barrier_arrive(places.queries_full, 1u32);
         }
-        tiles_done += u32::cast_from(assigned.exists);
-        item = take_item(grid, turns, item, turn, extent, integers, notices, kind);
+        tiles_done += u32::cast_from(assigned_tile.exists);
+        item = take_item(
+            grid,
+            schedule,
+            item,
+            turn,
+            extent,
+            lengths_and_ids,
+            notices,
+            kind,
+        );
         turn += 1u32;
     }
 }
@@ -167,13 +178,13 @@ fn fetch_queries(
     places: &Places,
     tile: &Tile,
     count: u32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
     #[comptime] kind: HopperKind,
 ) {
     await_queries_empty(places, count);
     barrier_expect_bytes(
         places.queries_full,
-        copied_rows(tile, ColumnTiles::ROWS, kind)
+        copied_rows(tile, SplitDTiles::ROWS, kind)
             * comptime!((tiles.key_chunks() * ROW_BYTES) as u32),
     );
     load_subtiles(
@@ -200,20 +211,20 @@ fn fetch_keys(
     block: i32,
     index: u32,
     #[comptime] part: usize,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
 ) {
     let place = next_stage(places, index, tiles);
-    barrier_expect(place.full, ColumnTiles::STAGE_BYTES);
+    barrier_expect(place.full, SplitDTiles::STAGE_BYTES);
     load_subtiles(
         place.at,
         map,
         tile.batch * steps.key_batch,
         tile.kv_head * steps.key_head,
-        block * comptime!(ColumnTiles::KEYS as i32),
+        block * comptime!(SplitDTiles::KEYS as i32),
         place.full,
         comptime!(part * SUBTILE),
         1usize,
-        ColumnTiles::STAGE_BYTES,
+        SplitDTiles::STAGE_BYTES,
         comptime!(is_whole(tiles.head_dim)),
     );
 }
@@ -227,10 +238,10 @@ fn prefetch(
     steps: &Steps,
     tile: &Tile,
     block: i32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
 ) {
-    let row = block * comptime!(ColumnTiles::KEYS as i32);
-    let turn = tile.first_query as u32 / comptime!(ColumnTiles::ROWS as u32);
+    let row = block * comptime!(SplitDTiles::KEYS as i32);
+    let turn = tile.first_query as u32 / comptime!(SplitDTiles::ROWS as u32);
     if comptime!(is_whole(tiles.head_dim)) {
         tma_prefetch_subtiles(
             key_map,
@@ -242,12 +253,12 @@ fn prefetch(
     }
     if comptime!(tiles.has_whole_values()) {
         let part = turn % comptime!(tiles.value_chunks() as u32);
-        let warpgroups = comptime!(ColumnTiles::WARPGROUPS as u32);
+        let warpgroups = comptime!(SplitDTiles::WARPGROUPS as u32);
         tma_prefetch_subtiles(
             value_map,
             tile.batch * steps.value_batch,
             tile.kv_head * steps.value_head,
-            row + (part / warpgroups * comptime!(ColumnTiles::VALUE_KEYS as u32)) as i32,
+            row + (part / warpgroups * comptime!(SplitDTiles::VALUE_KEYS as u32)) as i32,
             part % warpgroups * comptime!(tiles.value_subtiles() as u32),
         );
     }
@@ -263,11 +274,11 @@ struct FreeStage {
 
 /// Waits for the stage of the `index`-th chunk.
 #[cube]
-fn next_stage(places: &Places, index: u32, #[comptime] tiles: ColumnTiles) -> FreeStage {
-    let chunk = stage_turn(index, tiles.stages);
+fn next_stage(places: &Places, index: u32, #[comptime] tiles: SplitDTiles) -> FreeStage {
+    let chunk = pipeline_state(index, tiles.stages);
     barrier_wait(places.empty + 8u32 * chunk.stage, chunk.parity ^ 1u32);
     FreeStage {
-        at: places.stages + chunk.stage * comptime!(ColumnTiles::STAGE_BYTES as u32),
+        at: places.stages + chunk.stage * comptime!(SplitDTiles::STAGE_BYTES as u32),
         full: places.full + 8u32 * chunk.stage,
     }
 }
@@ -281,7 +292,7 @@ fn fetch_values(
     tile: &Tile,
     block: i32,
     passed: u32,
-    #[comptime] tiles: ColumnTiles,
+    #[comptime] tiles: SplitDTiles,
 ) {
     let batch = tile.batch * steps.value_batch;
     let head = tile.kv_head * steps.value_head;
@@ -289,19 +300,19 @@ fn fetch_values(
     for part in 0..comptime!(tiles.value_chunks()) {
         let place = next_stage(places, passed + comptime!(part as u32), tiles);
         barrier_expect(place.full, comptime!(tiles.value_bytes()));
-        let first_column = comptime!(part % ColumnTiles::WARPGROUPS * tiles.value_columns());
+        let first_column = comptime!(part % SplitDTiles::WARPGROUPS * tiles.value_columns());
         let first_row =
-            comptime!((part / ColumnTiles::WARPGROUPS * ColumnTiles::VALUE_KEYS) as i32);
+            comptime!((part / SplitDTiles::WARPGROUPS * SplitDTiles::VALUE_KEYS) as i32);
         load_subtiles(
             place.at,
             map,
             batch,
             head,
-            block * comptime!(ColumnTiles::KEYS as i32) + first_row,
+            block * comptime!(SplitDTiles::KEYS as i32) + first_row,
             place.full,
             first_column,
             comptime!(tiles.value_subtiles()),
-            comptime!(ColumnTiles::VALUE_KEYS * ROW_BYTES),
+            comptime!(SplitDTiles::VALUE_KEYS * ROW_BYTES),
             comptime!(tiles.has_whole_values()),
         );
     }

@@ -1,13 +1,13 @@
 //! Where a block's biases come from before its scores are there: from the ring of the copy engine, or from memory.
 
 use super::producer::Places;
-use crate::engine::wgmma::plan::RowTiles;
-use crate::engine::wgmma::tile::HopperKind;
+use crate::engine::wgmma::plan::SplitMTiles;
+use crate::engine::wgmma::work_tile::HopperKind;
 use crate::fragment::RowPair;
 use crate::fragment::bias::{BiasWords, bias_words};
 use crate::math::visibility::Extent;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES};
 use cubecl::prelude::*;
@@ -23,22 +23,22 @@ pub(super) fn biases_of<F: Float, NB: Size>(
     places: &Places,
     warpgroup: u32,
     elected: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
 ) -> BiasWords {
     if comptime!(tiles.bias_stages > 0) {
-        let turn = stage_turn(count, tiles.bias_stages);
-        barrier_wait(places.bias_full + 8u32 * turn.stage, turn.parity);
+        let slot = pipeline_state(count, tiles.bias_stages);
+        barrier_wait(places.bias_full + 8u32 * slot.stage, slot.parity);
         let words = load_rows::<Const<32>>(
             places.biases
-                + turn.stage * comptime!(tiles.bias_bytes() as u32)
+                + slot.stage * comptime!(tiles.bias_bytes() as u32)
                 + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
             comptime!(tiles.rows()),
             comptime!(tiles.keys / STEP),
         );
         // Behind products that read shared memory, loads were seen to be served after the next box had come.
         async_proxy_fence();
-        barrier_arrive(places.bias_empty + 8u32 * turn.stage, elected);
+        barrier_arrive(places.bias_empty + 8u32 * slot.stage, elected);
         words
     } else {
         bias_words::<F, NB>(

@@ -1,7 +1,7 @@
 //! A block's numerators, and P as an operand.
 
-use crate::engine::wgmma::plan::RowTiles;
-use crate::fragment::softmax::{Progress, measured, numerators, own_maxima, progress};
+use crate::engine::wgmma::plan::SplitMTiles;
+use crate::fragment::softmax::{SoftmaxState, numerators, own_maxima, rescaled, softmax_state};
 use cube_kit::hopper::accumulator::pair;
 use cube_kit::hopper::ptx::pack;
 use cubecl::prelude::*;
@@ -11,23 +11,23 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(super) struct Step<NS: Size> {
     pub numerators: Vector<f32, NS>,
-    pub progress: Progress,
+    pub softmax_state: SoftmaxState,
 }
 
 /// Makes a block's numerators of its scores.
 #[cube]
 pub(super) fn softmax<NS: Size>(
     s: Vector<f32, NS>,
-    before: Progress,
+    before: SoftmaxState,
     power: f32,
     negative_infinity: f32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) -> Step<NS> {
-    let largest = own_maxima::<NS>(s, before.measure.reference, tiles.keys);
-    let made = measured::<NS>(
+    let largest = own_maxima::<NS>(s, before.row_max.reference, tiles.keys);
+    let made = rescaled::<NS>(
         s,
         largest,
-        before.measure,
+        before.row_max,
         power,
         negative_infinity,
         false,
@@ -38,7 +38,7 @@ pub(super) fn softmax<NS: Size>(
     let mut values = Vector::<f32, NS>::zeroed();
     #[unroll]
     for step in 0..comptime!(tiles.keys / 16) {
-        let part = numerators::<NS>(made.s, made.measure.shift, power, step, false);
+        let part = numerators::<NS>(made.s, made.row_max.shift, power, step, false);
         #[unroll]
         for i in 0..8usize {
             values.insert(comptime!(8 * step + i), part.values.extract(i));
@@ -48,7 +48,7 @@ pub(super) fn softmax<NS: Size>(
     }
     Step::<NS> {
         numerators: values,
-        progress: progress::<NS>(made, before.sums, pair(sum_0, sum_1)),
+        softmax_state: softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1)),
     }
 }
 
@@ -56,7 +56,7 @@ pub(super) fn softmax<NS: Size>(
 #[cube]
 pub(super) fn packed<NS: Size, NP: Size>(
     numerators: Vector<f32, NS>,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) -> Vector<u32, NP> {
     let mut p = Vector::<u32, NP>::zeroed();
     #[unroll]

@@ -1,13 +1,15 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
 use crate::engine::wgmma::forward::scheduler::take_item;
-use crate::engine::wgmma::plan::RowTiles;
-use crate::engine::wgmma::tile::{HopperKind, Steps, Tile, assigned, copied_rows, next_block};
-use crate::math::schedule::{Grid, Turns};
+use crate::engine::wgmma::plan::SplitMTiles;
+use crate::engine::wgmma::work_tile::{
+    HopperKind, Steps, Tile, assigned_tile, copied_rows, next_block,
+};
+use crate::math::schedule::{Grid, Schedule};
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
+use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
-use cube_kit::hopper::ring::stage_turn;
 use cube_kit::hopper::tma::{load_columns, load_subtiles};
 use cube_kit::hopper::{ROW_BYTES, is_whole};
 use cubecl::prelude::*;
@@ -39,7 +41,7 @@ pub(super) struct Places {
 }
 
 #[cube]
-pub(super) fn places(start: u32, #[comptime] tiles: RowTiles) -> Places {
+pub(super) fn places(start: u32, #[comptime] tiles: SplitMTiles) -> Places {
     let barriers = start + comptime!(tiles.barriers_at() as u32);
     let each = comptime!(8 * tiles.stages as u32);
     Places {
@@ -70,15 +72,15 @@ pub(super) fn fetch<E: Float>(
     bias: &TensorMap<E, Tiled>,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     grid: &Grid,
-    turns: &Turns,
+    schedule: &Schedule,
     extent: &Extent,
     steps: &Steps,
     group: u32,
     places: &Places,
     notices: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
 ) {
     let query_map = tensor_map_address(query);
@@ -89,30 +91,30 @@ pub(super) fn fetch<E: Float>(
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
     let mut count = 0u32;
-    while item < turns.items {
-        let assigned = assigned(
+    while item < schedule.items {
+        let assigned_tile = assigned_tile(
             grid,
-            turns,
+            schedule,
             item,
             turn,
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             group,
             comptime!(tiles.rows()),
             tiles.keys,
             kind,
         );
-        let tile = assigned.tile;
-        if assigned.exists && assigned.first < tile.end_block {
+        let tile = assigned_tile.tile;
+        if assigned_tile.exists && assigned_tile.first < tile.end_block {
             let key_batch = tile.batch * steps.key_batch;
             let key_head = tile.kv_head * steps.key_head;
-            let mut block = assigned.first;
+            let mut block = assigned_tile.first;
             let mut previous = block;
             let first_count = count;
             while block < tile.end_block {
-                let stage = stage_turn(count, tiles.stages);
+                let stage = pipeline_state(count, tiles.stages);
                 let full = places.key_full + 8u32 * stage.stage;
                 barrier_wait(places.key_empty + 8u32 * stage.stage, stage.parity ^ 1u32);
                 barrier_expect(full, comptime!(tiles.key_bytes()));
@@ -152,7 +154,7 @@ pub(super) fn fetch<E: Float>(
                     extent,
                     mask,
                     mask_places,
-                    integers,
+                    lengths_and_ids,
                     kind,
                 );
                 count += 1u32;
@@ -166,14 +168,23 @@ pub(super) fn fetch<E: Float>(
                 count - 1u32,
                 tiles,
             );
-        } else if assigned.exists {
+        } else if assigned_tile.exists {
             // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
             // tiles ahead of the other, since a barrier tells a phase from the next alone.
             await_queries_empty(places, tiles_done);
             barrier_arrive(places.queries_full, 1u32);
         }
-        tiles_done += u32::cast_from(assigned.exists);
-        item = take_item(grid, turns, item, turn, extent, integers, notices, kind);
+        tiles_done += u32::cast_from(assigned_tile.exists);
+        item = take_item(
+            grid,
+            schedule,
+            item,
+            turn,
+            extent,
+            lengths_and_ids,
+            notices,
+            kind,
+        );
         turn += 1u32;
     }
 }
@@ -192,7 +203,7 @@ fn fetch_queries(
     places: &Places,
     tile: &Tile,
     count: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
 ) {
     await_queries_empty(places, count);
@@ -224,14 +235,14 @@ fn fetch_values(
     tile: &Tile,
     block: i32,
     count: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) {
-    let turn = stage_turn(count, tiles.stages);
-    let full = places.value_full + 8u32 * turn.stage;
-    barrier_wait(places.value_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+    let slot = pipeline_state(count, tiles.stages);
+    let full = places.value_full + 8u32 * slot.stage;
+    barrier_wait(places.value_empty + 8u32 * slot.stage, slot.parity ^ 1u32);
     barrier_expect(full, comptime!(tiles.value_bytes()));
     load_subtiles(
-        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+        places.values + slot.stage * comptime!(tiles.value_bytes() as u32),
         map,
         tile.batch * steps.value_batch,
         tile.kv_head * steps.value_head,
@@ -253,14 +264,14 @@ fn fetch_biases(
     tile: &Tile,
     block: i32,
     count: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) {
-    let turn = stage_turn(count, tiles.bias_stages);
-    let full = places.bias_full + 8u32 * turn.stage;
-    barrier_wait(places.bias_empty + 8u32 * turn.stage, turn.parity ^ 1u32);
+    let slot = pipeline_state(count, tiles.bias_stages);
+    let full = places.bias_full + 8u32 * slot.stage;
+    barrier_wait(places.bias_empty + 8u32 * slot.stage, slot.parity ^ 1u32);
     barrier_expect(full, comptime!(tiles.bias_bytes()));
     load_columns(
-        places.biases + turn.stage * comptime!(tiles.bias_bytes() as u32),
+        places.biases + slot.stage * comptime!(tiles.bias_bytes() as u32),
         map,
         tile.batch * steps.bias_batch,
         tile.first_head * steps.bias_head,

@@ -1,6 +1,6 @@
 //! Ends of the forward's products, which free a stage of the tile's ring.
 
-use crate::engine::wgmma::plan::RowTiles;
+use crate::engine::wgmma::plan::SplitMTiles;
 use cube_kit::hopper::ptx::value_of;
 use cube_kit::hopper::wgmma::release_text;
 use cubecl::prelude::*;
@@ -12,7 +12,7 @@ pub(crate) fn take_scores<NS: Size>(
     empty: u32,
     elected: u32,
     #[comptime] pending: usize,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) -> Vector<f32, NS> {
     let text = comptime!(release_text(tiles.keys / 2, tiles.fragments()[0], pending));
     let taken: Vector<f32, NS>;
@@ -33,7 +33,7 @@ pub(crate) fn take_output<NO: Size, NP: Size>(
     p: Vector<u32, NP>,
     empty: u32,
     elected: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) -> Vector<f32, NO> {
     let text = comptime!(release_text(
         tiles.value_columns() / 2,

@@ -1,16 +1,17 @@
 //! Keys of a block that nobody in the tile sees, whose values may be anything: they are found and cleared before they are multiplied.
 
 use super::producer::Places;
-use crate::engine::wgmma::plan::RowTiles;
-use crate::engine::wgmma::tile::{HopperKind, Tile, View};
+use crate::engine::wgmma::plan::SplitMTiles;
+use crate::engine::wgmma::work_tile::{HopperKind, Tile, View};
 use crate::engine::wgmma::zero_fill::{
-    clear_unseen, forget_used, has_holes, has_strangers, tell_used, used_columns, used_words,
+    forget_used, has_masked, has_out_of_range, tell_used, used_columns, used_words,
+    zero_fill_unseen,
 };
 use crate::fragment::bias::lane_hides;
 use crate::math::visibility::Extent;
 use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::pipeline::PipelineState;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait, named_barrier};
-use cube_kit::hopper::ring::Turn;
 use cubecl::prelude::*;
 
 /// Whether a block that every query sees, but for what the bias hides, has a key that the bias hides from the tile's first query,
@@ -25,7 +26,7 @@ pub(super) fn first_row_hides<F: Float, NB: Size>(
     tile: &Tile,
     block: i32,
     whole: bool,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
 ) -> bool {
     let mut hides = false;
@@ -46,7 +47,7 @@ pub(super) fn first_row_hides<F: Float, NB: Size>(
 
 /// Whether there may be keys in a block that nobody in the tile sees.
 #[cube]
-pub(super) fn may_have_holes_in(
+pub(super) fn may_have_masked_in(
     seen: &View,
     first_row_hides: bool,
     #[comptime] kind: HopperKind,
@@ -54,7 +55,7 @@ pub(super) fn may_have_holes_in(
     if comptime!(kind.fragment.has_own_biases()) {
         !seen.whole || plane_any(first_row_hides)
     } else {
-        seen.may_have_holes
+        seen.may_have_masked
     }
 }
 
@@ -65,7 +66,7 @@ pub(super) fn tell_used_by<NP: Size>(
     p: Vector<u32, NP>,
     count: u32,
     elected: u32,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
 ) {
     let used = used_columns::<NP>(p, tiles.keys);
     tell_used(places.used, used, 0u32, count);
@@ -76,42 +77,42 @@ pub(super) fn tell_used_by<NP: Size>(
 /// Before a block's values are multiplied, the tile's `last` or another: zeros in place of those that nobody in the tile sees.
 /// If the block may have holes, it is the `count`-th of that kind.
 #[cube]
-pub(super) fn clean_values(
+pub(super) fn zero_fill_values(
     places: &Places,
     tile: &Tile,
     extent: &Extent,
     block: i32,
-    turn: Turn,
-    may_have_holes: bool,
+    slot: PipelineState,
+    may_have_masked: bool,
     count: u32,
     #[comptime] last: bool,
-    #[comptime] tiles: RowTiles,
+    #[comptime] tiles: SplitMTiles,
     #[comptime] kind: HopperKind,
 ) {
     let first_key = block * comptime!(tiles.keys as i32);
     // A run ends in its last block.
-    let strangers = if comptime!(last) {
-        has_strangers(&tile.keys, extent.kv_len, first_key, tiles.keys)
+    let out_of_range = if comptime!(last) {
+        has_out_of_range(&tile.keys, extent.kv_len, first_key, tiles.keys)
     } else {
         first_key < tile.keys.first
     };
-    if comptime!(kind.leaves_holes()) {
-        if may_have_holes {
+    if comptime!(kind.leaves_masked()) {
+        if may_have_masked {
             let words = used_words(places.used, count);
             barrier_wait(
                 places.used_told + 8u32 * (count % 3u32),
                 count / 3u32 % 2u32,
             );
-            let dirty = has_holes(words, tiles.keys);
+            let dirty = has_masked(words, tiles.keys);
             forget_used(places.used, count);
             if dirty {
-                clear(places, tile, first_key, turn, words, true, tiles);
+                clear(places, tile, first_key, slot, words, true, tiles);
             }
-        } else if strangers {
-            clear(places, tile, first_key, turn, 0u32, false, tiles);
+        } else if out_of_range {
+            clear(places, tile, first_key, slot, 0u32, false, tiles);
         }
-    } else if strangers {
-        clear(places, tile, first_key, turn, 0u32, false, tiles);
+    } else if out_of_range {
+        clear(places, tile, first_key, slot, 0u32, false, tiles);
     }
 }
 
@@ -121,15 +122,15 @@ fn clear(
     places: &Places,
     tile: &Tile,
     first_key: i32,
-    turn: Turn,
+    slot: PipelineState,
     words: u32,
-    #[comptime] holes: bool,
-    #[comptime] tiles: RowTiles,
+    #[comptime] masked: bool,
+    #[comptime] tiles: SplitMTiles,
 ) {
     let units = comptime!(tiles.warpgroups * WARPGROUP);
-    barrier_wait(places.value_full + 8u32 * turn.stage, turn.parity);
-    clear_unseen(
-        places.values + turn.stage * comptime!(tiles.value_bytes() as u32),
+    barrier_wait(places.value_full + 8u32 * slot.stage, slot.parity);
+    zero_fill_unseen(
+        places.values + slot.stage * comptime!(tiles.value_bytes() as u32),
         &tile.keys,
         first_key,
         words,
@@ -138,7 +139,7 @@ fn clear(
         units,
         tiles.keys,
         comptime!(tiles.value_subtiles()),
-        holes,
+        masked,
     );
     named_barrier(2u32, units);
 }

@@ -2,7 +2,7 @@
 
 use super::Sums;
 use crate::engine::wgmma::plan::tiles::{
-    ChunkedProduct, ChunkedScores, ColumnTiles, RingShape, USED_WORDS,
+    ChunkedProduct, ChunkedScores, RingShape, SplitDTiles, USED_WORDS,
 };
 use crate::math::side::Side;
 use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
@@ -10,7 +10,7 @@ use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
 /// Both warpgroups have the same 64 rows, and each has half of the columns of their gradient:
 /// `backward/split_d.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct GradientColumnTiles {
+pub struct GradientSplitDTiles {
     /// What the rows are.
     pub side: Side,
     /// What is summed; not both.
@@ -27,11 +27,11 @@ pub struct GradientColumnTiles {
     pub stages: usize,
 }
 
-impl GradientColumnTiles {
+impl GradientSplitDTiles {
     /// Rows of a tile.
-    pub const ROWS: usize = ColumnTiles::ROWS;
+    pub const ROWS: usize = SplitDTiles::ROWS;
     /// Rows of a block of the other side: each warpgroup has half of the scores' columns.
-    pub const COLUMNS: usize = ColumnTiles::KEYS;
+    pub const COLUMNS: usize = SplitDTiles::KEYS;
     /// Blocks whose terms are in shared memory.
     const TERM_STAGES: usize = 2;
 
@@ -66,12 +66,12 @@ impl GradientColumnTiles {
 
     /// Chunks of the block that is multiplied with P or dS, one after the other for either warpgroup.
     pub const fn sum_chunks(&self) -> usize {
-        ColumnTiles::WARPGROUPS * ColumnTiles::KEYS / ColumnTiles::VALUE_KEYS
+        SplitDTiles::WARPGROUPS * SplitDTiles::KEYS / SplitDTiles::VALUE_KEYS
     }
 
     /// Bytes of such a chunk.
     pub const fn sum_bytes(&self) -> usize {
-        ColumnTiles::VALUE_KEYS * ROW_BYTES * self.own_subtiles()
+        SplitDTiles::VALUE_KEYS * ROW_BYTES * self.own_subtiles()
     }
 
     /// Chunks that pass for a block.
@@ -85,12 +85,12 @@ impl GradientColumnTiles {
     }
 
     /// Bytes of the dots that are held.
-    pub const fn held_dot_bytes(&self) -> usize {
+    pub const fn stationary_dot_bytes(&self) -> usize {
         Self::ROWS * self.dot_chunks() * ROW_BYTES
     }
 
     /// Bytes of the values that are held, where these are needed.
-    pub const fn held_value_bytes(&self) -> usize {
+    pub const fn stationary_value_bytes(&self) -> usize {
         if self.sums.has_dots() {
             Self::ROWS * self.value_chunks() * ROW_BYTES
         } else {
@@ -108,17 +108,17 @@ impl GradientColumnTiles {
 
     /// Where the stages start.
     pub const fn stages_at(&self) -> usize {
-        self.held_dot_bytes() + self.held_value_bytes()
+        self.stationary_dot_bytes() + self.stationary_value_bytes()
     }
 
     /// Where P, or dS, goes.
     pub const fn factors_at(&self) -> usize {
-        self.stages_at() + self.stages * ColumnTiles::STAGE_BYTES
+        self.stages_at() + self.stages * SplitDTiles::STAGE_BYTES
     }
 
     /// Where the terms start.
     pub const fn terms_at(&self) -> usize {
-        self.factors_at() + 2 * ColumnTiles::HALF_BYTES
+        self.factors_at() + 2 * SplitDTiles::HALF_BYTES
     }
 
     /// Where the barriers start: full and empty of every stage, and one for what is held.
@@ -183,9 +183,9 @@ impl GradientColumnTiles {
 
     /// Whether the gradient leaves through the dots' place in shared memory: it must fit, and a warpgroup's part
     /// must not share a subtile with the other's.
-    pub const fn boxes_gradient(&self) -> bool {
+    pub const fn stores_gradient_by_tma(&self) -> bool {
         self.own_columns().is_multiple_of(SUBTILE)
             && self.width().is_multiple_of(8)
-            && ColumnTiles::WARPGROUPS * self.own_subtiles() <= self.dot_chunks()
+            && SplitDTiles::WARPGROUPS * self.own_subtiles() <= self.dot_chunks()
     }
 }

@@ -12,7 +12,7 @@ const FETCHING_REGISTERS: usize = 24;
 
 /// Each warpgroup has 64 rows and all columns of their gradients: `backward/split_m.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct GradientRowTiles {
+pub struct GradientSplitMTiles {
     /// What the rows are.
     pub side: Side,
     /// What is summed.
@@ -38,7 +38,7 @@ pub struct GradientRowTiles {
     pub spare: usize,
 }
 
-impl GradientRowTiles {
+impl GradientSplitMTiles {
     /// Rows of a tile.
     pub const fn rows(&self) -> usize {
         PRODUCT_ROWS * self.warpgroups
@@ -60,12 +60,12 @@ impl GradientRowTiles {
     }
 
     /// Bytes of the dots that are held.
-    pub const fn held_dot_bytes(&self) -> usize {
+    pub const fn stationary_dot_bytes(&self) -> usize {
         self.rows() * self.dot_subtiles() * ROW_BYTES
     }
 
     /// Bytes of the values that are held, where these are needed.
-    pub const fn held_value_bytes(&self) -> usize {
+    pub const fn stationary_value_bytes(&self) -> usize {
         if self.sums.has_dots() {
             self.rows() * self.value_subtiles() * ROW_BYTES
         } else {
@@ -93,7 +93,7 @@ impl GradientRowTiles {
 
     /// Where the blocks of dots start.
     pub const fn dots_at(&self) -> usize {
-        self.held_dot_bytes() + self.held_value_bytes()
+        self.stationary_dot_bytes() + self.stationary_value_bytes()
     }
 
     /// Where the blocks of values start.
@@ -161,12 +161,12 @@ impl GradientRowTiles {
     }
 
     /// Whether the dots' gradient leaves through their place in shared memory.
-    pub const fn boxes_dots(&self) -> bool {
+    pub const fn stores_dots_by_tma(&self) -> bool {
         self.head_dim.is_multiple_of(16)
     }
 
     /// Whether the values' gradient leaves through shared memory: the values' place there, or the dots'.
-    pub const fn boxes_values(&self) -> bool {
+    pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_dots() || self.value_subtiles() <= self.dot_subtiles())
     }

@@ -11,7 +11,7 @@ const QUERY_CHUNK_REGISTERS: usize = 16;
 
 /// Each warpgroup has all rows and half of the output's columns: `forward/split_d.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ColumnTiles {
+pub struct SplitDTiles {
     /// Columns of queries and keys.
     pub head_dim: usize,
     /// Columns of values.
@@ -22,7 +22,7 @@ pub struct ColumnTiles {
     pub stages: usize,
 }
 
-impl ColumnTiles {
+impl SplitDTiles {
     /// Queries of a tile.
     pub const ROWS: usize = PRODUCT_ROWS;
     /// Keys of a block: each warpgroup has half of its scores.
@@ -65,7 +65,7 @@ impl ColumnTiles {
 
     /// Whether the output leaves through the queries' place in shared memory: it must fit, and a warpgroup's
     /// part must not share a subtile with the other's.
-    pub const fn boxes_output(&self) -> bool {
+    pub const fn stores_output_by_tma(&self) -> bool {
         self.value_columns().is_multiple_of(SUBTILE)
             && self.value_dim.is_multiple_of(8)
             && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()

@@ -7,7 +7,7 @@ use cube_kit::hopper::{
 
 /// Each warpgroup has 64 rows of queries and all columns of the output: `forward/split_m.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct RowTiles {
+pub struct SplitMTiles {
     /// Columns of queries and keys.
     pub head_dim: usize,
     /// Columns of values.
@@ -22,12 +22,12 @@ pub struct RowTiles {
     pub stages: usize,
     /// Whether warpgroups issue their products in turns, so that one makes its softmax while the matrix unit is
     /// at another's products (FlashAttention-3's ping-pong).
-    pub takes_turns: bool,
+    pub orders_warpgroups: bool,
     /// Blocks of biases in shared memory; 0 where threads read them themselves.
     pub bias_stages: usize,
 }
 
-impl RowTiles {
+impl SplitMTiles {
     /// Queries of a tile.
     pub const fn rows(&self) -> usize {
         PRODUCT_ROWS * self.warpgroups
@@ -161,7 +161,7 @@ impl RowTiles {
     }
 
     /// Whether the output leaves through shared memory: its own place there or the queries'.
-    pub const fn boxes_output(&self) -> bool {
+    pub const fn stores_output_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.has_output_place() || self.value_subtiles() <= self.key_subtiles())
     }

@@ -2,7 +2,7 @@
 
 use crate::fragment::bias::bias_of_head;
 use crate::fragment::{FragmentKind, MaskWords, RowPair, mask_words, words_of_segments};
-use crate::math::schedule::{Grid, Share, Turns, assignment, block_count};
+use crate::math::schedule::{Grid, Schedule, WorkTile, assignment, block_count};
 use crate::math::score::is_hidden;
 use crate::math::side::Side;
 use crate::math::visibility::{
@@ -13,7 +13,7 @@ use crate::passes::mask_bits::kernel::{
     EVERY_KEY, EVERYTHING, MaskPlaces, NOTHING, sight_of_block,
 };
 use cube_kit::hopper::ROW_BYTES;
-use cube_kit::hopper::ptx::{async_proxy_fence, clear_shared};
+use cube_kit::hopper::ptx::{async_proxy_fence, zero_fill_shared};
 use cubecl::prelude::*;
 
 /// What the Hopper kernels are compiled for, besides their tiles.
@@ -25,13 +25,13 @@ pub(crate) struct HopperKind {
     /// The output is a partial one, of `splits` parts.
     pub split: bool,
     /// The copy engine writes the output.
-    pub boxes_output: bool,
+    pub stores_output_by_tma: bool,
 }
 
 impl HopperKind {
     /// Whether keys in the middle of a block may be hidden from a whole tile.
-    pub(crate) const fn leaves_holes(&self) -> bool {
-        self.fragment.score.leaves_holes(&self.fragment.structure)
+    pub(crate) const fn leaves_masked(&self) -> bool {
+        self.fragment.score.leaves_masked(&self.fragment.structure)
     }
 
     /// Whether the forward's cubes take whichever item is next, and not those of their numbers.
@@ -84,7 +84,7 @@ pub(crate) struct Tile {
 /// What a cube works on in one turn.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Assigned {
+pub(crate) struct AssignedTile {
     pub exists: bool,
     pub sight: Sight,
     pub tile: Tile,
@@ -94,35 +94,40 @@ pub(crate) struct Assigned {
 
 /// A cube's `turn`-th tile, at `item`: `rows` queries, keys in blocks of `block`.
 #[cube]
-pub(crate) fn assigned(
+pub(crate) fn assigned_tile(
     grid: &Grid,
-    turns: &Turns,
+    schedule: &Schedule,
     item: u32,
     turn: u32,
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     group: u32,
     #[comptime] rows: usize,
     #[comptime] block: usize,
     #[comptime] kind: HopperKind,
-) -> Assigned {
-    let assignment = assignment(grid, turns, item, turn);
+) -> AssignedTile {
+    let assignment = assignment(grid, schedule, item, turn);
     let structure = comptime!(kind.fragment.structure);
-    let sight = sight(extent, integers, assignment.share.batch, structure);
+    let sight = sight(
+        extent,
+        lengths_and_ids,
+        assignment.work_tile.batch,
+        structure,
+    );
     let tile = tile(
-        assignment.share,
+        assignment.work_tile,
         grid,
         extent,
         &sight,
-        integers,
+        lengths_and_ids,
         group,
         rows,
         block,
         kind,
     );
-    Assigned {
+    AssignedTile {
         exists: assignment.exists,
         sight,
         tile,
@@ -132,7 +137,7 @@ pub(crate) fn assigned(
             extent,
             mask,
             mask_places,
-            integers,
+            lengths_and_ids,
             kind,
         ),
     }
@@ -141,33 +146,33 @@ pub(crate) fn assigned(
 /// The tile of a cube with this share.
 #[cube]
 fn tile(
-    share: Share,
+    work_tile: WorkTile,
     grid: &Grid,
     extent: &Extent,
     sight: &Sight,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     group: u32,
     #[comptime] rows: usize,
     #[comptime] block: usize,
     #[comptime] kind: HopperKind,
 ) -> Tile {
     let heads = comptime!(kind.heads as u32);
-    let mut kv_head = share.head;
-    let mut first_head = share.head;
-    let mut first_query = (share.tile * comptime!(rows as u32)) as i32;
+    let mut kv_head = work_tile.head;
+    let mut first_head = work_tile.head;
+    let mut first_query = (work_tile.tile * comptime!(rows as u32)) as i32;
     let mut head_rows = i32::new(comptime!(rows as i64));
     let mut existing = min(head_rows, extent.q_len - first_query);
     let mut end_query = first_query + existing;
-    let mut query_block = share.tile;
+    let mut query_block = work_tile.tile;
     if comptime!(kind.heads > 1) {
-        first_head = share.head * group + share.tile * heads;
+        first_head = work_tile.head * group + work_tile.tile * heads;
         first_query = 0i32;
         head_rows = extent.q_len;
-        existing = min(heads, group - share.tile * heads) as i32 * extent.q_len;
+        existing = min(heads, group - work_tile.tile * heads) as i32 * extent.q_len;
         end_query = extent.q_len;
         query_block = 0u32;
     } else {
-        kv_head = share.head / group;
+        kv_head = work_tile.head / group;
     }
     // Rows that do not exist may see what the others see, but they must not read a bias.
     let mut full = true;
@@ -183,8 +188,8 @@ fn tile(
             first_block,
             end_block,
             extent,
-            integers,
-            share.batch,
+            lengths_and_ids,
+            work_tile.batch,
             query_block,
             Side::Queries,
             kind.fragment.structure,
@@ -195,15 +200,15 @@ fn tile(
     if comptime!(kind.split) {
         let blocks = max(end_block - first_block, 0i32);
         let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
-        first_block += share.split as i32 * each;
+        first_block += work_tile.split as i32 * each;
         end_block = min(first_block + each, end_block);
     }
-    let mut part = share.batch;
+    let mut part = work_tile.batch;
     if comptime!(kind.split) {
-        part = share.batch + share.split * (grid.planes / grid.heads);
+        part = work_tile.batch + work_tile.split * (grid.planes / grid.heads);
     }
     Tile {
-        batch: share.batch,
+        batch: work_tile.batch,
         kv_head,
         first_head,
         first_query,
@@ -234,7 +239,7 @@ pub(crate) fn copied_rows(
 /// Where heads share a tile, writes zeros over its rows that no copy fills: what lay there would take part in moving the
 /// references of the rows beside them. All threads of the cube meet afterwards, before anything is copied.
 #[cube]
-pub(crate) fn clear_other_queries(
+pub(crate) fn zero_fill_other_queries(
     queries: u32,
     extent: &Extent,
     #[comptime] rows: usize,
@@ -249,7 +254,7 @@ pub(crate) fn clear_other_queries(
         for subtile in 0..subtiles {
             let mut at = first + 16u32 * UNIT_POS;
             while at < end {
-                clear_shared(queries + comptime!((subtile * rows * ROW_BYTES) as u32) + at);
+                zero_fill_shared(queries + comptime!((subtile * rows * ROW_BYTES) as u32) + at);
                 at += comptime!(16 * units as u32);
             }
         }
@@ -292,7 +297,7 @@ pub(crate) fn row_pair<F: Float, NB: Size>(
 /// Where a tile stands among the blocks of the other side.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Standing {
+pub(crate) struct TilePosition {
     pub batch: u32,
     pub head: u32,
     /// The number of the tile among the blocks that segments are bounded by.
@@ -302,8 +307,8 @@ pub(crate) struct Standing {
 
 /// Where a tile of queries stands.
 #[cube]
-pub(crate) fn standing(tile: &Tile) -> Standing {
-    Standing {
+pub(crate) fn tile_position(tile: &Tile) -> TilePosition {
+    TilePosition {
         batch: tile.batch,
         head: tile.first_head,
         row_block: tile.query_block,
@@ -319,15 +324,23 @@ pub(crate) fn next_block(
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     #[comptime] kind: HopperKind,
 ) -> i32 {
     let mut block = block;
     if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
-        let standing = standing(tile);
+        let tile_position = tile_position(tile);
         let mut searching = block < tile.end_block;
         while searching {
-            if meets(&standing, block, extent, mask, mask_places, integers, kind) {
+            if meets(
+                &tile_position,
+                block,
+                extent,
+                mask,
+                mask_places,
+                lengths_and_ids,
+                kind,
+            ) {
                 searching = false;
             } else {
                 block += 1i32;
@@ -341,26 +354,26 @@ pub(crate) fn next_block(
 /// Whether the tile may see something of a block in its run, by segments and mask.
 #[cube]
 pub(crate) fn meets(
-    standing: &Standing,
+    tile_position: &TilePosition,
     block: i32,
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     #[comptime] kind: HopperKind,
 ) -> bool {
     let structure = comptime!(kind.fragment.structure);
-    let blocks = block_pair(standing, block, kind.fragment.side);
+    let blocks = block_pair(tile_position, block, kind.fragment.side);
     let mut meets = segments_meet(
         extent,
-        integers,
-        standing.batch,
+        lengths_and_ids,
+        tile_position.batch,
         blocks.query,
         blocks.key,
         structure,
     );
     if comptime!(kind.sums_up_mask()) {
-        meets = meets && mask_sight(standing, block, mask, mask_places) != NOTHING;
+        meets = meets && mask_sight(tile_position, block, mask, mask_places) != NOTHING;
     }
     meets
 }
@@ -375,16 +388,16 @@ struct BlockPair {
 
 /// The tile and a block, each by its number on its side.
 #[cube]
-fn block_pair(standing: &Standing, block: i32, #[comptime] side: Side) -> BlockPair {
+fn block_pair(tile_position: &TilePosition, block: i32, #[comptime] side: Side) -> BlockPair {
     if comptime!(side == Side::Queries) {
         BlockPair {
-            query: standing.row_block,
+            query: tile_position.row_block,
             key: block as u32,
         }
     } else {
         BlockPair {
             query: block as u32,
-            key: standing.row_block,
+            key: tile_position.row_block,
         }
     }
 }
@@ -392,7 +405,7 @@ fn block_pair(standing: &Standing, block: i32, #[comptime] side: Side) -> BlockP
 /// What the mask lets the tile see of a block.
 #[cube]
 fn mask_sight(
-    standing: &Standing,
+    tile_position: &TilePosition,
     block: i32,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
@@ -400,9 +413,9 @@ fn mask_sight(
     sight_of_block(
         mask,
         mask_places,
-        standing.batch,
-        standing.head,
-        standing.row_block,
+        tile_position.batch,
+        tile_position.head,
+        tile_position.row_block,
         block as u32,
     )
 }
@@ -414,7 +427,7 @@ pub(crate) struct View {
     /// Every query sees every key, but for what a bias hides.
     pub whole: bool,
     /// There may be keys that nobody sees, other than those before and after the tile's run.
-    pub may_have_holes: bool,
+    pub may_have_masked: bool,
     pub mask_words: MaskWords,
 }
 
@@ -422,14 +435,14 @@ pub(crate) struct View {
 /// rows, for `columns` keys from the `first_word`-th of the block's words on, come while these are computed.
 #[cube]
 pub(crate) fn view(
-    standing: &Standing,
+    tile_position: &TilePosition,
     rows: &RowPair,
     block: i32,
     first_word: u32,
     extent: &Extent,
     mask: &ComptimeOption<&Tensor<u32>>,
     mask_places: &MaskPlaces,
-    integers: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     #[comptime] size: usize,
     #[comptime] columns: usize,
     #[comptime] kind: HopperKind,
@@ -437,24 +450,24 @@ pub(crate) fn view(
     let structure = comptime!(kind.fragment.structure);
     let block_words = comptime!(size.div_ceil(32) as u32);
     let size = comptime!(size as i32);
-    let inside = is_inside(&standing.run, block * size, size);
+    let inside = is_inside(&tile_position.run, block * size, size);
     let mut whole = inside;
     // A mask and a run hide different keys from different queries, and together one from all.
-    let mut may_have_holes = false;
+    let mut may_have_masked = false;
     let side = comptime!(kind.fragment.side);
     let own = documents_of(
         extent,
-        integers,
-        standing.batch,
-        standing.row_block,
+        lengths_and_ids,
+        tile_position.batch,
+        tile_position.row_block,
         side,
         structure,
     );
     let other = comptime!(side.other());
     let other = documents_of(
         extent,
-        integers,
-        standing.batch,
+        lengths_and_ids,
+        tile_position.batch,
         block as u32,
         other,
         structure,
@@ -463,17 +476,17 @@ pub(crate) fn view(
     let shared = is_one && own.first == own.last && own.first == other.first;
     if comptime!(structure.segments) {
         whole = whole && shared;
-        may_have_holes = !shared;
+        may_have_masked = !shared;
         if comptime!(!structure.mask) {
             // Some row is of the first of the tile's documents, and some of the last, and sees what is of it.
             let meets = is_one && (other.first == own.first || other.first == own.last);
-            may_have_holes = !(shared || (inside && meets));
+            may_have_masked = !(shared || (inside && meets));
         }
     }
     if comptime!(kind.sums_up_mask()) {
-        let sight = mask_sight(standing, block, mask, mask_places);
+        let sight = mask_sight(tile_position, block, mask, mask_places);
         whole = whole && sight == EVERYTHING;
-        may_have_holes = may_have_holes || !inside || sight < EVERY_KEY;
+        may_have_masked = may_have_masked || !inside || sight < EVERY_KEY;
     }
     if comptime!(structure.mask && !kind.sums_up_mask()) {
         whole = false;
@@ -481,10 +494,10 @@ pub(crate) fn view(
     if comptime!(kind.fragment.has_bias_of_head()) {
         let hidden = is_hidden(rows.bias_of_head);
         whole = whole && !hidden;
-        may_have_holes = may_have_holes || hidden;
+        may_have_masked = may_have_masked || hidden;
     }
     if comptime!(kind.fragment.has_own_biases() || (structure.mask && !kind.sums_up_mask())) {
-        may_have_holes = true;
+        may_have_masked = true;
     }
     let words = mask_words(
         mask,
@@ -499,7 +512,7 @@ pub(crate) fn view(
     let words = if comptime!(structure.segments) {
         words_of_segments(
             words,
-            integers,
+            lengths_and_ids,
             rows,
             extent,
             block * size + (first_word * 32u32) as i32,
@@ -513,7 +526,7 @@ pub(crate) fn view(
     };
     View {
         whole,
-        may_have_holes,
+        may_have_masked,
         mask_words: words,
     }
 }

@@ -90,7 +90,7 @@ impl UnitTiles {
     }
 
     /// Vectors of shared memory that the first product's operands take.
-    pub(super) const fn transposed_vectors(&self) -> usize {
+    pub(crate) const fn transposed_vectors(&self) -> usize {
         (self.rows + self.columns()) * self.depth_pitch()
     }
 

@@ -12,8 +12,8 @@
 //! | [`add_transposed`] | up to 16 × 32, and adds it to what lies in memory | 0.031 |
 
 use super::product::{Vec4, load_vec4, tile_column, tile_row};
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::layout::{Rows, row_offset};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// The offset of `row`, or of one that may be read where it may not.
@@ -108,7 +108,7 @@ pub(super) fn accumulate<E: Float, N: Size>(
     b_first: i32,
     used: &mut Shared<[u32]>,
     output: &mut Array<Vec4>,
-    #[comptime] has_holes: bool,
+    #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
     let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
@@ -124,7 +124,7 @@ pub(super) fn accumulate<E: Float, N: Size>(
         for lane in 0..4usize {
             let row = b_first + (quad * 4 + lane) as i32;
             let mut wanted = row >= b_rows.first && row < b_rows.end;
-            if comptime!(has_holes) {
+            if comptime!(has_masked) {
                 wanted = wanted && used[quad * 4 + lane] != 0u32;
             }
             let offset = readable(b_rows, row, false);
@@ -179,7 +179,7 @@ pub(crate) struct Division {
     column_vectors: usize,
     /// Units side by side.
     across: usize,
-    turns: usize,
+    schedule: usize,
 }
 
 /// The division of `rows` × `width`: up to 16 × 32 a unit.
@@ -191,25 +191,25 @@ pub(crate) fn division(units: usize, rows: usize, width: usize) -> Division {
     };
     let across = units * 4 * row_vectors / rows;
     let of_unit = width.div_ceil(4 * across);
-    let turns = of_unit.div_ceil(8);
+    let schedule = of_unit.div_ceil(8);
     Division {
         row_vectors,
-        column_vectors: of_unit.div_ceil(turns),
+        column_vectors: of_unit.div_ceil(schedule),
         across,
-        turns,
+        schedule,
     }
 }
 
 /// Iterations of the loops of [`add_transposed`], at most.
 pub(crate) const fn add_iterations(division: Division, tiles: &UnitTiles) -> usize {
-    division.turns * (tiles.rows + 1) + tiles.row_steps() * tiles.columns() / 4
+    division.schedule * (tiles.rows + 1) + tiles.row_steps() * tiles.columns() / 4
 }
 
 /// `T += Pᵀ B` for the square tile P in shared memory and as many rows of `b`. T's rows lie in a buffer, from
 /// `target_first` on; each of its elements is always the same unit's. Starts before the tile is visible to
 /// all units, and ends with it still being read.
 ///
-/// Where the tile `has_holes`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
+/// Where the tile `has_masked`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
 pub(crate) fn add_transposed<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
@@ -221,7 +221,7 @@ pub(crate) fn add_transposed<E: Float, N: Size>(
     target_rows: &Rows,
     target_first: i32,
     #[comptime] division: Division,
-    #[comptime] has_holes: bool,
+    #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
     let unit_row = UNIT_POS as usize / comptime!(division.across);
@@ -230,11 +230,11 @@ pub(crate) fn add_transposed<E: Float, N: Size>(
     let vectors = comptime!(division.column_vectors);
     let vector_size = target.vector_size();
     sync_cube();
-    if comptime!(has_holes) {
+    if comptime!(has_masked) {
         mark_used_rows(tile, used, tiles);
     }
     let mut sum = Array::<Vec4>::new(comptime!(rows * vectors));
-    for turn in 0..division.turns {
+    for turn in 0..division.schedule {
         let first_vector = turn * comptime!(vectors * division.across) + unit_column;
         #[unroll]
         for index in 0..comptime!(rows * vectors) {
@@ -243,7 +243,7 @@ pub(crate) fn add_transposed<E: Float, N: Size>(
         for step in 0..tiles.rows {
             let row = b_first + step as i32;
             let mut wanted = row >= b_rows.first && row < b_rows.end;
-            if comptime!(has_holes) {
+            if comptime!(has_masked) {
                 wanted = wanted && used[step] != 0u32;
             }
             let offset = readable(b_rows, row, false);

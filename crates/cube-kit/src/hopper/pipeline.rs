@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 /// A stage of a ring, and the parity of its phase.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub struct Turn {
+pub struct PipelineState {
     /// The stage.
     pub stage: u32,
     /// 0 in even rounds of the ring, 1 in odd ones.
@@ -14,9 +14,9 @@ pub struct Turn {
 
 /// Where the `index`-th that goes through a ring of `stages` is.
 #[cube]
-pub fn stage_turn(index: u32, #[comptime] stages: usize) -> Turn {
+pub fn pipeline_state(index: u32, #[comptime] stages: usize) -> PipelineState {
     let stages = comptime!(stages as u32);
-    Turn {
+    PipelineState {
         stage: index % stages,
         parity: index / stages % 2u32,
     }

@@ -16,9 +16,9 @@
 //! operands are read again for every block of the other side, from L2: `rows` FMA an element.
 
 use super::direct;
-use crate::engine::unit::plan::UnitTiles;
 use crate::math::layout::{Rows, row_offset};
 use crate::math::rounding::rounded;
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// Four f32, the unit of every shared-memory access.
@@ -288,7 +288,7 @@ fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles:
 /// `[k · output_vectors + v]` is the row `unit_row + k · output_row_units`, the vector of columns
 /// `unit_column + v · output_units`. Starts before the tile is visible to all units.
 ///
-/// Where the tile `has_holes`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
+/// Where the tile `has_masked`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
 pub(crate) fn accumulate<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
@@ -298,20 +298,20 @@ pub(crate) fn accumulate<E: Float, N: Size>(
     stage: &mut Shared<[Vec4]>,
     used: &mut Shared<[u32]>,
     output: &mut Array<Vec4>,
-    #[comptime] has_holes: bool,
+    #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
-    if comptime!(has_holes) {
+    if comptime!(has_masked) {
         mark_used(tile, used, tiles);
     }
     if comptime!(tiles.direct) {
-        if comptime!(!has_holes) {
+        if comptime!(!has_masked) {
             sync_cube();
         }
-        direct::accumulate(tile, b, b_rows, b_first, used, output, has_holes, tiles);
+        direct::accumulate(tile, b, b_rows, b_first, used, output, has_masked, tiles);
     } else {
         accumulate_staged(
-            tile, b, b_rows, b_first, stage, used, output, has_holes, tiles,
+            tile, b, b_rows, b_first, stage, used, output, has_masked, tiles,
         );
     }
 }
@@ -326,7 +326,7 @@ fn accumulate_staged<E: Float, N: Size>(
     stage: &mut Shared<[Vec4]>,
     used: &mut Shared<[u32]>,
     output: &mut Array<Vec4>,
-    #[comptime] has_holes: bool,
+    #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
     let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
@@ -349,7 +349,7 @@ fn accumulate_staged<E: Float, N: Size>(
                     let row = b_first + (chunk_row + slot) as i32;
                     let mut values = Vec4::new(0.0);
                     let mut wanted = row >= b_rows.first && row < b_rows.end;
-                    if comptime!(has_holes) {
+                    if comptime!(has_masked) {
                         wanted = wanted && used[chunk_row + slot] != 0u32;
                     }
                     if wanted {

@@ -1,0 +1,7 @@
+//! Tiles that any device multiplies: by a cube's units, with neither plane operations nor matrix units.
+
+#[cfg(feature = "cube")]
+pub(crate) mod direct;
+#[cfg(feature = "cube")]
+pub(crate) mod product;
+pub mod tiles;
