@@ -44,6 +44,7 @@ pub(crate) fn hopper() -> DeviceProfile {
         multiprocessors: Some(132),
         hopper: true,
         largest_buffer: 1 << 30,
+        left_out: vec![],
     }
 }
 

@@ -6,6 +6,7 @@ use attention_cube::select::{
     DeviceProfile, Layouts, Operands, Pass, Refusal, Selection, Warning, select,
 };
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
+use attention_workspace::testing::program::{program, run, succeed};
 use burn::tensor::{DType, Device, Tensor};
 
 fn problem(head_dim: usize) -> AttentionProblem {
@@ -34,6 +35,7 @@ fn profile() -> DeviceProfile {
         processors: None,
         multiprocessors: None,
         hopper: false,
+        left_out: vec![],
     }
 }
 
@@ -306,6 +308,32 @@ fn sixteen_kilobytes_serve_every_head_size() {
                 }
             }
         }
+    }
+}
+
+/// Engines that a device would not choose by itself run on it where the others are left out.
+#[test]
+fn engines_may_be_left_out() {
+    let without_units = DeviceProfile {
+        left_out: vec![Engine::Unit],
+        ..profile()
+    };
+    let selection = select(&problem(64), Some(&without_units), READABLE, Pass::Forward);
+    assert_eq!(selection.kernel, Kernel::Reference);
+    assert_eq!(
+        refusal_of(Engine::Unit, &selection),
+        Some(&Refusal::LeftOut)
+    );
+    for device in devices().iter().filter(|device| device.name != "flex") {
+        let mut command = program("attention");
+        command
+            .args(["--device", device.name, "--dtype", "f32"])
+            .args(["--q-len", "5", "--kv-len", "7", "--head-dim", "8"]);
+        let restricted = succeed(command.env("ATTENTION_ENGINES", "reference"));
+        let refusal = "Unit refused: it is left out by ATTENTION_ENGINES";
+        assert!(restricted.stdout.contains(refusal), "{restricted:?}");
+        let ended = run(command.env("ATTENTION_ENGINES", "units"));
+        assert_ne!(ended.code, Some(0), "{ended:?}");
     }
 }
 

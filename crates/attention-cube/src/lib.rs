@@ -57,6 +57,8 @@ mod options;
 mod passes;
 mod problem;
 pub mod reference;
+#[cfg(feature = "cube")]
+mod restriction;
 pub mod select;
 #[cfg(all(test, feature = "cube"))]
 mod testing;

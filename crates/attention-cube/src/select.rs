@@ -59,6 +59,8 @@ pub struct DeviceProfile {
     pub multiprocessors: Option<usize>,
     /// Whether it is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
     pub hopper: bool,
+    /// Engines that are not asked: none, but in tests of the others.
+    pub left_out: Vec<Engine>,
 }
 
 /// How the inputs' rows lie in memory.
@@ -131,6 +133,9 @@ pub enum Refusal {
     /// The device runs no CubeCL kernels.
     #[error("the device does not run CubeCL kernels")]
     NoCubeCL,
+    /// A test leaves the engine out.
+    #[error("it is left out by ATTENTION_ENGINES")]
+    LeftOut,
     /// The device has no warpgroup matrix products.
     #[error("it needs a Hopper GPU (sm_90), and CubeCL's CUDA C++ compiler")]
     NotHopper,
@@ -272,7 +277,11 @@ pub fn select(
     };
     let mut refusals = Vec::new();
     for (engine, plan) in ENGINES {
-        match plan(problem, device, layouts, pass) {
+        let answer = match device.left_out.contains(&engine) {
+            true => Err(Refusal::LeftOut),
+            false => plan(problem, device, layouts, pass),
+        };
+        match answer {
             Ok(kernel) => return Selection::new(kernel, refusals, problem),
             Err(refusal) => refusals.push((engine, refusal)),
         }

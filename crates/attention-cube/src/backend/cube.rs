@@ -10,6 +10,7 @@ use crate::engine::wgmma::plan::WgmmaPlan;
 use crate::engine::{Kernel, unit};
 #[cfg(feature = "cuda")]
 use crate::passes::aligned::{aligned, aligned_inputs};
+use crate::restriction::Restriction;
 use crate::select::{BackwardRequest, DeviceProfile, Layouts, Pass, select};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::{
@@ -37,6 +38,7 @@ pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
 fn profile(client: &Client) -> DeviceProfile {
     let properties = client.properties();
     let hardware = &properties.hardware;
+    let restriction = Restriction::of_environment();
     let dtypes = [DType::F32, DType::F16, DType::BF16]
         .into_iter()
         .filter(|dtype| {
@@ -47,7 +49,7 @@ fn profile(client: &Client) -> DeviceProfile {
     DeviceProfile {
         name: client.name().to_string(),
         dtypes,
-        shared_memory: hardware.max_shared_memory_size,
+        shared_memory: restriction.shared_memory(hardware.max_shared_memory_size),
         units_per_cube: hardware.max_units_per_cube as usize,
         bindings: hardware.max_bindings as usize,
         largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
@@ -58,6 +60,7 @@ fn profile(client: &Client) -> DeviceProfile {
             .num_streaming_multiprocessors
             .map(|count| count as usize),
         hopper: is_hopper(client),
+        left_out: restriction.left_out(),
     }
 }
 

@@ -596,6 +596,7 @@ mod tests {
             processors: None,
             multiprocessors: None,
             hopper: false,
+            left_out: vec![],
         }
     }
 

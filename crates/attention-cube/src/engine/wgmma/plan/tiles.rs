@@ -8,7 +8,7 @@ pub use self::split_m::SplitMTiles;
 use cube_kit::hopper::{Half, registers};
 
 /// Bytes of shared memory that a cube may take on Hopper.
-const SHARED_MEMORY: usize = 232_448;
+pub(super) const SHARED_MEMORY: usize = 232_448;
 
 /// Bytes of it that suffice for barriers and the like.
 const SMALL_BYTES: usize = 512;
