@@ -4,7 +4,7 @@
 //! in any case. `ATTENTION_SHARED_MEMORY` is the bytes of shared memory that a cube may take at most, such as 101376, which are a
 //! consumer card's. Both are read once, when a device is first asked.
 
-use crate::engine::Engine;
+use crate::engine::{ENGINES, Engine};
 use std::env;
 use std::sync::OnceLock;
 
@@ -34,13 +34,13 @@ impl Restriction {
     }
 
     fn parse(engines: Option<&str>, shared_memory: Option<&str>) -> Result<Self, String> {
-        let engine = |word: &str| match word.trim() {
-            "wgmma" => Ok(Engine::Wgmma),
-            "unit" => Ok(Engine::Unit),
-            "reference" => Ok(Engine::Reference),
-            other => Err(format!(
-                "ATTENTION_ENGINES: {other:?} is none of wgmma, unit, reference"
-            )),
+        let engine = |word: &str| {
+            let known = || Self::known().chain([Engine::Reference]);
+            let named = |engine: &Engine| format!("{engine:?}").eq_ignore_ascii_case(word.trim());
+            known().find(named).ok_or_else(|| {
+                let known = Vec::from_iter(known());
+                format!("ATTENTION_ENGINES: {word:?} is none of {known:?}")
+            })
         };
         let engines = engines.map(|list| list.split(',').map(engine).collect());
         let bytes = |text: &str| {
@@ -53,11 +53,15 @@ impl Restriction {
         })
     }
 
+    /// The engines that have kernels.
+    fn known() -> impl Iterator<Item = Engine> {
+        ENGINES.iter().map(|(engine, _)| *engine)
+    }
+
     /// Engines that are left out.
     pub(crate) fn left_out(&self) -> Vec<Engine> {
-        let all = [Engine::Wgmma, Engine::Unit];
         match &self.engines {
-            Some(engines) => Vec::from_iter(all.into_iter().filter(|it| !engines.contains(it))),
+            Some(engines) => Vec::from_iter(Self::known().filter(|it| !engines.contains(it))),
             None => Vec::new(),
         }
     }
