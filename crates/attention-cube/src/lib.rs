@@ -132,15 +132,11 @@ pub fn attention_with_lse(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let (result, problem) = attend(query, key, value, options)?;
-    let parts = Tensor::<3>::from_dispatch(result.logsumexp);
-    let [batch, q_heads, q_len] = problem.logsumexp_shape();
-    let lse = if problem.logsumexp_shape().contains(&0) {
-        parts.reshape([batch, q_heads, q_len])
-    } else {
-        let references = parts.clone().slice(0..batch);
-        references + parts.slice(batch..2 * batch)
-    };
-    Ok((Tensor::from_dispatch(result.output), lse))
+    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, &problem);
+    Ok((
+        Tensor::from_dispatch(result.output),
+        Tensor::from_dispatch(logsumexp),
+    ))
 }
 
 /// The operator's results, with the logsumexp in parts, and what it was asked.

@@ -95,6 +95,19 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
+/// The logsumexp of its parts, `[batch, q_heads, q_len]`.
+pub(crate) fn logsumexp_of_parts<B: Backend>(
+    parts: FloatTensor<B>,
+    problem: &AttentionProblem,
+) -> FloatTensor<B> {
+    let shape = problem.logsumexp_shape();
+    if shape.contains(&0) {
+        return B::float_reshape(parts, Shape::new(shape));
+    }
+    let [references, logarithms] = self::parts::<B>(parts, problem);
+    B::float_add(references, logarithms)
+}
+
 /// The gradients, from the probabilities that the logsumexp gives back:
 /// `ds = p ∘ (do·vᵀ − Δ)` with `Δ = rowsum(do ∘ o) − dlse` (Dao et al., FlashAttention, 2022, §B.2).
 pub(crate) fn backward<B: Backend>(
@@ -119,8 +132,8 @@ pub(crate) fn backward<B: Backend>(
         None => rows,
     };
     // Of such a query the logsumexp is the sink, if there is one, and else −∞, a constant.
-    let [references, logarithms] = parts::<B>(saved.logsumexp, problem);
-    let logsumexp = B::float_reshape(B::float_add(references, logarithms), rows.clone());
+    let logsumexp = logsumexp_of_parts::<B>(saved.logsumexp, problem);
+    let logsumexp = B::float_reshape(logsumexp, rows.clone());
     let bools = bool_dtype::<B>(&logsumexp);
     let constant = B::float_equal_elem(logsumexp.clone(), f64::NEG_INFINITY.into(), bools);
     let defined = |rows| fill_rows::<B>(rows, &constant);

@@ -128,9 +128,8 @@ impl<'a> BackwardPass<'a> {
         let problem = self.problem;
         let [batch, q_heads, q_len] = problem.logsumexp_shape();
         let rows = Shape::new([batch, q_heads, q_len, 1]);
-        let [references, logarithms] =
-            reference::parts::<CubeBackend>(self.logsumexp.clone(), problem);
-        let logsumexp = CubeBackend::float_add(references, logarithms);
+        let logsumexp =
+            reference::logsumexp_of_parts::<CubeBackend>(self.logsumexp.clone(), problem);
         let logsumexp = CubeBackend::float_reshape(logsumexp, rows);
         let deltas = CubeBackend::float_slice(
             self.rows.clone(),

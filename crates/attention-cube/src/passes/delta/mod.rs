@@ -12,6 +12,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
+
 /// The terms of every query, `[batch, q_heads, 3, padded q_len]`, with reference and logarithm apart or not.
 pub(crate) fn rows_of_queries(
     saved: &AttentionSaved<CubeBackend>,
