@@ -3,8 +3,10 @@
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
+use crate::definition::Definition;
 use crate::dense::{Dense, read};
 use crate::devices::{cube_devices, devices};
+use crate::inputs::Inputs;
 use crate::run::Operator;
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Device, Distribution, Tensor};
@@ -31,6 +33,60 @@ fn of_the_logsumexp_alone() {
     let mut inputs = case.inputs();
     inputs.output_gradient.values.fill(0.0);
     case.check_inputs(&inputs, &inputs);
+}
+
+/// Checks what rounding the stored results may explain: see [`Definition::random_faults`].
+fn check_stored(case: &Case, inputs: &Inputs) {
+    let definition = Definition::new(case, inputs);
+    for device in devices().iter().filter(|it| it.supports(case.dtype)) {
+        let got = case.run(inputs, &device.device, case.dtype, Operator::Fused);
+        let faults = definition.random_faults(&got);
+        assert!(faults.is_empty(), "{}: {case:?}: {faults:?}", device.name);
+    }
+}
+
+/// Where scores are in the hundreds, the last bits of a dot product change a probability: the backward has to sum it as the forward
+/// did, at every width, and where another engine serves it.
+#[test]
+fn of_scores_in_the_hundreds() {
+    for (dtype, head_dim, value_dim) in [
+        (DType::F32, 64, 64),
+        (DType::F32, 192, 192),
+        (DType::F32, 250, 256),
+        (DType::F32, 512, 512),
+        (DType::F16, 64, 64),
+        (DType::F16, 320, 320),
+        (DType::F16, 576, 512),
+    ] {
+        for (q_len, kv_len) in [(70, 40), (1, 90)] {
+            let case = Case {
+                dtype,
+                scale: Some(0.25),
+                amplitude: 8.0,
+                ..Case::new([1, 2, 1, q_len, kv_len, head_dim, value_dim])
+            };
+            check_stored(&case, &case.inputs());
+        }
+    }
+}
+
+/// A sink that has nearly all of a row leaves its keys probabilities below the least normal number of half precision.
+#[test]
+fn of_small_probabilities() {
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for (head_dim, q_len) in [(64, 70), (128, 3), (256, 130), (320, 7), (512, 70)] {
+            let case = Case {
+                dtype,
+                sinks: true,
+                ..Case::new([1, 6, 2, q_len, 40, head_dim, head_dim])
+            };
+            let mut inputs = case.inputs();
+            inputs.sinks = Some(Dense::from_fn([1, 6, 1, 1], |[_, head, _, _]| {
+                9.0 + head as f64
+            }));
+            check_stored(&case, &inputs);
+        }
+    }
 }
 
 fn random<const N: usize>(shapes: [[usize; 4]; N]) -> [Dense; N] {

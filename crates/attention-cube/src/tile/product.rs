@@ -21,6 +21,11 @@ use crate::math::rounding::rounded;
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
+/// Columns that a dot product sums by themselves, and then their sums. One chain over 512 columns would lose two more bits, which
+/// shows where the backward subtracts Δ from dP. Every staged tile sums alike, whatever its depth: the backward's scores are then
+/// the forward's bit by bit, which shows where scores are so large that their last bit changes a probability.
+const SUM: usize = 16;
+
 /// Four f32, the unit of every shared-memory access.
 pub(crate) type Vec4 = Vector<f32, Const<4>>;
 
@@ -136,6 +141,7 @@ fn multiply_staged<E: Float, N: Size>(
     #[comptime] tiles: UnitTiles,
     #[comptime] a_packed: bool,
 ) {
+    comptime!(assert!(tiles.depth.is_multiple_of(SUM), "{tiles:?}"));
     let pitch = comptime!(tiles.depth_pitch());
     let b_at = comptime!(tiles.rows * tiles.depth_pitch());
     let vectors = comptime!(tiles.depth / 4);
@@ -178,38 +184,41 @@ fn multiply_staged<E: Float, N: Size>(
             tiles.units,
         );
         sync_cube();
-        // A sum of its own for each chunk: one chain over 512 columns would lose two more bits, which
-        // shows where the backward subtracts Δ from dP.
-        let mut part = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
         #[unroll]
-        for index in 0..comptime!(4 * tiles.rows_per_unit()) {
-            part[index] = 0.0f32;
-        }
-        for vector in 0..vectors {
-            let mut b_values = Array::<Vec4>::new(4usize);
+        for group in 0..comptime!(tiles.depth / SUM) {
+            let mut part = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
             #[unroll]
-            for c in 0..4usize {
-                b_values[c] = stage
-                    [b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
+            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+                part[index] = 0.0f32;
             }
-            #[unroll]
-            for k in 0..comptime!(tiles.rows_per_unit()) {
-                let a_value = stage[(unit_row + k * comptime!(tiles.row_units())) * pitch + vector];
+            for step in 0..comptime!(SUM / 4) {
+                let vector = comptime!(group * SUM / 4) + step;
+                let mut b_values = Array::<Vec4>::new(4usize);
                 #[unroll]
                 for c in 0..4usize {
-                    let b_value = b_values[c];
-                    let mut sum = part[k * 4 + c];
+                    b_values[c] = stage
+                        [b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
+                }
+                #[unroll]
+                for k in 0..comptime!(tiles.rows_per_unit()) {
+                    let a_value =
+                        stage[(unit_row + k * comptime!(tiles.row_units())) * pitch + vector];
                     #[unroll]
-                    for lane in 0..4usize {
-                        sum += a_value.extract(lane) * b_value.extract(lane);
+                    for c in 0..4usize {
+                        let b_value = b_values[c];
+                        let mut sum = part[k * 4 + c];
+                        #[unroll]
+                        for lane in 0..4usize {
+                            sum += a_value.extract(lane) * b_value.extract(lane);
+                        }
+                        part[k * 4 + c] = sum;
                     }
-                    part[k * 4 + c] = sum;
                 }
             }
-        }
-        #[unroll]
-        for index in 0..comptime!(4 * tiles.rows_per_unit()) {
-            s[index] += part[index];
+            #[unroll]
+            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+                s[index] += part[index];
+            }
         }
     }
 }

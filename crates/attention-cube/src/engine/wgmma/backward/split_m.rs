@@ -471,7 +471,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         comptime!(usize::from(tiles.sums.has_dots())),
     );
     let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
-    let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
+    let at = places.terms + dot_stage * comptime!(tiles.term_stride() as u32);
     let terms = terms_of_block(row_terms, at, tiles.columns);
     let weights = weights::<F, NB, NS, NP>(
         s,

@@ -330,6 +330,23 @@ mod tests {
                             tiles.unwrap_or_else(|| panic!("none for {head_dim}/{value_dim}"));
                         assert!(tiles.shared_memory() <= SHARED_MEMORY, "{tiles:?}");
                         assert!(tiles.columns().is_multiple_of(16) && tiles.columns() <= 128);
+                        let places = match tiles {
+                            GradientTiles::SplitM(tiles) => [
+                                tiles.dots_at(),
+                                tiles.values_at(),
+                                tiles.terms_at(),
+                                tiles.term_stride(),
+                            ],
+                            GradientTiles::SplitD(tiles) => [
+                                tiles.stages_at(),
+                                tiles.factors_at(),
+                                tiles.terms_at(),
+                                tiles.term_bytes(),
+                            ],
+                        };
+                        // Where the copy engine writes.
+                        let aligned = |place: usize| place.is_multiple_of(128);
+                        assert!(places.into_iter().all(aligned), "{tiles:?}");
                     }
                 }
             }

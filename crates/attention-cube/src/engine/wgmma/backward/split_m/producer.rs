@@ -112,7 +112,7 @@ pub(super) fn fetch<E: Float>(
         );
         if comptime!(tiles.side == Side::Keys) {
             tma_load(
-                places.terms + slot.stage * comptime!(tiles.term_bytes() as u32),
+                places.terms + slot.stage * comptime!(tiles.term_stride() as u32),
                 tensor_map_address(term_tma_tiles),
                 tile.batch,
                 other_head,

@@ -91,6 +91,11 @@ impl GradientSplitMTiles {
         }
     }
 
+    /// From a block's terms in shared memory to the next's: the copy engine writes at multiples of 128 bytes.
+    pub const fn term_stride(&self) -> usize {
+        self.term_bytes().next_multiple_of(128)
+    }
+
     /// Where the blocks of dots start.
     pub const fn dots_at(&self) -> usize {
         self.stationary_dot_bytes() + self.stationary_value_bytes()
@@ -108,7 +113,7 @@ impl GradientSplitMTiles {
 
     /// Where the barriers start: full and empty of every stage of dots and of values, and one for what is held.
     pub const fn barriers_at(&self) -> usize {
-        self.terms_at() + self.dot_stages * self.term_bytes()
+        self.terms_at() + self.dot_stages * self.term_stride()
     }
 
     /// Where the words start in which a bit stands for a column that some row uses.
