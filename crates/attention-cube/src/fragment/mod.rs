@@ -1,12 +1,18 @@
-//! Attention on an accumulator's registers, which a warpgroup's threads hold by fragments: a thread has two rows, 8
-//! apart, and a quarter of their columns; the three others are its neighbours.
+//! Attention on an accumulator's registers, which threads hold by fragments: a thread has two rows, 8 apart, and a quarter of
+//! their columns; the three others are its neighbours. What tiles of such rows visit, see and write is the same for all engines
+//! that have them.
 
 pub(crate) mod bias;
 pub(crate) mod gradient;
 pub(crate) mod mask;
+pub(crate) mod output;
 pub(crate) mod score;
 pub(crate) mod softcap;
 pub(crate) mod softmax;
+pub(crate) mod stationary;
+pub(crate) mod view;
+pub(crate) mod visits;
+pub(crate) mod work_tile;
 
 use self::bias::{BiasReads, bias_row};
 use crate::math::score::{ScoreKind, is_hidden};

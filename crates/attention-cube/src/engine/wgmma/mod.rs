@@ -8,12 +8,8 @@ pub(crate) mod chunked;
 pub(crate) mod forward;
 #[cfg(feature = "cuda")]
 pub(crate) mod launch;
-#[cfg(feature = "cuda")]
-pub(crate) mod output;
 pub mod plan;
 #[cfg(all(test, feature = "cuda"))]
 mod source;
-#[cfg(feature = "cuda")]
-pub(crate) mod work_tile;
 #[cfg(feature = "cuda")]
 pub(crate) mod zero_fill;

@@ -16,18 +16,20 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::stationary::{
-    GradientPart, GradientSteps, Stationary, first_visit, held, position_of, row_factors,
-    stationary_rows, stationary_work_tile, visit_from, write_gradient,
-};
+use crate::engine::wgmma::backward::copies::{GradientPart, GradientSteps, write_gradient};
 use crate::engine::wgmma::chunked::{Ring, add_chunks, multiply_chunks};
 use crate::engine::wgmma::plan::{GradientSplitDTiles, SplitDTiles};
-use crate::engine::wgmma::work_tile::{HopperKind, view};
 use crate::engine::wgmma::zero_fill::{
     has_unseen, tell_used, used_columns, used_words, zero_fill_unseen,
 };
 use crate::fragment::columns_end;
 use crate::fragment::gradient::{dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::stationary::{
+    Stationary, first_visit, held, position_of, row_factors, stationary_rows, stationary_work_tile,
+    visit_from,
+};
+use crate::fragment::view::view;
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::{Extent, Sight, sight};
@@ -87,7 +89,7 @@ pub(crate) fn backward_split_d<
     mask_places: MaskPlaces,
     group: u32,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(N)] _vector: usize,
@@ -224,7 +226,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     places: &Places,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Vector<f32, NG> {
     let side = comptime!(kind.fragment.side);
     let lane = UNIT_POS % 32u32;
@@ -375,7 +377,7 @@ fn hand_over<NP: Size>(
     places: &Places,
     warpgroup: u32,
     count: u32,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     if comptime!(kind.leaves_masked()) {
         tell_used(
@@ -415,7 +417,7 @@ fn add<NG: Size>(
     ring: Ring,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Vector<f32, NG> {
     let product = comptime!(tiles.sum_product());
     let factors = uniform(descriptor(places.factors));

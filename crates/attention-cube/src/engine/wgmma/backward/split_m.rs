@@ -22,14 +22,16 @@ use self::products::{
     start_s,
 };
 use self::zero_fill::zero_fill_block;
-use super::stationary::{
-    GradientPart, GradientSteps, Stationary, first_visit, held, position_of, row_factors,
-    stationary_rows, stationary_work_tile, visit_from, write_gradient,
-};
+use crate::engine::wgmma::backward::copies::{GradientPart, GradientSteps, write_gradient};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::engine::wgmma::work_tile::{HopperKind, View, view};
 use crate::fragment::RowPair;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::stationary::{
+    Stationary, first_visit, held, position_of, row_factors, stationary_rows, stationary_work_tile,
+    visit_from,
+};
+use crate::fragment::view::{View, view};
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
@@ -82,7 +84,7 @@ pub(crate) fn backward_split_m<
     mask_places: MaskPlaces,
     group: u32,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(N)] _vector: usize,
@@ -243,7 +245,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     places: &Places,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Gradients<ND, NV> {
     let lane = UNIT_POS % 32u32;
     let elected = u32::cast_from(lane == 0u32);
@@ -414,7 +416,7 @@ fn seen_by<F: Float, NB: Size>(
     bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
     lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Seen {
     let rows = stationary_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
     let tile_position = position_of(tile, head, kind.fragment.side);
@@ -460,7 +462,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     count: u32,
     elected: u32,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Made<NP> {
     let used = comptime!(tiles.columns / 2);
     let fragment = comptime!(tiles.fragments()[0]);

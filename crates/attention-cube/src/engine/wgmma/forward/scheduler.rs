@@ -6,7 +6,7 @@
 //! overwritten.
 
 use crate::engine::wgmma::plan::NOTICE_BYTES;
-use crate::engine::wgmma::work_tile::HopperKind;
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::{Grid, Schedule, next_item};
 use crate::math::visibility::{BLOCK_BOUNDS, Extent};
 use cube_kit::hopper::ptx::{
@@ -15,14 +15,15 @@ use cube_kit::hopper::ptx::{
 };
 use cubecl::prelude::*;
 
+/// Whether cubes take whichever item is next, and not those of their numbers.
+const fn takes_items(kind: TileKind) -> bool {
+    kind.fragment.structure.segments && !kind.split
+}
+
 /// Where notices start: behind the `bytes` of a cube's other shared memory.
 #[cube]
-pub(super) fn notices_at(
-    start: u32,
-    #[comptime] bytes: usize,
-    #[comptime] kind: HopperKind,
-) -> u32 {
-    if comptime!(kind.takes_items()) {
+pub(super) fn notices_at(start: u32, #[comptime] bytes: usize, #[comptime] kind: TileKind) -> u32 {
+    if comptime!(takes_items(kind)) {
         start + comptime!(bytes as u32)
     } else {
         start
@@ -30,14 +31,14 @@ pub(super) fn notices_at(
 }
 
 /// Bytes of shared memory for notices.
-pub(super) const fn notice_bytes(kind: HopperKind) -> usize {
-    if kind.takes_items() { NOTICE_BYTES } else { 0 }
+pub(super) const fn notice_bytes(kind: TileKind) -> usize {
+    if takes_items(kind) { NOTICE_BYTES } else { 0 }
 }
 
 /// Makes the notices' barriers, where `warps` multiply.
 #[cube]
-pub(super) fn init_notices(notices: u32, #[comptime] warps: usize, #[comptime] kind: HopperKind) {
-    if comptime!(kind.takes_items()) {
+pub(super) fn init_notices(notices: u32, #[comptime] warps: usize, #[comptime] kind: TileKind) {
+    if comptime!(takes_items(kind)) {
         #[unroll]
         for notice in 0..2u32 {
             barrier_init(full(notices, notice), 1usize);
@@ -56,9 +57,9 @@ pub(super) fn take_item(
     extent: &Extent,
     lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     notices: u32,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> u32 {
-    if comptime!(kind.takes_items()) {
+    if comptime!(takes_items(kind)) {
         let notice = turn % 2u32;
         barrier_wait(empty(notices, notice), (turn / 2u32 % 2u32) ^ 1u32);
         // The first items are the cubes' numbers.
@@ -79,9 +80,9 @@ pub(super) fn told_item(
     turn: u32,
     notices: u32,
     elected: u32,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> u32 {
-    if comptime!(kind.takes_items()) {
+    if comptime!(takes_items(kind)) {
         let notice = turn % 2u32;
         barrier_wait(full(notices, notice), turn / 2u32 % 2u32);
         // All lanes have read it when one of them has this.

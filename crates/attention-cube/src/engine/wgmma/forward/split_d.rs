@@ -25,16 +25,16 @@ use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
 use crate::engine::wgmma::chunked::{
     Ring, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
 };
-use crate::engine::wgmma::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::forward::copies::{Steps, zero_fill_other_queries};
+use crate::engine::wgmma::forward::output::{Finished, Target, write_tile};
 use crate::engine::wgmma::plan::SplitDTiles;
-use crate::engine::wgmma::work_tile::{
-    AssignedTile, HopperKind, Steps, assigned_tile, next_block, row_pair, tile_position, view,
-    zero_fill_other_queries,
-};
 use crate::fragment::RowPair;
 use crate::fragment::bias::bias_words;
 use crate::fragment::score::score;
 use crate::fragment::softmax::{empty_state, rescale, totals};
+use crate::fragment::view::view;
+use crate::fragment::visits::{next_block, tile_position};
+use crate::fragment::work_tile::{AssignedTile, TileKind, assigned_tile, row_pair};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
@@ -94,7 +94,8 @@ pub(crate) fn forward_split_d<
     group: u32,
     power: f32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
+    #[comptime] stores_output_by_tma: bool,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -234,6 +235,7 @@ pub(crate) fn forward_split_d<
                     arguments.scale,
                     arguments.negative_infinity,
                     comptime!(tiles.output_shape()),
+                    stores_output_by_tma,
                     kind,
                 );
                 barrier_arrive(places.queries_empty, ring.elected);
@@ -270,7 +272,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     visited: u32,
     power: f32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Attended<NO> {
     let sight = &assigned_tile.sight;
     let tile = &assigned_tile.tile;

@@ -24,16 +24,16 @@ use self::producer::{Places, fetch, places};
 use self::products::{take_output, take_scores};
 use self::zero_fill::{first_row_hides, may_have_masked_in, tell_used_by, zero_fill_values};
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
-use crate::engine::wgmma::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::forward::copies::{Steps, zero_fill_other_queries};
+use crate::engine::wgmma::forward::output::{Finished, Target, write_tile};
 use crate::engine::wgmma::plan::SplitMTiles;
-use crate::engine::wgmma::work_tile::{
-    AssignedTile, HopperKind, Steps, assigned_tile, next_block, row_pair, tile_position, view,
-    zero_fill_other_queries,
-};
 use crate::fragment::RowPair;
 use crate::fragment::bias::BiasWords;
 use crate::fragment::score::score;
 use crate::fragment::softmax::{empty_state, rescale, totals};
+use crate::fragment::view::view;
+use crate::fragment::visits::{next_block, tile_position};
+use crate::fragment::work_tile::{AssignedTile, TileKind, assigned_tile, row_pair};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
@@ -85,7 +85,8 @@ pub(crate) fn forward_split_m<
     group: u32,
     power: f32,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
+    #[comptime] stores_output_by_tma: bool,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -234,7 +235,7 @@ pub(crate) fn forward_split_m<
                 visited = attended.visited;
                 masked = attended.masked;
                 // Queries are not read any more; a place that is shared with the output, not yet.
-                if comptime!(tiles.has_output_place() || !kind.stores_output_by_tma) {
+                if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(places.queries_empty, elected);
                 }
                 write_tile::<O, K, N, NO>(
@@ -249,9 +250,10 @@ pub(crate) fn forward_split_m<
                     arguments.scale,
                     arguments.negative_infinity,
                     comptime!(tiles.output_shape()),
+                    stores_output_by_tma,
                     kind,
                 );
-                if comptime!(!tiles.has_output_place() && kind.stores_output_by_tma) {
+                if comptime!(!tiles.has_output_place() && stores_output_by_tma) {
                     barrier_arrive(places.queries_empty, elected);
                 }
                 tiles_done += 1u32;
@@ -259,7 +261,7 @@ pub(crate) fn forward_split_m<
             item = told_item(&schedule, item, turn, notices, elected, kind);
             turn += 1u32;
         }
-        if comptime!(kind.stores_output_by_tma) {
+        if comptime!(stores_output_by_tma) {
             await_stores();
         }
     }
@@ -298,7 +300,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     masked_before: u32,
     power: f32,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Attended<NO> {
     let sight = &assigned_tile.sight;
     let tile = &assigned_tile.tile;

@@ -1,10 +1,9 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
-use crate::engine::wgmma::backward::stationary::{
-    GradientSteps, Stationary, fetch_stationary, first_visit, visit_from,
-};
+use crate::engine::wgmma::backward::copies::{GradientSteps, fetch_stationary};
 use crate::engine::wgmma::plan::{GradientSplitDTiles, SplitDTiles};
-use crate::engine::wgmma::work_tile::HopperKind;
+use crate::fragment::stationary::{Stationary, first_visit, visit_from};
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
@@ -65,7 +64,7 @@ pub(super) fn fetch<E: Float>(
     steps: &GradientSteps,
     places: &Places,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
     let mut head = first.head;

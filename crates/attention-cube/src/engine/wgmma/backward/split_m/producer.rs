@@ -1,10 +1,9 @@
 //! The warpgroup that fetches: one thread of it keeps the rings full.
 
-use crate::engine::wgmma::backward::stationary::{
-    GradientSteps, Stationary, fetch_stationary, first_visit, visit_from,
-};
+use crate::engine::wgmma::backward::copies::{GradientSteps, fetch_stationary};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::engine::wgmma::work_tile::HopperKind;
+use crate::fragment::stationary::{Stationary, first_visit, visit_from};
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
@@ -68,7 +67,7 @@ pub(super) fn fetch<E: Float>(
     steps: &GradientSteps,
     places: &Places,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     let dot_map = tensor_map_address(dots);
     let value_map = tensor_map_address(values);

@@ -1,10 +1,10 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
+use crate::engine::wgmma::forward::copies::{Steps, copied_rows};
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::SplitDTiles;
-use crate::engine::wgmma::work_tile::{
-    HopperKind, Steps, Tile, assigned_tile, copied_rows, next_block,
-};
+use crate::fragment::visits::next_block;
+use crate::fragment::work_tile::{Tile, TileKind, assigned_tile};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
@@ -71,7 +71,7 @@ pub(super) fn fetch<E: Float>(
     places: &Places,
     notices: u32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     let query_map = tensor_map_address(query);
     let key_map = tensor_map_address(key);
@@ -179,7 +179,7 @@ fn fetch_queries(
     tile: &Tile,
     count: u32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     await_queries_empty(places, count);
     barrier_expect_bytes(

@@ -2,9 +2,9 @@
 
 use super::producer::Places;
 use crate::engine::wgmma::plan::SplitMTiles;
-use crate::engine::wgmma::work_tile::HopperKind;
 use crate::fragment::RowPair;
 use crate::fragment::bias::{BiasWords, bias_words};
+use crate::fragment::work_tile::TileKind;
 use crate::math::visibility::Extent;
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
@@ -24,7 +24,7 @@ pub(super) fn biases_of<F: Float, NB: Size>(
     warpgroup: u32,
     elected: u32,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> BiasWords {
     if comptime!(tiles.bias_stages > 0) {
         let slot = pipeline_state(count, tiles.bias_stages);
