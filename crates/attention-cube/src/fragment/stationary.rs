@@ -3,14 +3,16 @@
 
 use super::bias::bias_of_head;
 use super::gradient::terms_of_rows;
+use super::scoring::{Masking, Scoring};
 use super::visits::{TilePosition, meets};
 use super::work_tile::TileKind;
 use super::{FragmentKind, RowPair, rows_end};
 use crate::math::schedule::{Grid, WorkTile, block_count, work_tile};
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Run, Sight, visible_keys, visible_queries, within_segments};
+use crate::math::visibility::{
+    Extent, Run, Sight, sight, visible_keys, visible_queries, within_segments,
+};
 use crate::passes::delta::kernel::is_blind;
-use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::{Pair, pair};
 use cubecl::prelude::*;
 
@@ -26,6 +28,8 @@ pub(crate) struct Stationary {
     pub rows: i32,
     /// The number of the tile among the blocks that segments are bounded by.
     pub row_block: u32,
+    /// What its sequence sees.
+    pub sight: Sight,
     /// What any row sees on the other side.
     pub run: Run,
     pub first_block: i32,
@@ -39,14 +43,16 @@ pub(crate) struct Stationary {
 #[cube]
 pub(crate) fn held(
     work_tile: WorkTile,
-    extent: &Extent,
-    sight: &Sight,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     group: u32,
     #[comptime] rows: usize,
     #[comptime] columns: usize,
     #[comptime] kind: TileKind,
 ) -> Stationary {
+    let extent = &masking.extent;
+    let lengths_and_ids = &masking.lengths_and_ids;
+    let structure = comptime!(kind.fragment.structure);
+    let sight = sight(extent, lengths_and_ids, work_tile.batch, structure);
     let side = comptime!(kind.fragment.side);
     let first_row = (work_tile.tile * comptime!(rows as u32)) as i32;
     let size = comptime!(columns as i32);
@@ -56,10 +62,10 @@ pub(crate) fn held(
     let run = if comptime!(side == Side::Queries) {
         // Rows that do not exist may see what the others see, but they must not read a bias.
         let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
-        visible_keys(sight, first_row, first_row + existing - 1i32, full)
+        visible_keys(&sight, first_row, first_row + existing - 1i32, full)
     } else {
         let full = first_row + comptime!(rows as i32) <= exist;
-        visible_queries(sight, first_row, exist - 1i32, full)
+        visible_queries(&sight, first_row, exist - 1i32, full)
     };
     let heads = if comptime!(side == Side::Queries) {
         u32::new(1)
@@ -79,7 +85,7 @@ pub(crate) fn held(
         work_tile.batch,
         work_tile.tile,
         side,
-        kind.fragment.structure,
+        structure,
     );
     Stationary {
         batch: work_tile.batch,
@@ -87,6 +93,7 @@ pub(crate) fn held(
         first_row,
         rows: existing,
         row_block: work_tile.tile,
+        sight,
         run,
         first_block: blocks.first,
         end_block: blocks.end,
@@ -130,23 +137,11 @@ pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) 
 #[cube]
 pub(crate) fn first_visit(
     tile: &Stationary,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     #[comptime] kind: TileKind,
 ) -> Visit {
     let head = select(tile.first_block < tile.end_block, 0u32, tile.heads);
-    visit_from(
-        tile,
-        head,
-        tile.first_block,
-        extent,
-        mask,
-        mask_places,
-        lengths_and_ids,
-        kind,
-    )
+    visit_from(tile, head, tile.first_block, masking, kind)
 }
 
 /// The first visit from a block of a head on.
@@ -155,10 +150,7 @@ pub(crate) fn visit_from(
     tile: &Stationary,
     head: u32,
     block: i32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     #[comptime] kind: TileKind,
 ) -> Visit {
     let mut head = head;
@@ -171,15 +163,7 @@ pub(crate) fn visit_from(
         let mut searching = head < tile.heads;
         while searching {
             let tile_position = position_of(tile, head, kind.fragment.side);
-            if meets(
-                &tile_position,
-                block,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            ) {
+            if meets(&tile_position, block, masking, kind) {
                 searching = false;
             } else {
                 block += 1i32;
@@ -198,8 +182,7 @@ pub(crate) fn visit_from(
 #[cube]
 pub(crate) fn stationary_rows<F: Float, NB: Size>(
     tile: &Stationary,
-    extent: &Extent,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    scoring: &Scoring<F, NB>,
     first: i32,
     head: u32,
     #[comptime] kind: FragmentKind,
@@ -210,14 +193,15 @@ pub(crate) fn stationary_rows<F: Float, NB: Size>(
     } else {
         tile.first_head + head
     };
-    let end = rows_end(extent, side);
+    let end = rows_end(&scoring.masking.extent, side);
     RowPair {
         batch: tile.batch,
         head_0: query_head,
         head_1: query_head,
         position_0: min(tile.first_row + first, end),
         position_1: min(tile.first_row + first + 8i32, end),
-        bias_of_head: bias_of_head::<F, NB>(bias, tile.batch, query_head, kind),
+        sight: tile.sight,
+        bias_of_head: bias_of_head::<F, NB>(&scoring.bias, tile.batch, query_head, kind),
     }
 }
 

@@ -2,11 +2,12 @@
 
 use super::RowPair;
 use super::mask::{MaskWords, mask_words, words_of_segments};
+use super::scoring::Masking;
 use super::visits::{TilePosition, mask_sight};
 use super::work_tile::TileKind;
 use crate::math::score::is_hidden;
-use crate::math::visibility::{Extent, documents_of, is_inside};
-use crate::passes::mask_bits::kernel::{EVERY_KEY, EVERYTHING, MaskPlaces};
+use crate::math::visibility::{documents_of, is_inside};
+use crate::passes::mask_bits::kernel::{EVERY_KEY, EVERYTHING};
 use cubecl::prelude::*;
 
 /// How a tile sees a block.
@@ -28,10 +29,7 @@ pub(crate) fn view(
     rows: &RowPair,
     block: i32,
     first_word: u32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     #[comptime] size: usize,
     #[comptime] columns: usize,
     #[comptime] kind: TileKind,
@@ -45,8 +43,8 @@ pub(crate) fn view(
     let mut may_have_masked = false;
     let side = comptime!(kind.fragment.side);
     let own = documents_of(
-        extent,
-        lengths_and_ids,
+        &masking.extent,
+        &masking.lengths_and_ids,
         tile_position.batch,
         tile_position.row_block,
         side,
@@ -54,8 +52,8 @@ pub(crate) fn view(
     );
     let other = comptime!(side.other());
     let other = documents_of(
-        extent,
-        lengths_and_ids,
+        &masking.extent,
+        &masking.lengths_and_ids,
         tile_position.batch,
         block as u32,
         other,
@@ -73,7 +71,7 @@ pub(crate) fn view(
         }
     }
     if comptime!(kind.sums_up_mask()) {
-        let sight = mask_sight(tile_position, block, mask, mask_places);
+        let sight = mask_sight(tile_position, block, masking);
         whole = whole && sight == EVERYTHING;
         may_have_masked = may_have_masked || !inside || sight < EVERY_KEY;
     }
@@ -89,10 +87,8 @@ pub(crate) fn view(
         may_have_masked = true;
     }
     let words = mask_words(
-        mask,
-        mask_places,
+        masking,
         rows,
-        extent,
         block as u32 * block_words + first_word,
         whole,
         columns,
@@ -101,9 +97,8 @@ pub(crate) fn view(
     let words = if comptime!(structure.segments) {
         words_of_segments(
             words,
-            lengths_and_ids,
+            masking,
             rows,
-            extent,
             block * size + (first_word * 32u32) as i32,
             other,
             shared,

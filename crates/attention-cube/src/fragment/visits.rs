@@ -1,9 +1,10 @@
 //! Which blocks a tile visits: those of its run in which it may see something, by segments and mask.
 
+use super::scoring::Masking;
 use super::work_tile::{Tile, TileKind};
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Run, segments_meet};
-use crate::passes::mask_bits::kernel::{MaskPlaces, NOTHING, sight_of_block};
+use crate::math::visibility::{Run, segments_meet};
+use crate::passes::mask_bits::kernel::{NOTHING, sight_of_block};
 use cubecl::prelude::*;
 
 /// Where a tile stands among the blocks of the other side.
@@ -33,10 +34,7 @@ pub(crate) fn tile_position(tile: &Tile) -> TilePosition {
 pub(crate) fn next_block(
     tile: &Tile,
     block: i32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     #[comptime] kind: TileKind,
 ) -> i32 {
     let mut block = block;
@@ -44,15 +42,7 @@ pub(crate) fn next_block(
         let tile_position = tile_position(tile);
         let mut searching = block < tile.end_block;
         while searching {
-            if meets(
-                &tile_position,
-                block,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            ) {
+            if meets(&tile_position, block, masking, kind) {
                 searching = false;
             } else {
                 block += 1i32;
@@ -68,24 +58,21 @@ pub(crate) fn next_block(
 pub(crate) fn meets(
     tile_position: &TilePosition,
     block: i32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     #[comptime] kind: TileKind,
 ) -> bool {
     let structure = comptime!(kind.fragment.structure);
     let blocks = block_pair(tile_position, block, kind.fragment.side);
     let mut meets = segments_meet(
-        extent,
-        lengths_and_ids,
+        &masking.extent,
+        &masking.lengths_and_ids,
         tile_position.batch,
         blocks.query,
         blocks.key,
         structure,
     );
     if comptime!(kind.sums_up_mask()) {
-        meets = meets && mask_sight(tile_position, block, mask, mask_places) != NOTHING;
+        meets = meets && mask_sight(tile_position, block, masking) != NOTHING;
     }
     meets
 }
@@ -116,15 +103,10 @@ fn block_pair(tile_position: &TilePosition, block: i32, #[comptime] side: Side) 
 
 /// What the mask lets the tile see of a block.
 #[cube]
-pub(super) fn mask_sight(
-    tile_position: &TilePosition,
-    block: i32,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-) -> u32 {
+pub(super) fn mask_sight(tile_position: &TilePosition, block: i32, masking: &Masking) -> u32 {
     sight_of_block(
-        mask,
-        mask_places,
+        &masking.mask,
+        &masking.mask_places,
         tile_position.batch,
         tile_position.head,
         tile_position.row_block,

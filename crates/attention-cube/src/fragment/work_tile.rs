@@ -1,12 +1,12 @@
 //! What a cube works on: a tile of queries, its rows, and the blocks of keys that it may see.
 
 use super::bias::bias_of_head;
+use super::scoring::{Masking, Scoring};
 use super::visits::next_block;
 use super::{FragmentKind, RowPair};
 use crate::math::schedule::{Grid, Schedule, WorkTile, assignment, block_count};
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Run, Sight, sight, visible_keys, within_segments};
-use crate::passes::mask_bits::kernel::MaskPlaces;
+use crate::math::visibility::{Run, Sight, sight, visible_keys, within_segments};
 use cubecl::prelude::*;
 
 /// What a kernel is compiled for whose cubes work on tiles of fragments.
@@ -31,6 +31,16 @@ impl TileKind {
     }
 }
 
+/// All tiles, and the order in which cubes take them.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct TileScheduler {
+    pub grid: Grid,
+    pub schedule: Schedule,
+    /// Query heads of a head of keys.
+    pub group: u32,
+}
+
 /// A tile of queries and the keys it sees.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -46,6 +56,8 @@ pub(crate) struct Tile {
     pub head_rows: i32,
     /// The number of the tile among the blocks of queries that segments are bounded by.
     pub query_block: u32,
+    /// What its sequence sees.
+    pub sight: Sight,
     pub keys: Run,
     /// Blocks to visit.
     pub first_block: i32,
@@ -59,7 +71,6 @@ pub(crate) struct Tile {
 #[expand(derive(Clone, Copy))]
 pub(crate) struct AssignedTile {
     pub exists: bool,
-    pub sight: Sight,
     pub tile: Tile,
     /// The first block that it visits, or the end of its blocks.
     pub first: i32,
@@ -68,51 +79,35 @@ pub(crate) struct AssignedTile {
 /// A cube's `turn`-th tile, at `item`: `rows` queries, keys in blocks of `block`.
 #[cube]
 pub(crate) fn assigned_tile(
-    grid: &Grid,
-    schedule: &Schedule,
+    scheduler: &TileScheduler,
     item: u32,
     turn: u32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    group: u32,
+    masking: &Masking,
     #[comptime] rows: usize,
     #[comptime] block: usize,
     #[comptime] kind: TileKind,
 ) -> AssignedTile {
-    let assignment = assignment(grid, schedule, item, turn);
+    let assignment = assignment(&scheduler.grid, &scheduler.schedule, item, turn);
     let structure = comptime!(kind.fragment.structure);
     let sight = sight(
-        extent,
-        lengths_and_ids,
+        &masking.extent,
+        &masking.lengths_and_ids,
         assignment.work_tile.batch,
         structure,
     );
     let tile = tile(
         assignment.work_tile,
-        grid,
-        extent,
-        &sight,
-        lengths_and_ids,
-        group,
+        sight,
+        scheduler,
+        masking,
         rows,
         block,
         kind,
     );
     AssignedTile {
         exists: assignment.exists,
-        sight,
         tile,
-        first: next_block(
-            &tile,
-            tile.first_block,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        ),
+        first: next_block(&tile, tile.first_block, masking, kind),
     }
 }
 
@@ -120,15 +115,16 @@ pub(crate) fn assigned_tile(
 #[cube]
 fn tile(
     work_tile: WorkTile,
-    grid: &Grid,
-    extent: &Extent,
-    sight: &Sight,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    group: u32,
+    sight: Sight,
+    scheduler: &TileScheduler,
+    masking: &Masking,
     #[comptime] rows: usize,
     #[comptime] block: usize,
     #[comptime] kind: TileKind,
 ) -> Tile {
+    let grid = &scheduler.grid;
+    let group = scheduler.group;
+    let extent = &masking.extent;
     let heads = comptime!(kind.heads as u32);
     let mut kv_head = work_tile.head;
     let mut first_head = work_tile.head;
@@ -152,7 +148,7 @@ fn tile(
     if comptime!(kind.fragment.has_own_biases()) {
         full = existing == comptime!(rows as i32);
     }
-    let keys = visible_keys(sight, first_query, end_query - 1i32, full);
+    let keys = visible_keys(&sight, first_query, end_query - 1i32, full);
     let size = comptime!(block as i32);
     let mut first_block = keys.first / size;
     let mut end_block = block_count(keys.end, size);
@@ -161,7 +157,7 @@ fn tile(
             first_block,
             end_block,
             extent,
-            lengths_and_ids,
+            &masking.lengths_and_ids,
             work_tile.batch,
             query_block,
             Side::Queries,
@@ -188,6 +184,7 @@ fn tile(
         rows: existing,
         head_rows,
         query_block,
+        sight,
         keys,
         first_block,
         end_block,
@@ -199,11 +196,11 @@ fn tile(
 #[cube]
 pub(crate) fn row_pair<F: Float, NB: Size>(
     tile: &Tile,
-    extent: &Extent,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    scoring: &Scoring<F, NB>,
     first: i32,
     #[comptime] kind: TileKind,
 ) -> RowPair {
+    let extent = &scoring.masking.extent;
     let second = first + 8i32;
     let mut head_0 = tile.first_head;
     let mut head_1 = tile.first_head;
@@ -223,6 +220,12 @@ pub(crate) fn row_pair<F: Float, NB: Size>(
         head_1,
         position_0: select(first < tile.rows, position_0, extent.q_len),
         position_1: select(second < tile.rows, position_1, extent.q_len),
-        bias_of_head: bias_of_head::<F, NB>(bias, tile.batch, tile.first_head, kind.fragment),
+        sight: tile.sight,
+        bias_of_head: bias_of_head::<F, NB>(
+            &scoring.bias,
+            tile.batch,
+            tile.first_head,
+            kind.fragment,
+        ),
     }
 }

@@ -26,6 +26,7 @@ use crate::engine::wgmma::backward::copies::{GradientPart, GradientSteps, write_
 use crate::engine::wgmma::plan::GradientSplitMTiles;
 use crate::fragment::RowPair;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::stationary::{
     Stationary, first_visit, held, position_of, row_factors, stationary_rows, stationary_work_tile,
     visit_from,
@@ -35,7 +36,7 @@ use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Sight, sight};
+use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::pair;
 use cube_kit::hopper::barriers::{ordering_barrier_arrive, ordering_barrier_wait};
@@ -91,6 +92,8 @@ pub(crate) fn backward_split_m<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, ND, NV)] _fragments: [usize; 4],
 ) {
+    let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
+    let masking = &scoring.masking;
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let places = places(shared_address(&memory), tiles);
@@ -122,17 +125,9 @@ pub(crate) fn backward_split_m<
     let index = CUBE_POS as u32;
     if index < grid.cubes {
         let work_tile = stationary_work_tile(&grid, index, kind.fragment.side);
-        let sight = sight(
-            &extent,
-            &lengths_and_ids,
-            work_tile.batch,
-            kind.fragment.structure,
-        );
         let tile = held(
             work_tile,
-            &extent,
-            &sight,
-            &lengths_and_ids,
+            masking,
             group,
             comptime!(tiles.rows()),
             tiles.columns,
@@ -147,11 +142,8 @@ pub(crate) fn backward_split_m<
                     dots,
                     values,
                     term_tma_tiles,
-                    &mask,
-                    &mask_places,
-                    &lengths_and_ids,
+                    masking,
                     &tile,
-                    &extent,
                     &steps,
                     &places,
                     tiles,
@@ -164,20 +156,7 @@ pub(crate) fn backward_split_m<
             // The row of the thread's first register, in the tile.
             let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, ND, NV>(
-                &tile,
-                &sight,
-                row,
-                terms,
-                &mask,
-                &mask_places,
-                &bias,
-                &lengths_and_ids,
-                &extent,
-                &arguments,
-                &places,
-                warpgroup,
-                tiles,
-                kind,
+                &tile, row, terms, &scoring, &places, warpgroup, tiles, kind,
             );
             let staging = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
             let part = GradientPart {
@@ -188,7 +167,14 @@ pub(crate) fn backward_split_m<
             if comptime!(tiles.sums.has_dots()) {
                 write_gradient::<E, N, ND>(
                     sums.dots,
-                    row_factors(terms, &tile, row, &extent, arguments.scale, kind.fragment),
+                    row_factors(
+                        terms,
+                        &tile,
+                        row,
+                        &masking.extent,
+                        arguments.scale,
+                        kind.fragment,
+                    ),
                     places.stationary_dots + staging,
                     tensor_map_address(dot_gradient_tma_tiles),
                     dot_gradient,
@@ -233,20 +219,15 @@ pub(crate) fn backward_split_m<
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     tile: &Stationary,
-    sight: &Sight,
     row: i32,
     terms: &Tensor<f32>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     places: &Places,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Gradients<ND, NV> {
+    let masking = &scoring.masking;
     let lane = UNIT_POS % 32u32;
     let elected = u32::cast_from(lane == 0u32);
     let operands = operands(places, warpgroup, tiles);
@@ -255,12 +236,12 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         tile.batch,
         tile.head,
         tile.first_row + row,
-        extent,
+        &masking.extent,
         kind.fragment,
     );
     let mut dots = Vector::<f32, ND>::zeroed();
     let mut values = Vector::<f32, NV>::zeroed();
-    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
+    let first = first_visit(tile, masking, kind);
     if first.head < tile.heads {
         barrier_wait(places.stationary_full, 0u32);
         // The first turn is the first warpgroup's.
@@ -275,37 +256,15 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
         await_values(places, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
-        let seen = seen_by::<F, NB>(
-            tile,
-            row,
-            first.head,
-            block,
-            extent,
-            mask,
-            mask_places,
-            bias,
-            lengths_and_ids,
-            tiles,
-            kind,
-        );
+        let seen = seen_by::<F, NB>(tile, row, first.head, block, scoring, tiles, kind);
         let made = weigh::<F, NB, NS, NP>(
-            s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
-            elected, tiles, kind,
+            s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
         );
         let mut p = made.p;
         let mut ds = made.ds;
         let mut may_have_masked = seen.view.may_have_masked;
 
-        let next = visit_from(
-            tile,
-            first.head,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
+        let next = visit_from(tile, first.head, block + 1i32, masking, kind);
         let mut next_head = next.head;
         let mut next_block = next.block;
         while next_head < tile.heads {
@@ -314,7 +273,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 ds,
                 places,
                 tile,
-                extent,
+                &masking.extent,
                 block,
                 count,
                 may_have_masked,
@@ -329,19 +288,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
             await_dots(places, count + 1u32, tiles);
             let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
-            let seen = seen_by::<F, NB>(
-                tile,
-                row,
-                next_head,
-                next_block,
-                extent,
-                mask,
-                mask_places,
-                bias,
-                lengths_and_ids,
-                tiles,
-                kind,
-            );
+            let seen = seen_by::<F, NB>(tile, row, next_head, next_block, scoring, tiles, kind);
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
             await_values(places, count + 1u32, tiles);
@@ -356,21 +303,11 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             block = next_block;
             count += 1u32;
             let made = weigh::<F, NB, NS, NP>(
-                s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
-                elected, tiles, kind,
+                s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
             );
             p = made.p;
             ds = made.ds;
-            let next = visit_from(
-                tile,
-                next_head,
-                block + 1i32,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            );
+            let next = visit_from(tile, next_head, block + 1i32, masking, kind);
             next_head = next.head;
             next_block = next.block;
         }
@@ -379,7 +316,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             ds,
             places,
             tile,
-            extent,
+            &masking.extent,
             block,
             count,
             may_have_masked,
@@ -410,15 +347,11 @@ fn seen_by<F: Float, NB: Size>(
     row: i32,
     head: u32,
     block: i32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    scoring: &Scoring<F, NB>,
     #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Seen {
-    let rows = stationary_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
+    let rows = stationary_rows::<F, NB>(tile, scoring, row, head, kind.fragment);
     let tile_position = position_of(tile, head, kind.fragment.side);
     Seen {
         rows,
@@ -427,10 +360,7 @@ fn seen_by<F: Float, NB: Size>(
             &rows,
             block,
             0u32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
+            &scoring.masking,
             tiles.columns,
             tiles.columns,
             kind,
@@ -454,10 +384,7 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     seen: &Seen,
     row_terms: &Terms,
     block: i32,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     places: &Places,
     count: u32,
     elected: u32,
@@ -479,13 +406,9 @@ fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         s,
         &terms,
         block * comptime!(tiles.columns as i32),
-        seen.view.whole,
+        &seen.view,
         &seen.rows,
-        seen.view.mask_words,
-        bias,
-        sight,
-        extent,
-        arguments,
+        scoring,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
         tiles.half,

@@ -31,10 +31,11 @@ use crate::engine::wgmma::plan::SplitDTiles;
 use crate::fragment::RowPair;
 use crate::fragment::bias::bias_words;
 use crate::fragment::score::score;
+use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::softmax::{empty_state, rescale, totals};
 use crate::fragment::view::view;
 use crate::fragment::visits::{next_block, tile_position};
-use crate::fragment::work_tile::{AssignedTile, TileKind, assigned_tile, row_pair};
+use crate::fragment::work_tile::{AssignedTile, TileKind, TileScheduler, assigned_tile, row_pair};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
@@ -104,6 +105,13 @@ pub(crate) fn forward_split_d<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NQ, NO)] _fragments: [usize; 3],
 ) {
+    let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
+    let masking = &scoring.masking;
+    let scheduler = TileScheduler {
+        grid,
+        schedule,
+        group,
+    };
     let memory = Shared::<[u32]>::new_aligned_slice(
         comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
         1024usize,
@@ -132,7 +140,7 @@ pub(crate) fn forward_split_d<
     }
     zero_fill_other_queries(
         places.queries,
-        &extent,
+        &masking.extent,
         SplitDTiles::ROWS,
         comptime!(tiles.key_chunks()),
         SplitDTiles::UNITS,
@@ -144,21 +152,7 @@ pub(crate) fn forward_split_d<
         setmaxnreg_dec(24usize);
         if UNIT_POS == comptime!(CONSUMERS as u32) {
             fetch(
-                query,
-                key,
-                value,
-                &mask,
-                &mask_places,
-                &lengths_and_ids,
-                &grid,
-                &schedule,
-                &extent,
-                &steps,
-                group,
-                &places,
-                notices,
-                tiles,
-                kind,
+                query, key, value, masking, &scheduler, &steps, &places, notices, tiles, kind,
             );
         }
     } else {
@@ -187,33 +181,23 @@ pub(crate) fn forward_split_d<
         let mut turn = 0u32;
         let mut tiles_done = 0u32;
         let mut visited = 0u32;
-        while item < schedule.items {
+        while item < scheduler.schedule.items {
             let assigned_tile = assigned_tile(
-                &grid,
-                &schedule,
+                &scheduler,
                 item,
                 turn,
-                &extent,
-                &mask,
-                &mask_places,
-                &lengths_and_ids,
-                group,
+                masking,
                 SplitDTiles::ROWS,
                 SplitDTiles::KEYS,
                 kind,
             );
             if assigned_tile.exists {
                 let tile = assigned_tile.tile;
-                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
+                let rows = row_pair::<F, NB>(&tile, &scoring, row, kind);
                 let attended = attend::<F, NB, NS, NQ, NO>(
                     &assigned_tile,
                     &rows,
-                    &mask,
-                    &mask_places,
-                    &bias,
-                    &lengths_and_ids,
-                    &extent,
-                    &arguments,
+                    &scoring,
                     &places,
                     ring,
                     tiles_done % 2u32,
@@ -241,7 +225,7 @@ pub(crate) fn forward_split_d<
                 barrier_arrive(places.queries_empty, ring.elected);
                 tiles_done += 1u32;
             }
-            item = told_item(&schedule, item, turn, notices, ring.elected, kind);
+            item = told_item(&scheduler.schedule, item, turn, notices, ring.elected, kind);
             turn += 1u32;
         }
     }
@@ -260,12 +244,7 @@ struct Attended<NO: Size> {
 fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     assigned_tile: &AssignedTile,
     rows: &RowPair,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     places: &Places,
     ring: Ring,
     queries_parity: u32,
@@ -274,10 +253,10 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
     #[comptime] tiles: SplitDTiles,
     #[comptime] kind: TileKind,
 ) -> Attended<NO> {
-    let sight = &assigned_tile.sight;
+    let masking = &scoring.masking;
     let tile = &assigned_tile.tile;
     let tile_position = tile_position(tile);
-    let negative_infinity = arguments.negative_infinity;
+    let negative_infinity = scoring.arguments.negative_infinity;
     let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
     let query_operand = uniform(descriptor(places.queries));
     let key_operand =
@@ -310,20 +289,16 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             rows,
             block,
             warpgroup * comptime!((HALF_KEYS / 32) as u32),
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
+            masking,
             SplitDTiles::KEYS,
             HALF_KEYS,
             kind,
         );
         let biases = bias_words::<F, NB>(
-            bias,
+            scoring,
             rows,
             block * comptime!(SplitDTiles::KEYS as i32)
                 + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-            extent,
             HALF_KEYS,
             kind.fragment,
         );
@@ -338,14 +313,10 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             s,
             block * comptime!(SplitDTiles::KEYS as i32)
                 + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-            seen.whole,
+            &seen,
             rows,
-            seen.mask_words,
             biases,
-            bias,
-            sight,
-            extent,
-            arguments,
+            scoring,
             HALF_KEYS,
             kind.fragment,
         );
@@ -366,15 +337,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         softmax_state.moved = false.runtime();
         softmax_state.factor = pair(1.0f32, 1.0f32);
 
-        let mut next = next_block(
-            tile,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
+        let mut next = next_block(tile, block + 1i32, masking, kind);
         while next < tile.end_block {
             let started = multiply_chunked_scores::<NS, NQ>(
                 first_queries,
@@ -395,7 +358,16 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             named_barrier(PROBABILITIES, CONSUMERS);
             share_first_chunk(ring, passed, tiles);
             let cleaned = zero_fill_values(
-                places, tile, extent, block, count, passed, key_empty, ring, tiles, kind,
+                places,
+                tile,
+                &masking.extent,
+                block,
+                count,
+                passed,
+                key_empty,
+                ring,
+                tiles,
+                kind,
             );
             o = multiply_chunked_output::<NO>(
                 o,
@@ -413,20 +385,16 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 rows,
                 next,
                 warpgroup * comptime!((HALF_KEYS / 32) as u32),
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
+                masking,
                 SplitDTiles::KEYS,
                 HALF_KEYS,
                 kind,
             );
             let biases = bias_words::<F, NB>(
-                bias,
+                scoring,
                 rows,
                 next * comptime!(SplitDTiles::KEYS as i32)
                     + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-                extent,
                 HALF_KEYS,
                 kind.fragment,
             );
@@ -435,14 +403,10 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 s,
                 next * comptime!(SplitDTiles::KEYS as i32)
                     + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-                seen.whole,
+                &seen,
                 rows,
-                seen.mask_words,
                 biases,
-                bias,
-                sight,
-                extent,
-                arguments,
+                scoring,
                 HALF_KEYS,
                 kind.fragment,
             );
@@ -476,15 +440,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             passed += comptime!(tiles.value_chunks() as u32);
             block = next;
             count += 1u32;
-            next = next_block(
-                tile,
-                block + 1i32,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            );
+            next = next_block(tile, block + 1i32, masking, kind);
         }
         o = rescale::<NO>(
             o,
@@ -497,7 +453,7 @@ fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         zero_fill_values(
             places,
             tile,
-            extent,
+            &masking.extent,
             block,
             count,
             passed,

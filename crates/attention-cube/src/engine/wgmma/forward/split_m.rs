@@ -30,10 +30,11 @@ use crate::engine::wgmma::plan::SplitMTiles;
 use crate::fragment::RowPair;
 use crate::fragment::bias::BiasWords;
 use crate::fragment::score::score;
+use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::softmax::{empty_state, rescale, totals};
 use crate::fragment::view::view;
 use crate::fragment::visits::{next_block, tile_position};
-use crate::fragment::work_tile::{AssignedTile, TileKind, assigned_tile, row_pair};
+use crate::fragment::work_tile::{AssignedTile, TileKind, TileScheduler, assigned_tile, row_pair};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
@@ -95,6 +96,13 @@ pub(crate) fn forward_split_m<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, NO)] _fragments: [usize; 3],
 ) {
+    let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
+    let masking = &scoring.masking;
+    let scheduler = TileScheduler {
+        grid,
+        schedule,
+        group,
+    };
     let memory = Shared::<[u32]>::new_aligned_slice(
         comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
         1024usize,
@@ -138,7 +146,7 @@ pub(crate) fn forward_split_m<
     }
     zero_fill_other_queries(
         places.queries,
-        &extent,
+        &masking.extent,
         comptime!(tiles.rows()),
         comptime!(tiles.key_subtiles()),
         comptime!(tiles.units()),
@@ -150,21 +158,7 @@ pub(crate) fn forward_split_m<
         setmaxnreg_dec(comptime!(tiles.thread_registers()[0]));
         if UNIT_POS == comptime!(consumers as u32) {
             fetch(
-                query,
-                key,
-                value,
-                tma_bias,
-                &mask,
-                &mask_places,
-                &lengths_and_ids,
-                &grid,
-                &schedule,
-                &extent,
-                &steps,
-                group,
-                &places,
-                notices,
-                tiles,
+                query, key, value, tma_bias, masking, &scheduler, &steps, &places, notices, tiles,
                 kind,
             );
         }
@@ -173,6 +167,7 @@ pub(crate) fn forward_split_m<
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
         let lane = UNIT_POS % 32u32;
         let elected = u32::cast_from(lane == 0u32);
+        let thread = Thread { warpgroup, elected };
         // The row of the thread's first register, in the tile.
         let row = (UNIT_POS / 32u32 * 16u32 + lane / 4u32) as i32;
         let target = Target {
@@ -195,45 +190,36 @@ pub(crate) fn forward_split_m<
         let mut tiles_done = 0u32;
         let mut visited = 0u32;
         let mut masked = 0u32;
-        while item < schedule.items {
+        while item < scheduler.schedule.items {
             let assigned_tile = assigned_tile(
-                &grid,
-                &schedule,
+                &scheduler,
                 item,
                 turn,
-                &extent,
-                &mask,
-                &mask_places,
-                &lengths_and_ids,
-                group,
+                masking,
                 comptime!(tiles.rows()),
                 tiles.keys,
                 kind,
             );
             if assigned_tile.exists {
                 let tile = assigned_tile.tile;
-                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
+                let rows = row_pair::<F, NB>(&tile, &scoring, row, kind);
                 let attended = attend::<F, NB, NS, NP, NO>(
                     &assigned_tile,
                     &rows,
-                    &mask,
-                    &mask_places,
-                    &bias,
-                    &lengths_and_ids,
-                    &extent,
-                    &arguments,
+                    &scoring,
                     &places,
-                    warpgroup,
-                    elected,
+                    thread,
                     tiles_done % 2u32,
-                    visited,
-                    masked,
+                    Visited {
+                        blocks: visited,
+                        masked,
+                    },
                     power,
                     tiles,
                     kind,
                 );
-                visited = attended.visited;
-                masked = attended.masked;
+                visited = attended.visited.blocks;
+                masked = attended.visited.masked;
                 // Queries are not read any more; a place that is shared with the output, not yet.
                 if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(places.queries_empty, elected);
@@ -258,7 +244,7 @@ pub(crate) fn forward_split_m<
                 }
                 tiles_done += 1u32;
             }
-            item = told_item(&schedule, item, turn, notices, elected, kind);
+            item = told_item(&scheduler.schedule, item, turn, notices, elected, kind);
             turn += 1u32;
         }
         if comptime!(stores_output_by_tma) {
@@ -267,17 +253,32 @@ pub(crate) fn forward_split_m<
     }
 }
 
-/// A tile's part of a warpgroup, and the blocks that the cube has visited, and how many of them may have had
-/// holes.
+/// A thread that multiplies.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Thread {
+    warpgroup: u32,
+    /// 1 for the lane that speaks for its warp, else 0.
+    elected: u32,
+}
+
+/// The blocks that a cube has visited, and how many of them may have had holes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Visited {
+    blocks: u32,
+    masked: u32,
+}
+
+/// A tile's part of a warpgroup, and what the cube has visited.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Attended<NO: Size> {
     finished: Finished<NO>,
-    visited: u32,
-    masked: u32,
+    visited: Visited,
 }
 
-/// Visits a tile's blocks, after `visited` blocks of other tiles, of which `masked_before` may have had holes.
+/// Visits a tile's blocks, after those of other tiles.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -286,26 +287,21 @@ struct Attended<NO: Size> {
 fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
     assigned_tile: &AssignedTile,
     rows: &RowPair,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     places: &Places,
-    warpgroup: u32,
-    elected: u32,
+    thread: Thread,
     queries_parity: u32,
-    visited: u32,
-    masked_before: u32,
+    visited: Visited,
     power: f32,
     #[comptime] tiles: SplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Attended<NO> {
-    let sight = &assigned_tile.sight;
+    let masking = &scoring.masking;
     let tile = &assigned_tile.tile;
     let tile_position = tile_position(tile);
-    let negative_infinity = arguments.negative_infinity;
+    let warpgroup = thread.warpgroup;
+    let elected = thread.elected;
+    let negative_infinity = scoring.arguments.negative_infinity;
     let query_operand = uniform(descriptor(
         places.queries + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
     ));
@@ -316,8 +312,8 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
 
     let mut o = Vector::<f32, NO>::zeroed();
     let mut softmax_state = empty_state(negative_infinity);
-    let mut count = uniform(visited);
-    let mut masked = masked_before;
+    let mut count = uniform(visited.blocks);
+    let mut masked = visited.masked;
     barrier_wait(places.queries_full, queries_parity);
     if assigned_tile.first < tile.end_block {
         let mut block = assigned_tile.first;
@@ -331,18 +327,13 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             rows,
             block,
             0u32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
+            masking,
             tiles.keys,
             tiles.keys,
             kind,
         );
-        let hides = first_row_hides::<F, NB>(bias, tile, block, seen.whole, tiles, kind);
-        let biases = biases_of::<F, NB>(
-            bias, rows, block, count, extent, places, warpgroup, elected, tiles, kind,
-        );
+        let hides = first_row_hides::<F, NB>(&scoring.bias, tile, block, seen.whole, tiles, kind);
+        let biases = biases_of::<F, NB>(scoring, rows, block, count, places, thread, tiles, kind);
         let s = take_scores::<NS>(
             started,
             places.key_empty + 8u32 * slot.stage,
@@ -354,14 +345,10 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         let s = score::<F, NB, NS>(
             s,
             block * comptime!(tiles.keys as i32),
-            seen.whole,
+            &seen,
             rows,
-            seen.mask_words,
             biases,
-            bias,
-            sight,
-            extent,
-            arguments,
+            scoring,
             tiles.keys,
             kind.fragment,
         );
@@ -372,29 +359,21 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         running.moved = false.runtime();
         running.factor = pair(1.0f32, 1.0f32);
         let mut p = packed::<NS, NP>(made.numerators, tiles);
-        let mut masked_count = masked_before;
+        let mut masked_count = visited.masked;
         if comptime!(kind.leaves_masked()) {
             if may_have_masked {
                 tell_used_by(places, p, masked_count, elected, tiles);
             }
         }
 
-        let mut next = next_block(
-            tile,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
+        let mut next = next_block(tile, block + 1i32, masking, kind);
         while next < tile.end_block {
             let slot = pipeline_state(count, tiles.stages);
             let next_slot = pipeline_state(count + 1u32, tiles.stages);
             zero_fill_values(
                 places,
                 tile,
-                extent,
+                &masking.extent,
                 block,
                 slot,
                 may_have_masked,
@@ -411,14 +390,12 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             if comptime!(tiles.orders_warpgroups) {
                 // In its turn a warpgroup keeps the others waiting.
                 biases = biases_of::<F, NB>(
-                    bias,
+                    scoring,
                     rows,
                     next,
                     count + 1u32,
-                    extent,
                     places,
-                    warpgroup,
-                    elected,
+                    thread,
                     tiles,
                     kind,
                 );
@@ -453,25 +430,21 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 rows,
                 next,
                 0u32,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
+                masking,
                 tiles.keys,
                 tiles.keys,
                 kind,
             );
-            let hides = first_row_hides::<F, NB>(bias, tile, next, seen.whole, tiles, kind);
+            let hides =
+                first_row_hides::<F, NB>(&scoring.bias, tile, next, seen.whole, tiles, kind);
             if comptime!(!tiles.orders_warpgroups) {
                 biases = biases_of::<F, NB>(
-                    bias,
+                    scoring,
                     rows,
                     next,
                     count + 1u32,
-                    extent,
                     places,
-                    warpgroup,
-                    elected,
+                    thread,
                     tiles,
                     kind,
                 );
@@ -486,14 +459,10 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let s = score::<F, NB, NS>(
                 s,
                 next * comptime!(tiles.keys as i32),
-                seen.whole,
+                &seen,
                 rows,
-                seen.mask_words,
                 biases,
-                bias,
-                sight,
-                extent,
-                arguments,
+                scoring,
                 tiles.keys,
                 kind.fragment,
             );
@@ -512,15 +481,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             running = made.softmax_state;
             block = next;
             count += 1u32;
-            next = next_block(
-                tile,
-                block + 1i32,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            );
+            next = next_block(tile, block + 1i32, masking, kind);
         }
         let slot = pipeline_state(count, tiles.stages);
         o = rescale::<NO>(
@@ -532,7 +493,7 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         zero_fill_values(
             places,
             tile,
-            extent,
+            &masking.extent,
             block,
             slot,
             may_have_masked,
@@ -556,7 +517,9 @@ fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             reference: softmax_state.row_max.reference,
             sums: totals(softmax_state.sums),
         },
-        visited: count,
-        masked,
+        visited: Visited {
+            blocks: count,
+            masked,
+        },
     }
 }

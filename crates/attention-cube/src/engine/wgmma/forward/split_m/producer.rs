@@ -3,11 +3,9 @@
 use crate::engine::wgmma::forward::copies::{Steps, copied_rows};
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::SplitMTiles;
+use crate::fragment::scoring::Masking;
 use crate::fragment::visits::next_block;
-use crate::fragment::work_tile::{Tile, TileKind, assigned_tile};
-use crate::math::schedule::{Grid, Schedule};
-use crate::math::visibility::Extent;
-use crate::passes::mask_bits::kernel::MaskPlaces;
+use crate::fragment::work_tile::{Tile, TileKind, TileScheduler, assigned_tile};
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
 use cube_kit::hopper::tma::{load_columns, load_subtiles};
@@ -70,14 +68,9 @@ pub(super) fn fetch<E: Float>(
     key: &TensorMap<E, Tiled>,
     value: &TensorMap<E, Tiled>,
     bias: &TensorMap<E, Tiled>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    grid: &Grid,
-    schedule: &Schedule,
-    extent: &Extent,
+    masking: &Masking,
+    scheduler: &TileScheduler,
     steps: &Steps,
-    group: u32,
     places: &Places,
     notices: u32,
     #[comptime] tiles: SplitMTiles,
@@ -91,17 +84,12 @@ pub(super) fn fetch<E: Float>(
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
     let mut count = 0u32;
-    while item < schedule.items {
+    while item < scheduler.schedule.items {
         let assigned_tile = assigned_tile(
-            grid,
-            schedule,
+            scheduler,
             item,
             turn,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            group,
+            masking,
             comptime!(tiles.rows()),
             tiles.keys,
             kind,
@@ -148,15 +136,7 @@ pub(super) fn fetch<E: Float>(
                     fetch_biases(bias_map, steps, places, &tile, block, count, tiles);
                 }
                 previous = block;
-                block = next_block(
-                    &tile,
-                    block + 1i32,
-                    extent,
-                    mask,
-                    mask_places,
-                    lengths_and_ids,
-                    kind,
-                );
+                block = next_block(&tile, block + 1i32, masking, kind);
                 count += 1u32;
             }
             fetch_values(
@@ -175,16 +155,7 @@ pub(super) fn fetch<E: Float>(
             barrier_arrive(places.queries_full, 1u32);
         }
         tiles_done += u32::cast_from(assigned_tile.exists);
-        item = take_item(
-            grid,
-            schedule,
-            item,
-            turn,
-            extent,
-            lengths_and_ids,
-            notices,
-            kind,
-        );
+        item = take_item(scheduler, item, turn, masking, notices, kind);
         turn += 1u32;
     }
 }
