@@ -8,6 +8,8 @@ pub(crate) mod chunked;
 pub(crate) mod forward;
 #[cfg(feature = "cuda")]
 pub(crate) mod launch;
+#[cfg(feature = "cuda")]
+pub(crate) mod output;
 pub mod plan;
 #[cfg(all(test, feature = "cuda"))]
 mod source;

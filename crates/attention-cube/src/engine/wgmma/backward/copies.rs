@@ -1,12 +1,9 @@
-//! What TMA copies for a tile that is held, and how a gradient of it is written.
+//! What TMA copies for a tile that is held.
 
-use crate::fragment::output::{without_blind, write_row};
 use crate::fragment::stationary::Stationary;
-use crate::math::side::Side;
-use cube_kit::hopper::accumulator::Pair;
 use cube_kit::hopper::ptx::barrier_expect;
-use cube_kit::hopper::tma::{load_subtiles, store_tma_tiles};
-use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
+use cube_kit::hopper::tma::load_subtiles;
+use cube_kit::hopper::{ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
@@ -67,77 +64,5 @@ pub(crate) fn fetch_stationary<E: Float>(
             subtile_bytes,
             comptime!(is_whole(value_dim)),
         );
-    }
-}
-
-/// Where a warpgroup's part of a gradient is: its first row in the tile, the thread's, and its first column.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct GradientPart {
-    pub first_row: i32,
-    pub row: i32,
-    pub first_column: u32,
-}
-
-/// Writes a warpgroup's part of the gradient, `columns` of `width`, its rows times `factors`: through `staging` in `boxes`, or at once.
-/// Nobody reads what was held there any more.
-#[cube]
-pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
-    sums: Vector<f32, NG>,
-    factors: Pair,
-    staging: u32,
-    map: u64,
-    gradient: &mut Tensor<Vector<E, N>>,
-    tile: &Stationary,
-    part: GradientPart,
-    #[comptime] columns: usize,
-    #[comptime] width: usize,
-    #[comptime] subtile_bytes: usize,
-    #[comptime] boxes: bool,
-    #[comptime] half: Half,
-    #[comptime] side: Side,
-) {
-    let mut sums = sums;
-    if comptime!(side == Side::Queries) {
-        sums = without_blind::<NG>(sums, factors, columns);
-    }
-    if comptime!(boxes) {
-        store_tma_tiles::<NG>(
-            sums,
-            factors,
-            staging,
-            map,
-            tile.batch,
-            tile.head,
-            tile.first_row + part.first_row,
-            part.first_column,
-            columns,
-            subtile_bytes,
-            true,
-            half,
-        );
-    } else {
-        #[unroll]
-        for which in 0..2usize {
-            let own = part.row + comptime!(8 * which as i32);
-            let factor = if comptime!(which == 0) {
-                factors.first
-            } else {
-                factors.second
-            };
-            write_row::<E, N, NG>(
-                sums,
-                factor,
-                gradient,
-                tile.batch,
-                tile.head,
-                tile.first_row + own,
-                own < tile.rows,
-                which,
-                part.first_column,
-                columns,
-                width,
-            );
-        }
     }
 }

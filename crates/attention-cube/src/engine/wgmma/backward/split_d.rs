@@ -16,8 +16,9 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use crate::engine::wgmma::backward::copies::{GradientPart, GradientSteps, write_gradient};
+use crate::engine::wgmma::backward::copies::GradientSteps;
 use crate::engine::wgmma::chunked::{Ring, add_chunks, multiply_chunks};
+use crate::engine::wgmma::output::{Target, write_gradient};
 use crate::engine::wgmma::plan::{GradientSplitDTiles, SplitDTiles};
 use crate::engine::wgmma::zero_fill::{
     has_unseen, tell_used, used_columns, used_words, zero_fill_unseen,
@@ -163,26 +164,25 @@ pub(crate) fn backward_split_d<
             } else {
                 f32::new(1.0)
             };
-            write_gradient::<E, N, NG>(
-                sums,
-                row_factors(terms, &tile, row, &masking.extent, factor, kind.fragment),
-                places.stationary_dots
+            let kind = comptime!(kind.fragment);
+            let factors = row_factors(terms, &tile, row, &masking.extent, factor, kind);
+            let target = Target {
+                staging: places.stationary_dots
                     + warpgroup
                         * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
-                tensor_map_address(gradient_tma_tiles),
-                gradient,
+                map: tensor_map_address(gradient_tma_tiles),
+                row,
+                first_row: 0i32,
+                first_column: warpgroup * comptime!(tiles.own_columns() as u32),
+            };
+            write_gradient::<E, N, NG>(
+                sums,
+                factors,
+                target,
                 &tile,
-                GradientPart {
-                    first_row: 0i32,
-                    row,
-                    first_column: warpgroup * comptime!(tiles.own_columns() as u32),
-                },
-                comptime!(tiles.own_columns()),
-                comptime!(tiles.width()),
-                comptime!(PRODUCT_ROWS * ROW_BYTES),
-                comptime!(tiles.stores_gradient_by_tma()),
-                tiles.half,
-                kind.fragment.side,
+                gradient,
+                comptime!(tiles.output_shape()),
+                kind.side,
             );
             await_stores();
         }

@@ -22,7 +22,8 @@ use self::products::{
     start_s,
 };
 use self::zero_fill::zero_fill_block;
-use crate::engine::wgmma::backward::copies::{GradientPart, GradientSteps, write_gradient};
+use crate::engine::wgmma::backward::copies::GradientSteps;
+use crate::engine::wgmma::output::{Target, write_gradient};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
 use crate::fragment::RowPair;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
@@ -159,33 +160,26 @@ pub(crate) fn backward_split_m<
                 &tile, row, terms, &scoring, &places, warpgroup, tiles, kind,
             );
             let staging = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
-            let part = GradientPart {
-                first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
-                row,
-                first_column: 0u32,
-            };
+            let first_row = (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32;
+            let kind = comptime!(kind.fragment);
             if comptime!(tiles.sums.has_dots()) {
+                let scale = arguments.scale;
+                let factors = row_factors(terms, &tile, row, &masking.extent, scale, kind);
+                let target = Target {
+                    staging: places.stationary_dots + staging,
+                    map: tensor_map_address(dot_gradient_tma_tiles),
+                    row,
+                    first_row,
+                    first_column: 0u32,
+                };
                 write_gradient::<E, N, ND>(
                     sums.dots,
-                    row_factors(
-                        terms,
-                        &tile,
-                        row,
-                        &masking.extent,
-                        arguments.scale,
-                        kind.fragment,
-                    ),
-                    places.stationary_dots + staging,
-                    tensor_map_address(dot_gradient_tma_tiles),
-                    dot_gradient,
+                    factors,
+                    target,
                     &tile,
-                    part,
-                    comptime!(tiles.dot_columns()),
-                    tiles.head_dim,
-                    comptime!(tiles.rows() * ROW_BYTES),
-                    comptime!(tiles.stores_dots_by_tma()),
-                    tiles.half,
-                    kind.fragment.side,
+                    dot_gradient,
+                    comptime!(tiles.dot_shape()),
+                    kind.side,
                 );
             }
             if comptime!(tiles.sums.has_values()) {
@@ -194,19 +188,20 @@ pub(crate) fn backward_split_m<
                 } else {
                     places.stationary_dots
                 };
+                let target = Target {
+                    staging: place + staging,
+                    map: tensor_map_address(value_gradient_tma_tiles),
+                    row,
+                    first_row,
+                    first_column: 0u32,
+                };
                 write_gradient::<E, N, NV>(
                     sums.values,
                     pair(f32::new(1.0), f32::new(1.0)),
-                    place + staging,
-                    tensor_map_address(value_gradient_tma_tiles),
-                    value_gradient,
+                    target,
                     &tile,
-                    part,
-                    comptime!(tiles.value_columns()),
-                    tiles.value_dim,
-                    comptime!(tiles.rows() * ROW_BYTES),
-                    comptime!(tiles.stores_values_by_tma()),
-                    tiles.half,
+                    value_gradient,
+                    comptime!(tiles.value_shape()),
                     Side::Keys,
                 );
             }

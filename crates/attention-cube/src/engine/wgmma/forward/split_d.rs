@@ -26,10 +26,11 @@ use crate::engine::wgmma::chunked::{
     Ring, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
 };
 use crate::engine::wgmma::forward::copies::{Steps, zero_fill_other_queries};
-use crate::engine::wgmma::forward::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::output::{Target, write_tile};
 use crate::engine::wgmma::plan::SplitDTiles;
 use crate::fragment::RowPair;
 use crate::fragment::bias::bias_words;
+use crate::fragment::output::Finished;
 use crate::fragment::score::score;
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::softmax::{empty_state, rescale, totals};
@@ -167,15 +168,17 @@ pub(crate) fn forward_split_d<
             elected: u32::cast_from(lane == 0u32),
         };
         // Where the queries were: both warpgroups are done with them since they exchanged the sums.
+        let staging = places.queries
+            + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
+        let first_column = warpgroup * comptime!(tiles.value_columns() as u32);
+        let writes_logsumexp = warpgroup == 0u32;
         let target = Target {
-            staging: places.queries
-                + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
+            staging,
+            map: tensor_map_address(output_tma_tiles),
             row,
             first_row: 0i32,
-            first_column: warpgroup * comptime!(tiles.value_columns() as u32),
-            writes_logsumexp: warpgroup == 0u32,
+            first_column,
         };
-        let output_map = tensor_map_address(output_tma_tiles);
 
         let mut item = CUBE_POS as u32;
         let mut turn = 0u32;
@@ -210,17 +213,15 @@ pub(crate) fn forward_split_d<
                 write_tile::<O, K, N, NO>(
                     attended.finished,
                     target,
+                    writes_logsumexp,
                     &tile,
                     &rows,
                     &sinks,
-                    output_map,
                     output,
                     logsumexp,
-                    arguments.scale,
-                    arguments.negative_infinity,
-                    comptime!(tiles.output_shape()),
-                    stores_output_by_tma,
-                    kind,
+                    &arguments,
+                    comptime!(tiles.output_shape(stores_output_by_tma)),
+                    kind.fragment,
                 );
                 barrier_arrive(places.queries_empty, ring.elected);
                 tiles_done += 1u32;

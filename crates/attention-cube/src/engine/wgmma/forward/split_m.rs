@@ -25,10 +25,11 @@ use self::products::{take_output, take_scores};
 use self::zero_fill::{first_row_hides, may_have_masked_in, tell_used_by, zero_fill_values};
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
 use crate::engine::wgmma::forward::copies::{Steps, zero_fill_other_queries};
-use crate::engine::wgmma::forward::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::output::{Target, write_tile};
 use crate::engine::wgmma::plan::SplitMTiles;
 use crate::fragment::RowPair;
 use crate::fragment::bias::BiasWords;
+use crate::fragment::output::Finished;
 use crate::fragment::score::score;
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::softmax::{empty_state, rescale, totals};
@@ -175,9 +176,8 @@ pub(crate) fn forward_split_m<
             row,
             first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
             first_column: 0u32,
-            writes_logsumexp: true,
+            map: tensor_map_address(output_tma_tiles),
         };
-        let output_map = tensor_map_address(output_tma_tiles);
         if comptime!(tiles.orders_warpgroups) {
             // The first turn is the first warpgroup's.
             if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
@@ -227,17 +227,15 @@ pub(crate) fn forward_split_m<
                 write_tile::<O, K, N, NO>(
                     attended.finished,
                     target,
+                    true,
                     &tile,
                     &rows,
                     &sinks,
-                    output_map,
                     output,
                     logsumexp,
-                    arguments.scale,
-                    arguments.negative_infinity,
-                    comptime!(tiles.output_shape()),
-                    stores_output_by_tma,
-                    kind,
+                    &arguments,
+                    comptime!(tiles.output_shape(stores_output_by_tma)),
+                    kind.fragment,
                 );
                 if comptime!(!tiles.has_output_place() && stores_output_by_tma) {
                     barrier_arrive(places.queries_empty, elected);
