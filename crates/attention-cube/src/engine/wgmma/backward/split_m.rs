@@ -14,6 +14,7 @@
 
 mod producer;
 mod products;
+mod weights;
 mod zero_fill;
 
 use self::producer::{Places, fetch, places};
@@ -21,18 +22,16 @@ use self::products::{
     Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
     start_s,
 };
+use self::weights::{seen_by, weigh};
 use self::zero_fill::zero_fill_block;
 use crate::engine::wgmma::backward::copies::GradientSteps;
 use crate::engine::wgmma::output::{Target, write_gradient};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::fragment::RowPair;
-use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::gradient::terms_of_rows;
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::stationary::{
-    Stationary, first_visit, held, position_of, row_factors, stationary_rows, stationary_work_tile,
-    visit_from,
+    Stationary, first_visit, held, row_factors, stationary_work_tile, visit_from,
 };
-use crate::fragment::view::{View, view};
 use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
@@ -41,13 +40,11 @@ use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::pair;
 use cube_kit::hopper::barriers::{ordering_barrier_arrive, ordering_barrier_wait};
-use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
     barrier_init, barrier_init_fence, barrier_wait, setmaxnreg_dec, setmaxnreg_inc, shared_address,
     store_shared, uniform,
 };
 use cube_kit::hopper::tma::await_stores;
-use cube_kit::hopper::wgmma::{free_chunk, take_fragment};
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
@@ -326,109 +323,4 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         values = settled.values;
     }
     Gradients::<ND, NV> { dots, values }
-}
-
-/// How the thread's rows see a block.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Seen {
-    rows: RowPair,
-    view: View,
-}
-
-#[cube]
-fn seen_by<F: Float, NB: Size>(
-    tile: &Stationary,
-    row: i32,
-    head: u32,
-    block: i32,
-    scoring: &Scoring<F, NB>,
-    #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: TileKind,
-) -> Seen {
-    let rows = stationary_rows::<F, NB>(tile, scoring, row, head, kind.fragment);
-    let tile_position = position_of(tile, head, kind.fragment.side);
-    Seen {
-        rows,
-        view: view(
-            &tile_position,
-            &rows,
-            block,
-            0u32,
-            &scoring.masking,
-            tiles.columns,
-            tiles.columns,
-            kind,
-        ),
-    }
-}
-
-/// P and dS, as left operands of products; each only where it is needed.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Made<NP: Size> {
-    p: Vector<u32, NP>,
-    ds: Vector<u32, NP>,
-}
-
-/// Waits for S and dP of the `count`-th block, and makes P and dS of them.
-#[cube]
-fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
-    s: Vector<f32, NS>,
-    dp: Vector<f32, NS>,
-    seen: &Seen,
-    row_terms: &Terms,
-    block: i32,
-    scoring: &Scoring<F, NB>,
-    places: &Places,
-    count: u32,
-    elected: u32,
-    #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: TileKind,
-) -> Made<NP> {
-    let used = comptime!(tiles.columns / 2);
-    let fragment = comptime!(tiles.fragments()[0]);
-    let s = take_fragment::<NS>(
-        s,
-        used,
-        fragment,
-        comptime!(usize::from(tiles.sums.has_dots())),
-    );
-    let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
-    let at = places.terms + dot_stage * comptime!(tiles.term_bytes() as u32);
-    let terms = terms_of_block(row_terms, at, tiles.columns);
-    let weights = weights::<F, NB, NS, NP>(
-        s,
-        &terms,
-        block * comptime!(tiles.columns as i32),
-        &seen.view,
-        &seen.rows,
-        scoring,
-        tiles.columns,
-        comptime!(tiles.sums.has_values()),
-        tiles.half,
-        kind.fragment,
-    );
-    let ds = if comptime!(tiles.sums.has_dots()) {
-        let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
-        if comptime!(!tiles.sums.has_values()) {
-            let stage = pipeline_state(count, tiles.value_stages).stage;
-            free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
-        }
-        dot_gradients::<NS, NP>(
-            weights.w,
-            dp,
-            &terms,
-            seen.view.whole,
-            tiles.columns,
-            tiles.half,
-            kind.fragment,
-        )
-    } else {
-        // The terms in it are read, too: P is made of them.
-        let stage = pipeline_state(count, tiles.dot_stages).stage;
-        free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
-        Vector::<u32, NP>::zeroed()
-    };
-    Made::<NP> { p: weights.p, ds }
 }

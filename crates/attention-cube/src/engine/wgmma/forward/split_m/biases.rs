@@ -1,6 +1,6 @@
 //! Where a block's biases come from before its scores are there: from the ring of the copy engine, or from memory.
 
-use super::Thread;
+use super::pass::Thread;
 use super::producer::Places;
 use crate::engine::wgmma::plan::SplitMTiles;
 use crate::fragment::RowPair;
