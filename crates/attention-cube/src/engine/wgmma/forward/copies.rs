@@ -19,6 +19,17 @@ pub(crate) struct Steps {
     pub bias_head: u32,
 }
 
+/// Where TMA copies a forward's operands from.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Sources {
+    /// Addresses of the operands' maps.
+    pub query: u64,
+    pub key: u64,
+    pub value: u64,
+    pub steps: Steps,
+}
+
 /// Rows that the copy engine brings for a tile.
 #[cube]
 pub(crate) fn copied_rows(tile: &Tile, #[comptime] rows: usize, #[comptime] kind: TileKind) -> u32 {

@@ -21,7 +21,7 @@ use self::pass::attend;
 use self::producer::{fetch, places};
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
 use crate::engine::wgmma::chunked::Ring;
-use crate::engine::wgmma::forward::copies::{Steps, zero_fill_other_queries};
+use crate::engine::wgmma::forward::copies::{Sources, Steps, zero_fill_other_queries};
 use crate::engine::wgmma::output::{Target, write_tile};
 use crate::engine::wgmma::plan::SplitDTiles;
 use crate::fragment::scoring::scoring;
@@ -138,9 +138,13 @@ pub(crate) fn forward_split_d<
     if UNIT_POS >= comptime!(CONSUMERS as u32) {
         setmaxnreg_dec(24usize);
         if UNIT_POS == comptime!(CONSUMERS as u32) {
-            fetch(
-                query, key, value, masking, &scheduler, &steps, &places, notices, tiles, kind,
-            );
+            let sources = Sources {
+                query: tensor_map_address(query),
+                key: tensor_map_address(key),
+                value: tensor_map_address(value),
+                steps,
+            };
+            fetch(&sources, masking, &scheduler, &places, notices, tiles, kind);
         }
     } else {
         setmaxnreg_inc(240usize);

@@ -22,7 +22,7 @@ mod zero_fill;
 use self::pass::{Thread, Visited, attend};
 use self::producer::{fetch, places};
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
-use crate::engine::wgmma::forward::copies::{Steps, zero_fill_other_queries};
+use crate::engine::wgmma::forward::copies::{Sources, Steps, zero_fill_other_queries};
 use crate::engine::wgmma::output::{Target, write_tile};
 use crate::engine::wgmma::plan::SplitMTiles;
 use crate::fragment::scoring::scoring;
@@ -144,9 +144,15 @@ pub(crate) fn forward_split_m<
     if UNIT_POS >= comptime!(consumers as u32) {
         setmaxnreg_dec(comptime!(tiles.thread_registers()[0]));
         if UNIT_POS == comptime!(consumers as u32) {
+            let sources = Sources {
+                query: tensor_map_address(query),
+                key: tensor_map_address(key),
+                value: tensor_map_address(value),
+                steps,
+            };
+            let bias_map = tensor_map_address(tma_bias);
             fetch(
-                query, key, value, tma_bias, masking, &scheduler, &steps, &places, notices, tiles,
-                kind,
+                &sources, bias_map, masking, &scheduler, &places, notices, tiles, kind,
             );
         }
     } else {

@@ -1,6 +1,6 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
-use crate::engine::wgmma::forward::copies::{Steps, copied_rows};
+use crate::engine::wgmma::forward::copies::{Sources, Steps, copied_rows};
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::SplitDTiles;
 use crate::fragment::scoring::Masking;
@@ -13,7 +13,6 @@ use cube_kit::hopper::ptx::{
 use cube_kit::hopper::tma::load_subtiles;
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Where things are in shared memory.
 #[derive(CubeType, Clone, Copy)]
@@ -54,21 +53,16 @@ pub(super) fn places(start: u32, #[comptime] tiles: SplitDTiles) -> Places {
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn fetch<E: Float>(
-    query: &TensorMap<E, Tiled>,
-    key: &TensorMap<E, Tiled>,
-    value: &TensorMap<E, Tiled>,
+pub(super) fn fetch(
+    sources: &Sources,
     masking: &Masking,
     scheduler: &TileScheduler,
-    steps: &Steps,
     places: &Places,
     notices: u32,
     #[comptime] tiles: SplitDTiles,
     #[comptime] kind: TileKind,
 ) {
-    let query_map = tensor_map_address(query);
-    let key_map = tensor_map_address(key);
-    let value_map = tensor_map_address(value);
+    let steps = &sources.steps;
     let mut item = CUBE_POS as u32;
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
@@ -90,12 +84,19 @@ pub(super) fn fetch<E: Float>(
             let mut is_first = true;
             while block < tile.end_block {
                 if block + 1i32 < tile.end_block {
-                    prefetch(key_map, value_map, steps, &tile, block + 1i32, tiles);
+                    prefetch(
+                        sources.key,
+                        sources.value,
+                        steps,
+                        &tile,
+                        block + 1i32,
+                        tiles,
+                    );
                 }
                 #[unroll]
                 for part in 0..comptime!(tiles.key_chunks()) {
                     fetch_keys(
-                        key_map,
+                        sources.key,
                         steps,
                         places,
                         &tile,
@@ -108,20 +109,28 @@ pub(super) fn fetch<E: Float>(
                     // them no stage becomes free.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
-                            fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                            fetch_queries(
+                                sources.query,
+                                steps,
+                                places,
+                                &tile,
+                                tiles_done,
+                                tiles,
+                                kind,
+                            );
                         }
                     }
                 }
                 passed += comptime!(tiles.key_chunks() as u32);
                 if !is_first {
-                    fetch_values(value_map, steps, places, &tile, previous, passed, tiles);
+                    fetch_values(sources.value, steps, places, &tile, previous, passed, tiles);
                     passed += comptime!(tiles.value_chunks() as u32);
                 }
                 is_first = false;
                 previous = block;
                 block = next_block(&tile, block + 1i32, masking, kind);
             }
-            fetch_values(value_map, steps, places, &tile, previous, passed, tiles);
+            fetch_values(sources.value, steps, places, &tile, previous, passed, tiles);
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
             // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two

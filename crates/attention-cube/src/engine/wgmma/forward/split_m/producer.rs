@@ -1,6 +1,6 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
-use crate::engine::wgmma::forward::copies::{Steps, copied_rows};
+use crate::engine::wgmma::forward::copies::{Sources, Steps, copied_rows};
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::SplitMTiles;
 use crate::fragment::scoring::Masking;
@@ -11,7 +11,6 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes
 use cube_kit::hopper::tma::{load_columns, load_subtiles};
 use cube_kit::hopper::{ROW_BYTES, is_whole};
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Where things are in shared memory.
 #[derive(CubeType, Clone, Copy)]
@@ -63,23 +62,17 @@ pub(super) fn places(start: u32, #[comptime] tiles: SplitMTiles) -> Places {
 
 /// Copies, turn by turn, the queries, and keys and values of every visited block in the order of their use.
 #[cube]
-pub(super) fn fetch<E: Float>(
-    query: &TensorMap<E, Tiled>,
-    key: &TensorMap<E, Tiled>,
-    value: &TensorMap<E, Tiled>,
-    bias: &TensorMap<E, Tiled>,
+pub(super) fn fetch(
+    sources: &Sources,
+    bias_map: u64,
     masking: &Masking,
     scheduler: &TileScheduler,
-    steps: &Steps,
     places: &Places,
     notices: u32,
     #[comptime] tiles: SplitMTiles,
     #[comptime] kind: TileKind,
 ) {
-    let query_map = tensor_map_address(query);
-    let key_map = tensor_map_address(key);
-    let value_map = tensor_map_address(value);
-    let bias_map = tensor_map_address(bias);
+    let steps = &sources.steps;
     let mut item = CUBE_POS as u32;
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
@@ -108,7 +101,7 @@ pub(super) fn fetch<E: Float>(
                 barrier_expect(full, comptime!(tiles.key_bytes()));
                 load_subtiles(
                     places.keys + stage.stage * comptime!(tiles.key_bytes() as u32),
-                    key_map,
+                    sources.key,
                     key_batch,
                     key_head,
                     block * comptime!(tiles.keys as i32),
@@ -120,7 +113,7 @@ pub(super) fn fetch<E: Float>(
                 );
                 if count > first_count {
                     fetch_values(
-                        value_map,
+                        sources.value,
                         steps,
                         places,
                         &tile,
@@ -130,7 +123,7 @@ pub(super) fn fetch<E: Float>(
                     );
                 } else {
                     // After the first keys: the last tile's queries may still be in use.
-                    fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                    fetch_queries(sources.query, steps, places, &tile, tiles_done, tiles, kind);
                 }
                 if comptime!(tiles.bias_stages > 0) {
                     fetch_biases(bias_map, steps, places, &tile, block, count, tiles);
@@ -140,7 +133,7 @@ pub(super) fn fetch<E: Float>(
                 count += 1u32;
             }
             fetch_values(
-                value_map,
+                sources.value,
                 steps,
                 places,
                 &tile,
