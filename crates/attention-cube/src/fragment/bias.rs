@@ -6,10 +6,10 @@
 //! −∞ hides its key whatever the score is, also one that is no number; a block without any, of which the smallest tells, spares
 //! the question for each.
 
+use super::scoring::Scoring;
 use super::softcap::capped;
 use super::{FragmentKind, Known, RowPair, columns_end, own_column, pair_of, rows_end};
 use crate::math::score::{LOWEST, ScoreArguments, plus_bias};
-use crate::math::visibility::Extent;
 use cube_kit::hopper::Half;
 use cube_kit::hopper::accumulator::{Pair, is_second};
 use cube_kit::hopper::ptx::{load_word, smaller_halves, unpack, word_address};
@@ -34,13 +34,14 @@ pub(crate) type BiasWords = Vector<u32, Const<32>>;
 /// not exist, another's.
 #[cube]
 pub(crate) fn bias_words<F: Float, NB: Size>(
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    scoring: &Scoring<F, NB>,
     rows: &RowPair,
     first_column: i32,
-    extent: &Extent,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> BiasWords {
+    let bias = &scoring.bias;
+    let extent = &scoring.masking.extent;
     let mut words = BiasWords::zeroed();
     let last_row = rows_end(extent, kind.side) - 1i32;
     let row_0 = min(rows.position_0, last_row) as u32;

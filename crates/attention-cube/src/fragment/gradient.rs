@@ -5,12 +5,14 @@
 //! slope of the softcap, and its gradient the weight times `dp − Δ`.
 
 use crate::fragment::bias::with_bias;
-use crate::fragment::mask::{MaskWords, PAIRS_PER_WORD, bits_of_word};
+use crate::fragment::mask::{PAIRS_PER_WORD, bits_of_word};
+use crate::fragment::scoring::Scoring;
 use crate::fragment::softcap::capped;
+use crate::fragment::view::View;
 use crate::fragment::{FragmentKind, Known, RowPair, known, own_column, pair_of, shown};
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Sight};
+use crate::math::visibility::Extent;
 use cube_kit::hopper::Half;
 use cube_kit::hopper::accumulator::{Pair, is_second, pair};
 use cube_kit::hopper::ptx::{exp2, load_shared_pair, pack};
@@ -142,72 +144,48 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
     terms: &Terms,
     first_column: i32,
-    whole: bool,
+    seen: &View,
     rows: &RowPair,
-    mask_words: MaskWords,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     #[comptime] columns: usize,
     #[comptime] gives_p: bool,
     #[comptime] half: Half,
     #[comptime] kind: FragmentKind,
 ) -> Weights<NS, NP> {
+    let arguments = &scoring.arguments;
     let mut w = s;
     let mut p = Vector::<u32, NP>::zeroed();
-    if whole {
-        let known = known::<F, NB>(rows, bias, sight, extent, kind);
-        let mut reference = pair(f32::new(0.0), f32::new(0.0));
-        let mut logarithm = pair(f32::new(0.0), f32::new(0.0));
+    if seen.whole {
+        let known = known::<F, NB>(rows, scoring, kind);
+        let mut logsumexps = no_logsumexps();
         #[unroll]
         for pair in 0..columns / 4 {
             let at = own_column(first_column, pair) as u32;
-            let scored = scored::<F, NB, NS>(s, bias, &known, at, arguments, pair, kind);
-            // Two rows have the same columns.
-            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                reference = terms_of(terms.references, terms.references_at, pair, kind.side);
-                if comptime!(kind.has_logarithms()) {
-                    logarithm = logarithms_of(terms, pair, kind.side);
-                }
-            }
-            let first = probability(
-                scored.values.first,
-                reference.first,
-                logarithm.first,
-                arguments,
-                kind,
-            );
-            let second = probability(
-                scored.values.second,
-                reference.second,
-                logarithm.second,
-                arguments,
-                kind,
-            );
+            let scored = scored::<F, NB, NS>(s, scoring, &known, at, pair, kind);
+            look_up_logsumexps(&mut logsumexps, terms, pair, kind);
+            let own = probabilities(scored.values, &logsumexps, arguments, kind);
             if comptime!(gives_p) {
-                p.insert(pair, pack(first, second, half));
+                p.insert(pair, pack(own.first, own.second, half));
             }
-            w.insert(comptime!(2 * pair), first * scored.slopes.first);
-            w.insert(comptime!(2 * pair + 1), second * scored.slopes.second);
+            w.insert(comptime!(2 * pair), own.first * scored.slopes.first);
+            w.insert(comptime!(2 * pair + 1), own.second * scored.slopes.second);
         }
     } else {
-        let known = known::<F, NB>(rows, bias, sight, extent, kind);
+        let known = known::<F, NB>(rows, scoring, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
-        let mut reference = pair(f32::new(0.0), f32::new(0.0));
-        let mut logarithm = pair(f32::new(0.0), f32::new(0.0));
+        let mut logsumexps = no_logsumexps();
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
                 let word = comptime!(pair / PAIRS_PER_WORD);
-                let bits = bits_of_word(mask_words, &known, first_column, word);
+                let bits = bits_of_word(seen.mask_words, &known, first_column, word);
                 bits_0 = bits.first;
                 bits_1 = bits.second;
             }
             let at = own_column(first_column, pair);
             let existing = min(at as u32, known.last_pair);
-            let scored = scored::<F, NB, NS>(s, bias, &known, existing, arguments, pair, kind);
+            let scored = scored::<F, NB, NS>(s, scoring, &known, existing, pair, kind);
             let values = shown(
                 scored.values,
                 &known,
@@ -221,41 +199,84 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 pair,
                 kind,
             );
-            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
-                reference = terms_of(terms.references, terms.references_at, pair, kind.side);
-                if comptime!(kind.has_logarithms()) {
-                    logarithm = logarithms_of(terms, pair, kind.side);
-                }
-            }
-            let first = probability(
-                values.first,
-                reference.first,
-                logarithm.first,
-                arguments,
-                kind,
-            );
-            let second = probability(
-                values.second,
-                reference.second,
-                logarithm.second,
-                arguments,
-                kind,
-            );
+            look_up_logsumexps(&mut logsumexps, terms, pair, kind);
+            let own = probabilities(values, &logsumexps, arguments, kind);
             if comptime!(gives_p) {
-                p.insert(pair, pack(first, second, half));
+                p.insert(pair, pack(own.first, own.second, half));
             }
             // The slope where nothing is seen may be no number.
             w.insert(
                 comptime!(2 * pair),
-                sloped(first, scored.slopes.first, kind),
+                sloped(own.first, scored.slopes.first, kind),
             );
             w.insert(
                 comptime!(2 * pair + 1),
-                sloped(second, scored.slopes.second, kind),
+                sloped(own.second, scored.slopes.second, kind),
             );
         }
     }
     Weights::<NS, NP> { w, p }
+}
+
+/// The logsumexps of two registers.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Logsumexps {
+    references: Pair,
+    logarithms: Pair,
+}
+
+#[cube]
+fn no_logsumexps() -> Logsumexps {
+    Logsumexps {
+        references: pair(f32::new(0.0), f32::new(0.0)),
+        logarithms: pair(f32::new(0.0), f32::new(0.0)),
+    }
+}
+
+/// Looks up the `pair`-th two registers' logsumexps, where they are others than those of the last.
+#[cube]
+fn look_up_logsumexps(
+    logsumexps: &mut Logsumexps,
+    terms: &Terms,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) {
+    // Two rows have the same columns.
+    if comptime!(kind.side == Side::Queries || pair.is_multiple_of(2)) {
+        logsumexps.references = terms_of(terms.references, terms.references_at, pair, kind.side);
+        if comptime!(kind.has_logarithms()) {
+            logsumexps.logarithms = logarithms_of(terms, pair, kind.side);
+        }
+    }
+}
+
+/// The probabilities of two scores.
+#[cube]
+fn probabilities(
+    values: Pair,
+    logsumexps: &Logsumexps,
+    arguments: &ScoreArguments,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let references = logsumexps.references;
+    let logarithms = logsumexps.logarithms;
+    Pair {
+        first: probability(
+            values.first,
+            references.first,
+            logarithms.first,
+            arguments,
+            kind,
+        ),
+        second: probability(
+            values.second,
+            references.second,
+            logarithms.second,
+            arguments,
+            kind,
+        ),
+    }
 }
 
 /// The probability of a score, or of a dot that waits for its scale. The difference is taken before the change to
@@ -302,13 +323,13 @@ struct Scored {
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    scoring: &Scoring<F, NB>,
     known: &Known,
     at: u32,
-    arguments: &ScoreArguments,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
 ) -> Scored {
+    let arguments = &scoring.arguments;
     let dots = pair_of::<NS>(s, pair);
     let one = Pair {
         first: f32::new(1.0),
@@ -331,7 +352,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
         };
         let hidden = arguments.negative_infinity;
         Scored {
-            values: with_bias::<F, NB>(capped, bias, known, at, hidden, pair, kind),
+            values: with_bias::<F, NB>(capped, &scoring.bias, known, at, hidden, pair, kind),
             slopes,
         }
     }

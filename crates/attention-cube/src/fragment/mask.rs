@@ -1,8 +1,9 @@
 //! What mask and segments show to a fragment's rows, as bits.
 
+use super::scoring::Masking;
 use super::{FragmentKind, Known, RowPair, columns_end, rows_end};
-use crate::math::visibility::{Documents, Extent, id_of};
-use crate::passes::mask_bits::kernel::{MaskPlaces, bits_of_run, word_of};
+use crate::math::visibility::{Documents, id_of};
+use crate::passes::mask_bits::kernel::{bits_of_run, word_of};
 use cubecl::prelude::*;
 
 /// Bits of the thread's two rows.
@@ -41,10 +42,8 @@ pub(crate) type MaskWords = Vector<u32, Const<8>>;
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
 pub(crate) fn mask_words(
-    mask: &ComptimeOption<&Tensor<u32>>,
-    places: &MaskPlaces,
+    masking: &Masking,
     rows: &RowPair,
-    extent: &Extent,
     first_word: u32,
     whole: bool,
     #[comptime] columns: usize,
@@ -53,7 +52,9 @@ pub(crate) fn mask_words(
     let mut words = Vector::<u32, Const<8>>::zeroed();
     if comptime!(kind.structure.mask) {
         if !whole {
-            let last_row = rows_end(extent, kind.side) - 1i32;
+            let mask = &masking.mask;
+            let places = &masking.mask_places;
+            let last_row = rows_end(&masking.extent, kind.side) - 1i32;
             let row_0 = min(rows.position_0, last_row) as u32;
             let row_1 = min(rows.position_1, last_row) as u32;
             #[unroll]
@@ -75,9 +76,8 @@ pub(crate) fn mask_words(
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     rows: &RowPair,
-    extent: &Extent,
     first_column: i32,
     documents: Documents,
     share: bool,
@@ -92,6 +92,8 @@ pub(crate) fn words_of_segments(
         }
     }
     if !share {
+        let extent = &masking.extent;
+        let lengths_and_ids = &masking.lengths_and_ids;
         let side = comptime!(kind.side);
         let other = comptime!(side.other());
         let last_row = rows_end(extent, side) - 1i32;

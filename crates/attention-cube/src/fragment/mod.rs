@@ -1,14 +1,22 @@
-//! Attention on an accumulator's registers, which a warpgroup's threads hold by fragments: a thread has two rows, 8
-//! apart, and a quarter of their columns; the three others are its neighbours.
+//! Attention on an accumulator's registers, which threads hold by fragments: a thread has two rows, 8 apart, and a quarter of
+//! their columns; the three others are its neighbours. What tiles of such rows visit, see and write is the same for all engines
+//! that have them.
 
 pub(crate) mod bias;
 pub(crate) mod gradient;
 pub(crate) mod mask;
+pub(crate) mod output;
 pub(crate) mod score;
+pub(crate) mod scoring;
 pub(crate) mod softcap;
 pub(crate) mod softmax;
+pub(crate) mod stationary;
+pub(crate) mod view;
+pub(crate) mod visits;
+pub(crate) mod work_tile;
 
 use self::bias::{BiasReads, bias_row};
+use self::scoring::Scoring;
 use crate::math::score::{ScoreKind, is_hidden};
 use crate::math::side::Side;
 use crate::math::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of};
@@ -26,6 +34,7 @@ pub(crate) struct RowPair {
     /// Queries, or keys where the fragment's rows are keys; their number, where the row does not exist.
     pub position_0: i32,
     pub position_1: i32,
+    pub sight: Sight,
     /// Where a bias is one number a head, that of both rows' head.
     pub bias_of_head: f32,
 }
@@ -96,17 +105,16 @@ pub(crate) struct Known {
 #[cube]
 pub(crate) fn known<F: Float, NB: Size>(
     rows: &RowPair,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
+    scoring: &Scoring<F, NB>,
     #[comptime] kind: FragmentKind,
 ) -> Known {
+    let extent = &scoring.masking.extent;
     // Of a row that does not exist, another's are read, and hidden.
     let last_row = rows_end(extent, kind.side) - 1i32;
     let row_0 = min(rows.position_0, last_row) as u32;
     let row_1 = min(rows.position_1, last_row) as u32;
-    let mut run_0 = run_of(sight, rows.position_0, kind.side);
-    let mut run_1 = run_of(sight, rows.position_1, kind.side);
+    let mut run_0 = run_of(&rows.sight, rows.position_0, kind.side);
+    let mut run_1 = run_of(&rows.sight, rows.position_1, kind.side);
     if comptime!(kind.has_bias_of_head()) {
         let hidden = is_hidden(rows.bias_of_head);
         run_0.end = select(hidden, run_0.first, run_0.end);
@@ -115,8 +123,8 @@ pub(crate) fn known<F: Float, NB: Size>(
     Known {
         run_0,
         run_1,
-        bias_0: bias_row(bias, rows.batch, rows.head_0, row_0),
-        bias_1: bias_row(bias, rows.batch, rows.head_1, row_1),
+        bias_0: bias_row(&scoring.bias, rows.batch, rows.head_0, row_0),
+        bias_1: bias_row(&scoring.bias, rows.batch, rows.head_1, row_1),
         bias_of_head: rows.bias_of_head,
         last_pair: ((columns_end(extent, kind.side) - 1i32) / 2i32 * 2i32) as u32,
     }

@@ -1,11 +1,11 @@
 //! The scores of a fragment: scale, softcap, bias, and −∞ where a row does not see a column.
 
 use super::bias::{BiasWords, add_words, with_bias};
-use super::mask::{MaskWords, PAIRS_PER_WORD, bits_of_word};
+use super::mask::{PAIRS_PER_WORD, bits_of_word};
+use super::scoring::Scoring;
 use super::softcap::{capped, capped_together};
+use super::view::View;
 use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
-use crate::math::score::ScoreArguments;
-use crate::math::visibility::{Extent, Sight};
 use cube_kit::hopper::accumulator::is_second;
 use cubecl::prelude::*;
 
@@ -15,39 +15,32 @@ use cubecl::prelude::*;
 pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
     first_column: i32,
-    whole: bool,
+    seen: &View,
     rows: &RowPair,
-    mask_words: MaskWords,
     bias_words: BiasWords,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
     let mut s = scored::<F, NB, NS>(
         s,
         first_column,
-        whole,
+        seen.whole,
         rows,
         bias_words,
-        bias,
-        sight,
-        extent,
-        arguments,
+        scoring,
         columns,
         kind,
     );
-    if !whole {
-        let known = known::<F, NB>(rows, bias, sight, extent, kind);
+    if !seen.whole {
+        let known = known::<F, NB>(rows, scoring, kind);
         let mut bits_0 = u32::new(0);
         let mut bits_1 = u32::new(0);
         #[unroll]
         for pair in 0..columns / 4 {
             if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
                 let bits = bits_of_word(
-                    mask_words,
+                    seen.mask_words,
                     &known,
                     first_column,
                     comptime!(pair / PAIRS_PER_WORD),
@@ -64,7 +57,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
                     bits_0
                 },
                 own_column(first_column, pair),
-                arguments.negative_infinity,
+                scoring.arguments.negative_infinity,
                 pair,
                 kind,
             );
@@ -83,13 +76,11 @@ fn scored<F: Float, NB: Size, NS: Size>(
     whole: bool,
     rows: &RowPair,
     bias_words: BiasWords,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
+    let arguments = &scoring.arguments;
     let mut s = s;
     if comptime!(kind.reads_ahead()) {
         let half = comptime!(kind.half_of_bias());
@@ -111,13 +102,14 @@ fn scored<F: Float, NB: Size, NS: Size>(
                 s.insert(comptime!(2 * pair + 1), values.second);
             }
         } else {
-            let known = known::<F, NB>(rows, bias, sight, extent, kind);
+            let known = known::<F, NB>(rows, scoring, kind);
             #[unroll]
             for pair in 0..columns / 4 {
                 let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
                 let existing = min(own_column(first_column, pair) as u32, known.last_pair);
                 let hidden = arguments.negative_infinity;
-                let values = with_bias::<F, NB>(capped, bias, &known, existing, hidden, pair, kind);
+                let values =
+                    with_bias::<F, NB>(capped, &scoring.bias, &known, existing, hidden, pair, kind);
                 s.insert(comptime!(2 * pair), values.first);
                 s.insert(comptime!(2 * pair + 1), values.second);
             }

@@ -14,6 +14,4 @@ pub mod plan;
 #[cfg(all(test, feature = "cuda"))]
 mod source;
 #[cfg(feature = "cuda")]
-pub(crate) mod work_tile;
-#[cfg(feature = "cuda")]
 pub(crate) mod zero_fill;

@@ -1,24 +1,17 @@
-//! What becomes of a tile's fragments: normalised, with their sinks, they go to the output and the logsumexp,
-//! through shared memory and the copy engine where they can.
+//! Writes a warpgroup's part of an output or of a gradient: through shared memory and TMA, where these can take it.
 
-use super::work_tile::{HopperKind, Tile};
 use crate::engine::wgmma::plan::OutputShape;
-use crate::fragment::RowPair;
-use crate::fragment::softmax::finite;
-use cube_kit::hopper::accumulator::{Pair, is_second};
-use cube_kit::hopper::ptx::exp2;
+use crate::fragment::output::{
+    Finished, OutputRow, normalised, output_rows, without_blind, write_row, write_rows,
+};
+use crate::fragment::stationary::Stationary;
+use crate::fragment::work_tile::Tile;
+use crate::fragment::{FragmentKind, RowPair};
+use crate::math::score::ScoreArguments;
+use crate::math::side::Side;
+use cube_kit::hopper::accumulator::Pair;
 use cube_kit::hopper::tma::store_tma_tiles;
 use cubecl::prelude::*;
-
-/// A thread's part of what its warpgroup has of a tile.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Finished<NO: Size> {
-    pub o: Vector<f32, NO>,
-    pub reference: Pair,
-    /// Over all columns of the rows.
-    pub sums: Pair,
-}
 
 /// Where a warpgroup's part of a tile goes.
 #[derive(CubeType, Clone, Copy)]
@@ -26,84 +19,46 @@ pub(crate) struct Finished<NO: Size> {
 pub(crate) struct Target {
     /// Shared memory that it goes through.
     pub staging: u32,
+    /// The tensor's map.
+    pub map: u64,
     /// Row of the thread's first register in the tile, and of the warpgroup's first.
     pub row: i32,
     pub first_row: i32,
     pub first_column: u32,
-    pub writes_logsumexp: bool,
 }
 
-/// Writes a warpgroup's part of a tile.
+/// Writes a warpgroup's part of a tile, and its logsumexps, where it is the warpgroup that does.
 #[cube]
 pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     finished: Finished<NO>,
     target: Target,
+    writes_logsumexp: bool,
     tile: &Tile,
     rows: &RowPair,
     sinks: &ComptimeOption<&Tensor<K>>,
-    output_map: u64,
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
-    scale: f32,
-    negative_infinity: f32,
+    arguments: &ScoreArguments,
     #[comptime] shape: OutputShape,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: FragmentKind,
 ) {
-    // From references to scores.
-    let to_score = if comptime!(kind.fragment.raw) {
-        scale
-    } else {
-        f32::new(1.0)
-    };
-    let exists_0 = target.row < tile.rows;
-    let exists_1 = target.row + 8i32 < tile.rows;
-    let first = normalise::<K>(
-        finished.reference.first,
-        finished.sums.first,
-        to_score,
-        rows.head_0,
-        exists_0,
+    let rows = output_rows(tile, rows, target.row);
+    let normalised = normalised::<K, NO>(
+        finished,
+        &rows,
         sinks,
-        negative_infinity,
+        logsumexp,
+        writes_logsumexp,
+        arguments,
+        shape.columns,
+        kind,
     );
-    let second = normalise::<K>(
-        finished.reference.second,
-        finished.sums.second,
-        to_score,
-        rows.head_1,
-        exists_1,
-        sinks,
-        negative_infinity,
-    );
-    if target.writes_logsumexp {
-        write_logsumexp(
-            logsumexp,
-            first,
-            tile.part,
-            rows.head_0,
-            rows.position_0,
-            exists_0,
-        );
-        write_logsumexp(
-            logsumexp,
-            second,
-            tile.part,
-            rows.head_1,
-            rows.position_1,
-            exists_1,
-        );
-    }
-    let factors = Pair {
-        first: first.factor,
-        second: second.factor,
-    };
-    let o = without_blind::<NO>(finished.o, factors, shape.columns);
-    if comptime!(kind.stores_output_by_tma) {
+    if comptime!(shape.stored_by_tma) {
         store_tma_tiles::<NO>(
-            o,
-            factors,
+            normalised.o,
+            normalised.factors,
             target.staging,
-            output_map,
+            target.map,
             tile.batch,
             tile.first_head,
             tile.first_query + target.first_row,
@@ -114,171 +69,73 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
             shape.half,
         );
     } else {
-        write_row::<O, N, NO>(
-            o,
-            factors.first,
+        write_rows::<O, N, NO>(
+            normalised,
             output,
-            tile.part,
-            rows.head_0,
-            rows.position_0,
-            exists_0,
-            0usize,
+            &rows,
             target.first_column,
             shape.columns,
-            shape.value_dim,
-        );
-        write_row::<O, N, NO>(
-            o,
-            factors.second,
-            output,
-            tile.part,
-            rows.head_1,
-            rows.position_1,
-            exists_1,
-            1usize,
-            target.first_column,
-            shape.columns,
-            shape.value_dim,
+            shape.width,
         );
     }
 }
 
-/// A row's result.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Normalised {
-    /// On the row's output.
-    factor: f32,
-    /// The logsumexp is this and the logarithm of the sum by it.
-    reference: f32,
-    logarithm: f32,
-}
-
-/// Normalises a row of query head `head`; the sink joins the sum here, where it is no part of a split.
+/// Writes a warpgroup's part of a gradient of rows of this `side`, times `factors`. Nobody reads what was in its staging place any
+/// more.
 #[cube]
-fn normalise<K: Float>(
-    reference: f32,
-    sum: f32,
-    to_score: f32,
-    head: u32,
-    exists: bool,
-    sinks: &ComptimeOption<&Tensor<K>>,
-    negative_infinity: f32,
-) -> Normalised {
-    let score = finite(reference, negative_infinity);
-    // Not by way of powers of two: where scores are huge, the backward sees every rounding of the logsumexp.
-    let mut base = score * to_score;
-    let mut sum = sum;
-    let mut rescale = f32::new(1.0);
-    #[comptime]
-    match sinks {
-        ComptimeOption::Some(sinks) => {
-            if exists {
-                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                let keys = select(sum == 0.0f32, negative_infinity, base);
-                // A sink of −∞ beside no key leaves nothing.
-                base = finite(max(keys, sink), negative_infinity);
-                rescale = exp2((keys - base) * comptime!(std::f32::consts::LOG2_E));
-                sum = sum * rescale + exp2((sink - base) * comptime!(std::f32::consts::LOG2_E));
-            }
-        }
-        ComptimeOption::None => {}
-    }
-    let empty = sum == 0.0f32;
-    Normalised {
-        factor: select(empty, 0.0f32, rescale / sum),
-        reference: select(empty, negative_infinity, base),
-        logarithm: select(empty, 0.0f32, sum.ln()),
-    }
-}
-
-/// Zeros in the rows whose factor is 0, which may hold anything: others of the tile may have seen NaN.
-#[cube]
-pub(crate) fn without_blind<NO: Size>(
-    o: Vector<f32, NO>,
+pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
+    sums: Vector<f32, NG>,
     factors: Pair,
-    #[comptime] columns: usize,
-) -> Vector<f32, NO> {
-    let mut o = o;
-    let first = factors.first == 0.0f32;
-    let second = factors.second == 0.0f32;
-    if plane_any(first || second) {
+    target: Target,
+    tile: &Stationary,
+    gradient: &mut Tensor<Vector<E, N>>,
+    #[comptime] shape: OutputShape,
+    #[comptime] side: Side,
+) {
+    let mut sums = sums;
+    if comptime!(side == Side::Queries) {
+        sums = without_blind::<NG>(sums, factors, shape.columns);
+    }
+    if comptime!(shape.stored_by_tma) {
+        store_tma_tiles::<NG>(
+            sums,
+            factors,
+            target.staging,
+            target.map,
+            tile.batch,
+            tile.head,
+            tile.first_row + target.first_row,
+            target.first_column,
+            shape.columns,
+            shape.subtile_bytes,
+            shape.own_place,
+            shape.half,
+        );
+    } else {
         #[unroll]
-        for i in 0..columns / 2 {
-            let blind = if comptime!(is_second(i)) {
-                second
+        for which in 0..2usize {
+            let own = target.row + comptime!(8 * which as i32);
+            let factor = if comptime!(which == 0) {
+                factors.first
             } else {
-                first
+                factors.second
             };
-            o.insert(i, select(blind, 0.0f32, o.extract(i)));
-        }
-    }
-    o
-}
-
-/// Writes a row's logsumexp: the reference and, in the tensor's second half, the logarithm.
-#[cube]
-fn write_logsumexp(
-    logsumexp: &mut Tensor<f32>,
-    row: Normalised,
-    part: u32,
-    head: u32,
-    query: i32,
-    exists: bool,
-) {
-    let column = UNIT_POS % 4u32;
-    if exists && column == 0u32 {
-        let at = part as usize * logsumexp.stride(0)
-            + head as usize * logsumexp.stride(1)
-            + query as usize;
-        let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
-        logsumexp[at] = row.reference;
-        logsumexp[at + to_logarithms] = row.logarithm;
-    }
-}
-
-/// Writes the first or the second of the thread's rows: `columns` columns from `first_column` on, as far as the
-/// tensor's `value_dim` goes.
-#[cube]
-pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
-    o: Vector<f32, NO>,
-    factor: f32,
-    output: &mut Tensor<Vector<O, N>>,
-    part: u32,
-    head: u32,
-    query: i32,
-    exists: bool,
-    #[comptime] which: usize,
-    first_column: u32,
-    #[comptime] columns: usize,
-    #[comptime] value_dim: usize,
-) {
-    if exists {
-        let base = part as usize * output.stride(0)
-            + head as usize * output.stride(1)
-            + query as usize * output.stride(2);
-        let vector = output.vector_size();
-        let end = comptime!(value_dim as u32);
-        #[unroll]
-        for tile in 0..columns / 8 {
-            let column = first_column + comptime!(8 * tile as u32) + UNIT_POS % 4u32 * 2u32;
-            let register = comptime!(4 * tile + 2 * which);
-            let low = O::cast_from(o.extract(register) * factor);
-            let high = O::cast_from(o.extract(comptime!(register + 1)) * factor);
-            if comptime!(vector == 2) {
-                if column < end {
-                    let mut both = Vector::<O, N>::cast_from(low);
-                    both.insert(1usize, high);
-                    output[(base + column as usize) / 2] = both;
-                }
-            } else {
-                if column < end {
-                    output[base + column as usize] = Vector::cast_from(low);
-                }
-                if column + 1u32 < end {
-                    output[base + column as usize + 1] = Vector::cast_from(high);
-                }
-            }
+            let row = OutputRow {
+                part: tile.batch,
+                head: tile.head,
+                position: tile.first_row + own,
+                exists: own < tile.rows,
+            };
+            write_row::<E, N, NG>(
+                sums,
+                factor,
+                gradient,
+                row,
+                which,
+                target.first_column,
+                shape.columns,
+                shape.width,
+            );
         }
     }
 }

@@ -10,13 +10,14 @@
 
 use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
-use super::backward::stationary::GradientStepsCompilationArg;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
-use super::work_tile::{HopperKind, StepsCompilationArg};
+use crate::engine::wgmma::backward::copies::GradientStepsCompilationArg;
+use crate::engine::wgmma::forward::copies::StepsCompilationArg;
 use crate::engine::wgmma::plan::{ForwardTiles, GradientTiles, forward_tiles, gradient_tiles};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::{GridCompilationArg, ScheduleCompilationArg};
 use crate::math::score::{ScoreArgumentsCompilationArg, ScoreKind};
 use crate::math::side::Side;
@@ -105,8 +106,8 @@ impl Wanted {
         }
     }
 
-    fn kind(&self, side: Side, stores_output_by_tma: bool) -> HopperKind {
-        HopperKind {
+    fn kind(&self, side: Side) -> TileKind {
+        TileKind {
             fragment: FragmentKind {
                 side,
                 structure: self.structure,
@@ -120,7 +121,6 @@ impl Wanted {
             },
             heads: 1,
             split: false,
-            stores_output_by_tma,
         }
     }
 
@@ -135,7 +135,7 @@ impl Wanted {
             self.score.bias && !self.bias_of_head,
         );
         let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {name}"));
-        let kind = self.kind(Side::Queries, tiles.stores_output_by_tma());
+        let kind = self.kind(Side::Queries);
         let settings = settings(tiles.units());
         macro_rules! definition {
             ($kernel:ident, $tiles:expr, [$($read:expr),*]) => {
@@ -161,6 +161,7 @@ impl Wanted {
                     (),
                     $tiles,
                     kind,
+                    tiles.stores_output_by_tma(),
                     ELEMENT,
                     ELEMENT,
                     ELEMENT,
@@ -183,7 +184,7 @@ impl Wanted {
         let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16, self.score.bias);
         for (tiles, sums) in kernels.into_iter().zip(["query", "key", "value"]) {
             let Some(tiles) = tiles else { continue };
-            let kind = self.kind(tiles.side(), false);
+            let kind = self.kind(tiles.side());
             let settings = settings(tiles.units());
             let has_lengths_or_ids = self.structure.segments || self.structure.lengths;
             // By the tensors that differ: what the copy engine reads, and what is summed.

@@ -16,21 +16,25 @@
 mod producer;
 
 use self::producer::{Places, fetch, places};
-use super::stationary::{
-    GradientPart, GradientSteps, Stationary, first_visit, held, position_of, row_factors,
-    stationary_rows, stationary_work_tile, visit_from, write_gradient,
-};
+use crate::engine::wgmma::backward::copies::GradientSteps;
 use crate::engine::wgmma::chunked::{Ring, add_chunks, multiply_chunks};
+use crate::engine::wgmma::output::{Target, write_gradient};
 use crate::engine::wgmma::plan::{GradientSplitDTiles, SplitDTiles};
-use crate::engine::wgmma::work_tile::{HopperKind, view};
 use crate::engine::wgmma::zero_fill::{
     has_unseen, tell_used, used_columns, used_words, zero_fill_unseen,
 };
 use crate::fragment::columns_end;
 use crate::fragment::gradient::{dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::scoring::{Scoring, scoring};
+use crate::fragment::stationary::{
+    Stationary, first_visit, held, position_of, row_factors, stationary_rows, stationary_work_tile,
+    visit_from,
+};
+use crate::fragment::view::view;
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
-use crate::math::visibility::{Extent, Sight, sight};
+use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::barriers::warpgroup_barrier;
 use cube_kit::hopper::pipeline::pipeline_state;
@@ -87,13 +91,15 @@ pub(crate) fn backward_split_d<
     mask_places: MaskPlaces,
     group: u32,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(N)] _vector: usize,
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, NG)] _fragments: [usize; 3],
 ) {
+    let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
+    let masking = &scoring.masking;
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let places = places(shared_address(&memory), tiles);
@@ -119,17 +125,9 @@ pub(crate) fn backward_split_d<
     let index = CUBE_POS as u32;
     if index < grid.cubes {
         let work_tile = stationary_work_tile(&grid, index, kind.fragment.side);
-        let sight = sight(
-            &extent,
-            &lengths_and_ids,
-            work_tile.batch,
-            kind.fragment.structure,
-        );
         let tile = held(
             work_tile,
-            &extent,
-            &sight,
-            &lengths_and_ids,
+            masking,
             group,
             GradientSplitDTiles::ROWS,
             GradientSplitDTiles::COLUMNS,
@@ -145,11 +143,8 @@ pub(crate) fn backward_split_d<
                     values,
                     summed,
                     term_tma_tiles,
-                    &mask,
-                    &mask_places,
-                    &lengths_and_ids,
+                    masking,
                     &tile,
-                    &extent,
                     &steps,
                     &places,
                     tiles,
@@ -162,46 +157,32 @@ pub(crate) fn backward_split_d<
             // The row of the thread's first register, in the tile.
             let row = (UNIT_POS / 32u32 % 4u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, NG>(
-                &tile,
-                &sight,
-                row,
-                terms,
-                &mask,
-                &mask_places,
-                &bias,
-                &lengths_and_ids,
-                &extent,
-                &arguments,
-                &places,
-                warpgroup,
-                tiles,
-                kind,
+                &tile, row, terms, &scoring, &places, warpgroup, tiles, kind,
             );
             let factor = if comptime!(tiles.sums.has_dots()) {
                 arguments.scale
             } else {
                 f32::new(1.0)
             };
-            write_gradient::<E, N, NG>(
-                sums,
-                row_factors(terms, &tile, row, &extent, factor, kind.fragment),
-                places.stationary_dots
+            let kind = comptime!(kind.fragment);
+            let factors = row_factors(terms, &tile, row, &masking.extent, factor, kind);
+            let target = Target {
+                staging: places.stationary_dots
                     + warpgroup
                         * comptime!((tiles.own_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
-                tensor_map_address(gradient_tma_tiles),
-                gradient,
+                map: tensor_map_address(gradient_tma_tiles),
+                row,
+                first_row: 0i32,
+                first_column: warpgroup * comptime!(tiles.own_columns() as u32),
+            };
+            write_gradient::<E, N, NG>(
+                sums,
+                factors,
+                target,
                 &tile,
-                GradientPart {
-                    first_row: 0i32,
-                    row,
-                    first_column: warpgroup * comptime!(tiles.own_columns() as u32),
-                },
-                comptime!(tiles.own_columns()),
-                comptime!(tiles.width()),
-                comptime!(PRODUCT_ROWS * ROW_BYTES),
-                comptime!(tiles.stores_gradient_by_tma()),
-                tiles.half,
-                kind.fragment.side,
+                gradient,
+                comptime!(tiles.output_shape()),
+                kind.side,
             );
             await_stores();
         }
@@ -212,20 +193,15 @@ pub(crate) fn backward_split_d<
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     tile: &Stationary,
-    sight: &Sight,
     row: i32,
     terms: &Tensor<f32>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     places: &Places,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Vector<f32, NG> {
+    let masking = &scoring.masking;
     let side = comptime!(kind.fragment.side);
     let lane = UNIT_POS % 32u32;
     let ring = Ring {
@@ -242,7 +218,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         tile.batch,
         tile.head,
         tile.first_row + row,
-        extent,
+        &masking.extent,
         kind.fragment,
     );
 
@@ -250,7 +226,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     let mut count = u32::new(0);
     // Chunks that went through the ring.
     let mut passed = u32::new(0);
-    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
+    let first = first_visit(tile, masking, kind);
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
@@ -281,17 +257,14 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         } else {
             Vector::<f32, NS>::zeroed()
         };
-        let rows = stationary_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
+        let rows = stationary_rows::<F, NB>(tile, scoring, row, head, kind.fragment);
         let tile_position = position_of(tile, head, side);
         let seen = view(
             &tile_position,
             &rows,
             block,
             warpgroup * comptime!((HALF_COLUMNS / 32) as u32),
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
+            masking,
             GradientSplitDTiles::COLUMNS,
             HALF_COLUMNS,
             kind,
@@ -312,13 +285,9 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             &block_terms,
             block * comptime!(GradientSplitDTiles::COLUMNS as i32)
                 + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32,
-            seen.whole,
+            &seen,
             &rows,
-            seen.mask_words,
-            bias,
-            sight,
-            extent,
-            arguments,
+            scoring,
             HALF_COLUMNS,
             comptime!(tiles.sums.has_values()),
             tiles.half,
@@ -348,20 +317,21 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         };
         hand_over::<NP>(factors, places, warpgroup, count, kind);
         sums = add::<NG>(
-            sums, places, tile, extent, block, count, passed, ring, warpgroup, tiles, kind,
+            sums,
+            places,
+            tile,
+            &masking.extent,
+            block,
+            count,
+            passed,
+            ring,
+            warpgroup,
+            tiles,
+            kind,
         );
         passed += comptime!(tiles.sum_chunks() as u32);
         count += 1u32;
-        let next = visit_from(
-            tile,
-            head,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
+        let next = visit_from(tile, head, block + 1i32, masking, kind);
         head = next.head;
         block = next.block;
     }
@@ -375,7 +345,7 @@ fn hand_over<NP: Size>(
     places: &Places,
     warpgroup: u32,
     count: u32,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     if comptime!(kind.leaves_masked()) {
         tell_used(
@@ -415,7 +385,7 @@ fn add<NG: Size>(
     ring: Ring,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Vector<f32, NG> {
     let product = comptime!(tiles.sum_product());
     let factors = uniform(descriptor(places.factors));

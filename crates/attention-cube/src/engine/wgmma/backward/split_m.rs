@@ -14,6 +14,7 @@
 
 mod producer;
 mod products;
+mod weights;
 mod zero_fill;
 
 use self::producer::{Places, fetch, places};
@@ -21,29 +22,29 @@ use self::products::{
     Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
     start_s,
 };
+use self::weights::{seen_by, weigh};
 use self::zero_fill::zero_fill_block;
-use super::stationary::{
-    GradientPart, GradientSteps, Stationary, first_visit, held, position_of, row_factors,
-    stationary_rows, stationary_work_tile, visit_from, write_gradient,
-};
+use crate::engine::wgmma::backward::copies::GradientSteps;
+use crate::engine::wgmma::output::{Target, write_gradient};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::engine::wgmma::work_tile::{HopperKind, View, view};
-use crate::fragment::RowPair;
-use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::gradient::terms_of_rows;
+use crate::fragment::scoring::{Scoring, scoring};
+use crate::fragment::stationary::{
+    Stationary, first_visit, held, row_factors, stationary_work_tile, visit_from,
+};
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Sight, sight};
+use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::accumulator::pair;
 use cube_kit::hopper::barriers::{ordering_barrier_arrive, ordering_barrier_wait};
-use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
     barrier_init, barrier_init_fence, barrier_wait, setmaxnreg_dec, setmaxnreg_inc, shared_address,
     store_shared, uniform,
 };
 use cube_kit::hopper::tma::await_stores;
-use cube_kit::hopper::wgmma::{free_chunk, take_fragment};
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
@@ -82,13 +83,15 @@ pub(crate) fn backward_split_m<
     mask_places: MaskPlaces,
     group: u32,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(N)] _vector: usize,
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, ND, NV)] _fragments: [usize; 4],
 ) {
+    let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
+    let masking = &scoring.masking;
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let places = places(shared_address(&memory), tiles);
@@ -120,17 +123,9 @@ pub(crate) fn backward_split_m<
     let index = CUBE_POS as u32;
     if index < grid.cubes {
         let work_tile = stationary_work_tile(&grid, index, kind.fragment.side);
-        let sight = sight(
-            &extent,
-            &lengths_and_ids,
-            work_tile.batch,
-            kind.fragment.structure,
-        );
         let tile = held(
             work_tile,
-            &extent,
-            &sight,
-            &lengths_and_ids,
+            masking,
             group,
             comptime!(tiles.rows()),
             tiles.columns,
@@ -145,11 +140,8 @@ pub(crate) fn backward_split_m<
                     dots,
                     values,
                     term_tma_tiles,
-                    &mask,
-                    &mask_places,
-                    &lengths_and_ids,
+                    masking,
                     &tile,
-                    &extent,
                     &steps,
                     &places,
                     tiles,
@@ -162,42 +154,29 @@ pub(crate) fn backward_split_m<
             // The row of the thread's first register, in the tile.
             let row = (UNIT_POS / 32u32 * 16u32 + UNIT_POS % 32u32 / 4u32) as i32;
             let sums = sum::<F, NB, NS, NP, ND, NV>(
-                &tile,
-                &sight,
-                row,
-                terms,
-                &mask,
-                &mask_places,
-                &bias,
-                &lengths_and_ids,
-                &extent,
-                &arguments,
-                &places,
-                warpgroup,
-                tiles,
-                kind,
+                &tile, row, terms, &scoring, &places, warpgroup, tiles, kind,
             );
             let staging = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
-            let part = GradientPart {
-                first_row: (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
-                row,
-                first_column: 0u32,
-            };
+            let first_row = (warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32;
+            let kind = comptime!(kind.fragment);
             if comptime!(tiles.sums.has_dots()) {
+                let scale = arguments.scale;
+                let factors = row_factors(terms, &tile, row, &masking.extent, scale, kind);
+                let target = Target {
+                    staging: places.stationary_dots + staging,
+                    map: tensor_map_address(dot_gradient_tma_tiles),
+                    row,
+                    first_row,
+                    first_column: 0u32,
+                };
                 write_gradient::<E, N, ND>(
                     sums.dots,
-                    row_factors(terms, &tile, row, &extent, arguments.scale, kind.fragment),
-                    places.stationary_dots + staging,
-                    tensor_map_address(dot_gradient_tma_tiles),
-                    dot_gradient,
+                    factors,
+                    target,
                     &tile,
-                    part,
-                    comptime!(tiles.dot_columns()),
-                    tiles.head_dim,
-                    comptime!(tiles.rows() * ROW_BYTES),
-                    comptime!(tiles.stores_dots_by_tma()),
-                    tiles.half,
-                    kind.fragment.side,
+                    dot_gradient,
+                    comptime!(tiles.dot_shape()),
+                    kind.side,
                 );
             }
             if comptime!(tiles.sums.has_values()) {
@@ -206,19 +185,20 @@ pub(crate) fn backward_split_m<
                 } else {
                     places.stationary_dots
                 };
+                let target = Target {
+                    staging: place + staging,
+                    map: tensor_map_address(value_gradient_tma_tiles),
+                    row,
+                    first_row,
+                    first_column: 0u32,
+                };
                 write_gradient::<E, N, NV>(
                     sums.values,
                     pair(f32::new(1.0), f32::new(1.0)),
-                    place + staging,
-                    tensor_map_address(value_gradient_tma_tiles),
-                    value_gradient,
+                    target,
                     &tile,
-                    part,
-                    comptime!(tiles.value_columns()),
-                    tiles.value_dim,
-                    comptime!(tiles.rows() * ROW_BYTES),
-                    comptime!(tiles.stores_values_by_tma()),
-                    tiles.half,
+                    value_gradient,
+                    comptime!(tiles.value_shape()),
                     Side::Keys,
                 );
             }
@@ -231,20 +211,15 @@ pub(crate) fn backward_split_m<
 #[cube]
 fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     tile: &Stationary,
-    sight: &Sight,
     row: i32,
     terms: &Tensor<f32>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    arguments: &ScoreArguments,
+    scoring: &Scoring<F, NB>,
     places: &Places,
     warpgroup: u32,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> Gradients<ND, NV> {
+    let masking = &scoring.masking;
     let lane = UNIT_POS % 32u32;
     let elected = u32::cast_from(lane == 0u32);
     let operands = operands(places, warpgroup, tiles);
@@ -253,12 +228,12 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         tile.batch,
         tile.head,
         tile.first_row + row,
-        extent,
+        &masking.extent,
         kind.fragment,
     );
     let mut dots = Vector::<f32, ND>::zeroed();
     let mut values = Vector::<f32, NV>::zeroed();
-    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
+    let first = first_visit(tile, masking, kind);
     if first.head < tile.heads {
         barrier_wait(places.stationary_full, 0u32);
         // The first turn is the first warpgroup's.
@@ -273,37 +248,15 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
         await_values(places, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
-        let seen = seen_by::<F, NB>(
-            tile,
-            row,
-            first.head,
-            block,
-            extent,
-            mask,
-            mask_places,
-            bias,
-            lengths_and_ids,
-            tiles,
-            kind,
-        );
+        let seen = seen_by::<F, NB>(tile, row, first.head, block, scoring, tiles, kind);
         let made = weigh::<F, NB, NS, NP>(
-            s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
-            elected, tiles, kind,
+            s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
         );
         let mut p = made.p;
         let mut ds = made.ds;
         let mut may_have_masked = seen.view.may_have_masked;
 
-        let next = visit_from(
-            tile,
-            first.head,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
+        let next = visit_from(tile, first.head, block + 1i32, masking, kind);
         let mut next_head = next.head;
         let mut next_block = next.block;
         while next_head < tile.heads {
@@ -312,7 +265,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 ds,
                 places,
                 tile,
-                extent,
+                &masking.extent,
                 block,
                 count,
                 may_have_masked,
@@ -327,19 +280,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
             await_dots(places, count + 1u32, tiles);
             let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
-            let seen = seen_by::<F, NB>(
-                tile,
-                row,
-                next_head,
-                next_block,
-                extent,
-                mask,
-                mask_places,
-                bias,
-                lengths_and_ids,
-                tiles,
-                kind,
-            );
+            let seen = seen_by::<F, NB>(tile, row, next_head, next_block, scoring, tiles, kind);
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
             await_values(places, count + 1u32, tiles);
@@ -354,21 +295,11 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             block = next_block;
             count += 1u32;
             let made = weigh::<F, NB, NS, NP>(
-                s, dp, &seen, &row_terms, block, bias, sight, extent, arguments, places, count,
-                elected, tiles, kind,
+                s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
             );
             p = made.p;
             ds = made.ds;
-            let next = visit_from(
-                tile,
-                next_head,
-                block + 1i32,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            );
+            let next = visit_from(tile, next_head, block + 1i32, masking, kind);
             next_head = next.head;
             next_block = next.block;
         }
@@ -377,7 +308,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             ds,
             places,
             tile,
-            extent,
+            &masking.extent,
             block,
             count,
             may_have_masked,
@@ -392,123 +323,4 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         values = settled.values;
     }
     Gradients::<ND, NV> { dots, values }
-}
-
-/// How the thread's rows see a block.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Seen {
-    rows: RowPair,
-    view: View,
-}
-
-#[cube]
-fn seen_by<F: Float, NB: Size>(
-    tile: &Stationary,
-    row: i32,
-    head: u32,
-    block: i32,
-    extent: &Extent,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
-) -> Seen {
-    let rows = stationary_rows::<F, NB>(tile, extent, bias, row, head, kind.fragment);
-    let tile_position = position_of(tile, head, kind.fragment.side);
-    Seen {
-        rows,
-        view: view(
-            &tile_position,
-            &rows,
-            block,
-            0u32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            tiles.columns,
-            tiles.columns,
-            kind,
-        ),
-    }
-}
-
-/// P and dS, as left operands of products; each only where it is needed.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Made<NP: Size> {
-    p: Vector<u32, NP>,
-    ds: Vector<u32, NP>,
-}
-
-/// Waits for S and dP of the `count`-th block, and makes P and dS of them.
-#[cube]
-fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
-    s: Vector<f32, NS>,
-    dp: Vector<f32, NS>,
-    seen: &Seen,
-    row_terms: &Terms,
-    block: i32,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    sight: &Sight,
-    extent: &Extent,
-    arguments: &ScoreArguments,
-    places: &Places,
-    count: u32,
-    elected: u32,
-    #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
-) -> Made<NP> {
-    let used = comptime!(tiles.columns / 2);
-    let fragment = comptime!(tiles.fragments()[0]);
-    let s = take_fragment::<NS>(
-        s,
-        used,
-        fragment,
-        comptime!(usize::from(tiles.sums.has_dots())),
-    );
-    let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
-    let at = places.terms + dot_stage * comptime!(tiles.term_stride() as u32);
-    let terms = terms_of_block(row_terms, at, tiles.columns);
-    let weights = weights::<F, NB, NS, NP>(
-        s,
-        &terms,
-        block * comptime!(tiles.columns as i32),
-        seen.view.whole,
-        &seen.rows,
-        seen.view.mask_words,
-        bias,
-        sight,
-        extent,
-        arguments,
-        tiles.columns,
-        comptime!(tiles.sums.has_values()),
-        tiles.half,
-        kind.fragment,
-    );
-    let ds = if comptime!(tiles.sums.has_dots()) {
-        let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
-        if comptime!(!tiles.sums.has_values()) {
-            let stage = pipeline_state(count, tiles.value_stages).stage;
-            free_chunk(places.value_empty + 8u32 * stage, elected, 0usize, 1usize);
-        }
-        dot_gradients::<NS, NP>(
-            weights.w,
-            dp,
-            &terms,
-            seen.view.whole,
-            tiles.columns,
-            tiles.half,
-            kind.fragment,
-        )
-    } else {
-        // The terms in it are read, too: P is made of them.
-        let stage = pipeline_state(count, tiles.dot_stages).stage;
-        free_chunk(places.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
-        Vector::<u32, NP>::zeroed()
-    };
-    Made::<NP> { p: weights.p, ds }
 }

@@ -13,39 +13,27 @@
 //! freeing the chunks of V on the way; wait for O.
 
 mod halves;
+mod pass;
 mod producer;
 mod zero_fill;
 
-use self::halves::{
-    exchange, free_own_first_chunk, free_values, probabilities, share_first_chunk, softmax,
-};
-use self::producer::{Places, fetch, places};
-use self::zero_fill::zero_fill_values;
+use self::pass::attend;
+use self::producer::{fetch, places};
 use super::scheduler::{init_notices, notice_bytes, notices_at, told_item};
-use crate::engine::wgmma::chunked::{
-    Ring, load_first_queries, multiply_chunked_output, multiply_chunked_scores,
-};
-use crate::engine::wgmma::output::{Finished, Target, write_tile};
+use crate::engine::wgmma::chunked::Ring;
+use crate::engine::wgmma::forward::copies::{Sources, Steps, zero_fill_other_queries};
+use crate::engine::wgmma::output::{Target, write_tile};
 use crate::engine::wgmma::plan::SplitDTiles;
-use crate::engine::wgmma::work_tile::{
-    AssignedTile, HopperKind, Steps, assigned_tile, next_block, row_pair, tile_position, view,
-    zero_fill_other_queries,
-};
-use crate::fragment::RowPair;
-use crate::fragment::bias::bias_words;
-use crate::fragment::score::score;
-use crate::fragment::softmax::{empty_state, rescale, totals};
+use crate::fragment::scoring::scoring;
+use crate::fragment::work_tile::{TileKind, TileScheduler, assigned_tile, row_pair};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
-use cube_kit::hopper::accumulator::pair;
-use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
-    barrier_arrive, barrier_init, barrier_init_fence, barrier_wait, named_barrier, setmaxnreg_dec,
-    setmaxnreg_inc, shared_address, store_shared, uniform,
+    barrier_arrive, barrier_init, barrier_init_fence, setmaxnreg_dec, setmaxnreg_inc,
+    shared_address, store_shared, uniform,
 };
-use cube_kit::hopper::wgmma::{descriptor, free_chunk, take_fragment, transposed_descriptor};
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, WARPGROUP};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
@@ -94,7 +82,8 @@ pub(crate) fn forward_split_d<
     group: u32,
     power: f32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
+    #[comptime] stores_output_by_tma: bool,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -103,6 +92,13 @@ pub(crate) fn forward_split_d<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NQ, NO)] _fragments: [usize; 3],
 ) {
+    let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
+    let masking = &scoring.masking;
+    let scheduler = TileScheduler {
+        grid,
+        schedule,
+        group,
+    };
     let memory = Shared::<[u32]>::new_aligned_slice(
         comptime!((tiles.shared_memory() + notice_bytes(kind)) / 4),
         1024usize,
@@ -131,7 +127,7 @@ pub(crate) fn forward_split_d<
     }
     zero_fill_other_queries(
         places.queries,
-        &extent,
+        &masking.extent,
         SplitDTiles::ROWS,
         comptime!(tiles.key_chunks()),
         SplitDTiles::UNITS,
@@ -142,23 +138,13 @@ pub(crate) fn forward_split_d<
     if UNIT_POS >= comptime!(CONSUMERS as u32) {
         setmaxnreg_dec(24usize);
         if UNIT_POS == comptime!(CONSUMERS as u32) {
-            fetch(
-                query,
-                key,
-                value,
-                &mask,
-                &mask_places,
-                &lengths_and_ids,
-                &grid,
-                &schedule,
-                &extent,
-                &steps,
-                group,
-                &places,
-                notices,
-                tiles,
-                kind,
-            );
+            let sources = Sources {
+                query: tensor_map_address(query),
+                key: tensor_map_address(key),
+                value: tensor_map_address(value),
+                steps,
+            };
+            fetch(&sources, masking, &scheduler, &places, notices, tiles, kind);
         }
     } else {
         setmaxnreg_inc(240usize);
@@ -172,47 +158,39 @@ pub(crate) fn forward_split_d<
             elected: u32::cast_from(lane == 0u32),
         };
         // Where the queries were: both warpgroups are done with them since they exchanged the sums.
+        let staging = places.queries
+            + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
+        let first_column = warpgroup * comptime!(tiles.value_columns() as u32);
+        let writes_logsumexp = warpgroup == 0u32;
         let target = Target {
-            staging: places.queries
-                + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32),
+            staging,
+            map: tensor_map_address(output_tma_tiles),
             row,
             first_row: 0i32,
-            first_column: warpgroup * comptime!(tiles.value_columns() as u32),
-            writes_logsumexp: warpgroup == 0u32,
+            first_column,
         };
-        let output_map = tensor_map_address(output_tma_tiles);
 
         let mut item = CUBE_POS as u32;
         let mut turn = 0u32;
         let mut tiles_done = 0u32;
         let mut visited = 0u32;
-        while item < schedule.items {
+        while item < scheduler.schedule.items {
             let assigned_tile = assigned_tile(
-                &grid,
-                &schedule,
+                &scheduler,
                 item,
                 turn,
-                &extent,
-                &mask,
-                &mask_places,
-                &lengths_and_ids,
-                group,
+                masking,
                 SplitDTiles::ROWS,
                 SplitDTiles::KEYS,
                 kind,
             );
             if assigned_tile.exists {
                 let tile = assigned_tile.tile;
-                let rows = row_pair::<F, NB>(&tile, &extent, &bias, row, kind);
+                let rows = row_pair::<F, NB>(&tile, &scoring, row, kind);
                 let attended = attend::<F, NB, NS, NQ, NO>(
                     &assigned_tile,
                     &rows,
-                    &mask,
-                    &mask_places,
-                    &bias,
-                    &lengths_and_ids,
-                    &extent,
-                    &arguments,
+                    &scoring,
                     &places,
                     ring,
                     tiles_done % 2u32,
@@ -225,323 +203,21 @@ pub(crate) fn forward_split_d<
                 write_tile::<O, K, N, NO>(
                     attended.finished,
                     target,
+                    writes_logsumexp,
                     &tile,
                     &rows,
                     &sinks,
-                    output_map,
                     output,
                     logsumexp,
-                    arguments.scale,
-                    arguments.negative_infinity,
-                    comptime!(tiles.output_shape()),
-                    kind,
+                    &arguments,
+                    comptime!(tiles.output_shape(stores_output_by_tma)),
+                    kind.fragment,
                 );
                 barrier_arrive(places.queries_empty, ring.elected);
                 tiles_done += 1u32;
             }
-            item = told_item(&schedule, item, turn, notices, ring.elected, kind);
+            item = told_item(&scheduler.schedule, item, turn, notices, ring.elected, kind);
             turn += 1u32;
         }
-    }
-}
-
-/// A tile's part of a warpgroup, and the blocks that the cube has visited.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Attended<NO: Size> {
-    finished: Finished<NO>,
-    visited: u32,
-}
-
-/// Visits a tile's blocks, after `visited` blocks of other tiles.
-#[cube]
-fn attend<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
-    assigned_tile: &AssignedTile,
-    rows: &RowPair,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    extent: &Extent,
-    arguments: &ScoreArguments,
-    places: &Places,
-    ring: Ring,
-    queries_parity: u32,
-    visited: u32,
-    power: f32,
-    #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
-) -> Attended<NO> {
-    let sight = &assigned_tile.sight;
-    let tile = &assigned_tile.tile;
-    let tile_position = tile_position(tile);
-    let negative_infinity = arguments.negative_infinity;
-    let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
-    let query_operand = uniform(descriptor(places.queries));
-    let key_operand =
-        descriptor(places.stages + warpgroup * comptime!(SplitDTiles::HALF_BYTES as u32));
-    let value_operand = transposed_descriptor(
-        places.stages,
-        comptime!(SplitDTiles::VALUE_KEYS * ROW_BYTES),
-    );
-
-    let mut o = Vector::<f32, NO>::zeroed();
-    let mut softmax_state = empty_state(negative_infinity);
-    let mut count = uniform(visited);
-    barrier_wait(places.queries_full, queries_parity);
-    if assigned_tile.first < tile.end_block {
-        let first_queries = load_first_queries::<NQ>(places.queries, tiles);
-        let mut block = assigned_tile.first;
-        // Chunks that went through the ring.
-        let first_chunk = count * comptime!((tiles.key_chunks() + tiles.value_chunks()) as u32);
-        let mut passed = first_chunk + comptime!(tiles.key_chunks() as u32);
-        let started = multiply_chunked_scores::<NS, NQ>(
-            first_queries,
-            query_operand,
-            key_operand,
-            ring,
-            pipeline_state(first_chunk, tiles.stages),
-            tiles,
-        );
-        let seen = view(
-            &tile_position,
-            rows,
-            block,
-            warpgroup * comptime!((HALF_KEYS / 32) as u32),
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            SplitDTiles::KEYS,
-            HALF_KEYS,
-            kind,
-        );
-        let biases = bias_words::<F, NB>(
-            bias,
-            rows,
-            block * comptime!(SplitDTiles::KEYS as i32)
-                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-            extent,
-            HALF_KEYS,
-            kind.fragment,
-        );
-        let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, 0usize);
-        free_chunk(
-            places.empty + 8u32 * pipeline_state(passed - 1u32, tiles.stages).stage,
-            ring.elected,
-            0usize,
-            1usize,
-        );
-        let s = score::<F, NB, NS>(
-            s,
-            block * comptime!(SplitDTiles::KEYS as i32)
-                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-            seen.whole,
-            rows,
-            seen.mask_words,
-            biases,
-            bias,
-            sight,
-            extent,
-            arguments,
-            HALF_KEYS,
-            kind.fragment,
-        );
-        softmax_state = softmax::<NS>(
-            s,
-            softmax_state,
-            power,
-            negative_infinity,
-            places,
-            ring,
-            0u32,
-            count,
-            false,
-            tiles,
-            kind,
-        );
-        // There is no older output yet.
-        softmax_state.moved = false.runtime();
-        softmax_state.factor = pair(1.0f32, 1.0f32);
-
-        let mut next = next_block(
-            tile,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
-        while next < tile.end_block {
-            let started = multiply_chunked_scores::<NS, NQ>(
-                first_queries,
-                query_operand,
-                key_operand,
-                ring,
-                pipeline_state(passed, tiles.stages),
-                tiles,
-            );
-            passed += comptime!(tiles.key_chunks() as u32);
-            let key_empty = places.empty + 8u32 * pipeline_state(passed - 1u32, tiles.stages).stage;
-            o = rescale::<NO>(
-                o,
-                softmax_state.moved,
-                softmax_state.factor,
-                comptime!(tiles.value_columns()),
-            );
-            named_barrier(PROBABILITIES, CONSUMERS);
-            share_first_chunk(ring, passed, tiles);
-            let cleaned = zero_fill_values(
-                places, tile, extent, block, count, passed, key_empty, ring, tiles, kind,
-            );
-            o = multiply_chunked_output::<NO>(
-                o,
-                probabilities(places, count),
-                value_operand,
-                ring,
-                pipeline_state(passed + warpgroup, tiles.stages),
-                key_empty,
-                select(cleaned, 0u32, ring.elected),
-                tiles,
-            );
-            free_own_first_chunk(ring, passed, tiles);
-            let seen = view(
-                &tile_position,
-                rows,
-                next,
-                warpgroup * comptime!((HALF_KEYS / 32) as u32),
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                SplitDTiles::KEYS,
-                HALF_KEYS,
-                kind,
-            );
-            let biases = bias_words::<F, NB>(
-                bias,
-                rows,
-                next * comptime!(SplitDTiles::KEYS as i32)
-                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-                extent,
-                HALF_KEYS,
-                kind.fragment,
-            );
-            let s = take_fragment::<NS>(started, HALF_KEYS / 2, HALF_KEYS / 2, OWN_CHUNKS);
-            let s = score::<F, NB, NS>(
-                s,
-                next * comptime!(SplitDTiles::KEYS as i32)
-                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
-                seen.whole,
-                rows,
-                seen.mask_words,
-                biases,
-                bias,
-                sight,
-                extent,
-                arguments,
-                HALF_KEYS,
-                kind.fragment,
-            );
-            softmax_state = softmax::<NS>(
-                s,
-                softmax_state,
-                power,
-                negative_infinity,
-                places,
-                ring,
-                passed + warpgroup,
-                count + 1u32,
-                true,
-                tiles,
-                kind,
-            );
-            o = take_fragment::<NO>(
-                o,
-                comptime!(tiles.value_columns() / 2),
-                comptime!(tiles.output_fragment()),
-                0usize,
-            );
-            free_values(
-                places.empty,
-                ring,
-                passed + warpgroup,
-                3usize,
-                0usize,
-                tiles,
-            );
-            passed += comptime!(tiles.value_chunks() as u32);
-            block = next;
-            count += 1u32;
-            next = next_block(
-                tile,
-                block + 1i32,
-                extent,
-                mask,
-                mask_places,
-                lengths_and_ids,
-                kind,
-            );
-        }
-        o = rescale::<NO>(
-            o,
-            softmax_state.moved,
-            softmax_state.factor,
-            comptime!(tiles.value_columns()),
-        );
-        named_barrier(PROBABILITIES, CONSUMERS);
-        share_first_chunk(ring, passed, tiles);
-        zero_fill_values(
-            places,
-            tile,
-            extent,
-            block,
-            count,
-            passed,
-            places.empty,
-            Ring {
-                full: ring.full,
-                empty: ring.empty,
-                elected: 0u32,
-            },
-            tiles,
-            kind,
-        );
-        o = multiply_chunked_output::<NO>(
-            o,
-            probabilities(places, count),
-            value_operand,
-            ring,
-            pipeline_state(passed + warpgroup, tiles.stages),
-            places.empty,
-            0u32,
-            tiles,
-        );
-        free_own_first_chunk(ring, passed, tiles);
-        o = take_fragment::<NO>(
-            o,
-            comptime!(tiles.value_columns() / 2),
-            comptime!(tiles.output_fragment()),
-            0usize,
-        );
-        #[unroll]
-        for own in comptime!(usize::from(tiles.frees_first_chunk_at_once()))..OWN_CHUNKS {
-            free_values(places.empty, ring, passed + warpgroup, own, 0usize, tiles);
-        }
-        count += 1u32;
-    }
-
-    // Each warpgroup has summed over its own keys. The last maxima went through the other buffer or have
-    // been read by both.
-    let sums = totals(softmax_state.sums);
-    named_barrier(MAXIMA, CONSUMERS);
-    Attended::<NO> {
-        finished: Finished::<NO> {
-            o,
-            reference: softmax_state.row_max.reference,
-            sums: exchange(places, sums, (count + 1u32) % 2u32, false),
-        },
-        visited: count,
     }
 }

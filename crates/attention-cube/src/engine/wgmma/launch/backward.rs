@@ -5,15 +5,15 @@ use super::forward::fragment_kind;
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, is_in_vectors, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
+use crate::engine::wgmma::backward::copies::GradientStepsLaunch;
 use crate::engine::wgmma::backward::split_d::backward_split_d;
 use crate::engine::wgmma::backward::split_m::backward_split_m;
-use crate::engine::wgmma::backward::stationary::GradientStepsLaunch;
 use crate::engine::wgmma::plan::{
     BackwardPlan, GradientSplitDTiles, GradientTiles, SplitDTiles, Sums,
 };
-use crate::engine::wgmma::work_tile::HopperKind;
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
@@ -171,7 +171,7 @@ impl Gradient<'_> {
             Side::Queries => bias,
             Side::Keys => CubeBackend::float_swap_dims(bias, 2, 3),
         });
-        let kind = HopperKind {
+        let kind = TileKind {
             fragment: FragmentKind {
                 bias_reads: match extras.has_bias_of_head() {
                     true => BiasReads::OnceAHead,
@@ -181,7 +181,6 @@ impl Gradient<'_> {
             },
             heads: 1,
             split: false,
-            stores_output_by_tma: false,
         };
         let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
         let steps = GradientStepsLaunch::new(

@@ -3,12 +3,13 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, is_in_vectors, score_arguments, score_kind, structure};
 use crate::backend::{AttentionInputs, AttentionOutput};
+use crate::engine::wgmma::forward::copies::StepsLaunch;
 use crate::engine::wgmma::forward::split_d::forward_split_d;
 use crate::engine::wgmma::forward::split_m::forward_split_m;
 use crate::engine::wgmma::plan::{ForwardPlan, ForwardTiles, Scheduler, SplitDTiles};
-use crate::engine::wgmma::work_tile::{HopperKind, StepsLaunch};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
+use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::ScheduleLaunch;
 use crate::math::side::Side;
 use crate::passes::combine::join;
@@ -112,12 +113,12 @@ pub(crate) fn forward(
         bias_reads,
         ..fragment_kind(problem, Side::Queries)
     };
-    let kind = HopperKind {
+    let kind = TileKind {
         fragment,
         heads: shared_heads,
         split,
-        stores_output_by_tma: tiles.stores_output_by_tma() && !shares_tile && !split,
     };
+    let stores_output_by_tma = tiles.stores_output_by_tma() && !shares_tile && !split;
     let power = match fragment.raw {
         true => problem.scale * std::f64::consts::LOG2_E,
         false => std::f64::consts::LOG2_E,
@@ -148,7 +149,7 @@ pub(crate) fn forward(
     let vector = if value_dim.is_multiple_of(2) { 2 } else { 1 };
     // Not used, but there must be one.
     let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
-    let output_tma_tiles = match kind.stores_output_by_tma {
+    let output_tma_tiles = match stores_output_by_tma {
         true => map(&output, [1, PRODUCT_ROWS], None),
         false => no_tma_tiles(),
     };
@@ -187,6 +188,7 @@ pub(crate) fn forward(
                 power as f32,
                 tiles,
                 kind,
+                stores_output_by_tma,
                 dtype_to_storage_type(problem.dtype),
                 dtype_to_storage_type(output_dtype),
                 extras.bias_element,
@@ -225,6 +227,7 @@ pub(crate) fn forward(
                 power as f32,
                 tiles,
                 kind,
+                stores_output_by_tma,
                 dtype_to_storage_type(problem.dtype),
                 dtype_to_storage_type(output_dtype),
                 extras.bias_element,

@@ -13,13 +13,15 @@ pub(super) const SHARED_MEMORY: usize = 232_448;
 /// Bytes of it that suffice for barriers and the like.
 const SMALL_BYTES: usize = 512;
 
-/// A warpgroup's part of a tile's output.
+/// A warpgroup's part of a tile's output, or of its gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OutputShape {
     /// Columns that the warpgroup has.
     pub columns: usize,
-    /// Columns that the output has.
-    pub value_dim: usize,
+    /// Columns that the tensor has.
+    pub width: usize,
+    /// TMA stores it, through shared memory; else threads store their rows.
+    pub stored_by_tma: bool,
     /// From a subtile in shared memory to the next.
     pub subtile_bytes: usize,
     /// Nothing else is in its place there.

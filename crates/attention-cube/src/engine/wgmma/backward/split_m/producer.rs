@@ -1,13 +1,11 @@
 //! The warpgroup that fetches: one thread of it keeps the rings full.
 
-use crate::engine::wgmma::backward::stationary::{
-    GradientSteps, Stationary, fetch_stationary, first_visit, visit_from,
-};
+use crate::engine::wgmma::backward::copies::{GradientSteps, fetch_stationary};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::engine::wgmma::work_tile::HopperKind;
+use crate::fragment::scoring::Masking;
+use crate::fragment::stationary::{Stationary, first_visit, visit_from};
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
-use crate::math::visibility::Extent;
-use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_expect, barrier_wait, tma_load};
 use cube_kit::hopper::tma::load_subtiles;
@@ -60,19 +58,16 @@ pub(super) fn fetch<E: Float>(
     dots: &TensorMap<E, Tiled>,
     values: &TensorMap<E, Tiled>,
     term_tma_tiles: &TensorMap<f32, Tiled>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    masking: &Masking,
     tile: &Stationary,
-    extent: &Extent,
     steps: &GradientSteps,
     places: &Places,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     let dot_map = tensor_map_address(dots);
     let value_map = tensor_map_address(values);
-    let first = first_visit(tile, extent, mask, mask_places, lengths_and_ids, kind);
+    let first = first_visit(tile, masking, kind);
     let mut head = first.head;
     let mut block = first.block;
     if head < tile.heads {
@@ -138,16 +133,7 @@ pub(super) fn fetch<E: Float>(
             comptime!(is_whole(tiles.value_dim)),
         );
         count += 1u32;
-        let next = visit_from(
-            tile,
-            head,
-            block + 1i32,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            kind,
-        );
+        let next = visit_from(tile, head, block + 1i32, masking, kind);
         head = next.head;
         block = next.block;
     }

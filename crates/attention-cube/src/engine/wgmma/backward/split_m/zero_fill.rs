@@ -2,14 +2,14 @@
 
 use super::MEETING;
 use super::producer::Places;
-use crate::engine::wgmma::backward::stationary::Stationary;
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::engine::wgmma::work_tile::HopperKind;
 use crate::engine::wgmma::zero_fill::{
     forget_used, has_masked, has_out_of_range, tell_used, used_columns, used_words,
     zero_fill_unseen,
 };
 use crate::fragment::columns_end;
+use crate::fragment::stationary::Stationary;
+use crate::fragment::work_tile::TileKind;
 use crate::math::visibility::Extent;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::pipeline::pipeline_state;
@@ -34,7 +34,7 @@ pub(super) fn zero_fill_block<NP: Size>(
     may_have_masked: bool,
     masked: u32,
     #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     let first = block * comptime!(tiles.columns as i32);
     let length = columns_end(extent, kind.fragment.side);

@@ -4,11 +4,11 @@ use super::producer::Places;
 use super::{CONSUMERS, HALF_KEYS, MAXIMA};
 use crate::engine::wgmma::chunked::Ring;
 use crate::engine::wgmma::plan::SplitDTiles;
-use crate::engine::wgmma::work_tile::HopperKind;
 use crate::engine::wgmma::zero_fill::tell_used;
 use crate::fragment::softmax::{
     SoftmaxState, maxima, numerators, own_maxima, rescaled, softmax_state,
 };
+use crate::fragment::work_tile::TileKind;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::accumulator::{Pair, pair};
 use cube_kit::hopper::pipeline::pipeline_state;
@@ -129,7 +129,7 @@ pub(super) fn softmax<NS: Size>(
     count: u32,
     #[comptime] busy: bool,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> SoftmaxState {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
     let own = maxima(own_maxima::<NS>(s, before.row_max.reference, HALF_KEYS));

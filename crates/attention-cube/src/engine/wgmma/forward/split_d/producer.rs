@@ -1,13 +1,11 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
+use crate::engine::wgmma::forward::copies::{Sources, Steps, copied_rows};
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::SplitDTiles;
-use crate::engine::wgmma::work_tile::{
-    HopperKind, Steps, Tile, assigned_tile, copied_rows, next_block,
-};
-use crate::math::schedule::{Grid, Schedule};
-use crate::math::visibility::Extent;
-use crate::passes::mask_bits::kernel::MaskPlaces;
+use crate::fragment::scoring::Masking;
+use crate::fragment::visits::next_block;
+use crate::fragment::work_tile::{Tile, TileKind, TileScheduler, assigned_tile};
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{
     barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait, tma_prefetch_subtiles,
@@ -15,7 +13,6 @@ use cube_kit::hopper::ptx::{
 use cube_kit::hopper::tma::load_subtiles;
 use cube_kit::hopper::{PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Where things are in shared memory.
 #[derive(CubeType, Clone, Copy)]
@@ -56,41 +53,26 @@ pub(super) fn places(start: u32, #[comptime] tiles: SplitDTiles) -> Places {
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn fetch<E: Float>(
-    query: &TensorMap<E, Tiled>,
-    key: &TensorMap<E, Tiled>,
-    value: &TensorMap<E, Tiled>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    grid: &Grid,
-    schedule: &Schedule,
-    extent: &Extent,
-    steps: &Steps,
-    group: u32,
+pub(super) fn fetch(
+    sources: &Sources,
+    masking: &Masking,
+    scheduler: &TileScheduler,
     places: &Places,
     notices: u32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
-    let query_map = tensor_map_address(query);
-    let key_map = tensor_map_address(key);
-    let value_map = tensor_map_address(value);
+    let steps = &sources.steps;
     let mut item = CUBE_POS as u32;
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
     let mut passed = 0u32;
-    while item < schedule.items {
+    while item < scheduler.schedule.items {
         let assigned_tile = assigned_tile(
-            grid,
-            schedule,
+            scheduler,
             item,
             turn,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            group,
+            masking,
             SplitDTiles::ROWS,
             SplitDTiles::KEYS,
             kind,
@@ -102,12 +84,19 @@ pub(super) fn fetch<E: Float>(
             let mut is_first = true;
             while block < tile.end_block {
                 if block + 1i32 < tile.end_block {
-                    prefetch(key_map, value_map, steps, &tile, block + 1i32, tiles);
+                    prefetch(
+                        sources.key,
+                        sources.value,
+                        steps,
+                        &tile,
+                        block + 1i32,
+                        tiles,
+                    );
                 }
                 #[unroll]
                 for part in 0..comptime!(tiles.key_chunks()) {
                     fetch_keys(
-                        key_map,
+                        sources.key,
                         steps,
                         places,
                         &tile,
@@ -120,28 +109,28 @@ pub(super) fn fetch<E: Float>(
                     // them no stage becomes free.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
-                            fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                            fetch_queries(
+                                sources.query,
+                                steps,
+                                places,
+                                &tile,
+                                tiles_done,
+                                tiles,
+                                kind,
+                            );
                         }
                     }
                 }
                 passed += comptime!(tiles.key_chunks() as u32);
                 if !is_first {
-                    fetch_values(value_map, steps, places, &tile, previous, passed, tiles);
+                    fetch_values(sources.value, steps, places, &tile, previous, passed, tiles);
                     passed += comptime!(tiles.value_chunks() as u32);
                 }
                 is_first = false;
                 previous = block;
-                block = next_block(
-                    &tile,
-                    block + 1i32,
-                    extent,
-                    mask,
-                    mask_places,
-                    lengths_and_ids,
-                    kind,
-                );
+                block = next_block(&tile, block + 1i32, masking, kind);
             }
-            fetch_values(value_map, steps, places, &tile, previous, passed, tiles);
+            fetch_values(sources.value, steps, places, &tile, previous, passed, tiles);
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
             // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
@@ -150,16 +139,7 @@ pub(super) fn fetch<E: Float>(
             barrier_arrive(places.queries_full, 1u32);
         }
         tiles_done += u32::cast_from(assigned_tile.exists);
-        item = take_item(
-            grid,
-            schedule,
-            item,
-            turn,
-            extent,
-            lengths_and_ids,
-            notices,
-            kind,
-        );
+        item = take_item(scheduler, item, turn, masking, notices, kind);
         turn += 1u32;
     }
 }
@@ -179,7 +159,7 @@ fn fetch_queries(
     tile: &Tile,
     count: u32,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     await_queries_empty(places, count);
     barrier_expect_bytes(

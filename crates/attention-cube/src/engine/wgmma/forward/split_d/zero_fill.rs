@@ -4,8 +4,8 @@ use super::OWN_CHUNKS;
 use super::producer::Places;
 use crate::engine::wgmma::chunked::Ring;
 use crate::engine::wgmma::plan::SplitDTiles;
-use crate::engine::wgmma::work_tile::{HopperKind, Tile};
 use crate::engine::wgmma::zero_fill::{has_unseen, used_words, zero_fill_unseen};
+use crate::fragment::work_tile::{Tile, TileKind};
 use crate::math::visibility::Extent;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::barriers::warpgroup_barrier;
@@ -27,7 +27,7 @@ pub(super) fn zero_fill_values(
     key_empty: u32,
     ring: Ring,
     #[comptime] tiles: SplitDTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> bool {
     let first_key = block * comptime!(SplitDTiles::KEYS as i32);
     let words = used_words(places.used, count);

@@ -1,11 +1,12 @@
 //! Where a block's biases come from before its scores are there: from the ring of the copy engine, or from memory.
 
+use super::pass::Thread;
 use super::producer::Places;
 use crate::engine::wgmma::plan::SplitMTiles;
-use crate::engine::wgmma::work_tile::HopperKind;
 use crate::fragment::RowPair;
 use crate::fragment::bias::{BiasWords, bias_words};
-use crate::math::visibility::Extent;
+use crate::fragment::scoring::Scoring;
+use crate::fragment::work_tile::TileKind;
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait};
 use cube_kit::hopper::wgmma::{STEP, load_rows};
@@ -15,16 +16,14 @@ use cubecl::prelude::*;
 /// The thread's biases of a block, the `count`-th that the cube visits, where these are read before the scores are there.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
-    bias: &ComptimeOption<&Tensor<Vector<F, NB>>>,
+    scoring: &Scoring<F, NB>,
     rows: &RowPair,
     block: i32,
     count: u32,
-    extent: &Extent,
     places: &Places,
-    warpgroup: u32,
-    elected: u32,
+    thread: Thread,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> BiasWords {
     if comptime!(tiles.bias_stages > 0) {
         let slot = pipeline_state(count, tiles.bias_stages);
@@ -32,20 +31,19 @@ pub(super) fn biases_of<F: Float, NB: Size>(
         let words = load_rows::<Const<32>>(
             places.biases
                 + slot.stage * comptime!(tiles.bias_bytes() as u32)
-                + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+                + thread.warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
             comptime!(tiles.rows()),
             comptime!(tiles.keys / STEP),
         );
         // Behind products that read shared memory, loads were seen to be served after the next box had come.
         async_proxy_fence();
-        barrier_arrive(places.bias_empty + 8u32 * slot.stage, elected);
+        barrier_arrive(places.bias_empty + 8u32 * slot.stage, thread.elected);
         words
     } else {
         bias_words::<F, NB>(
-            bias,
+            scoring,
             rows,
             block * comptime!(tiles.keys as i32),
-            extent,
             tiles.keys,
             kind.fragment,
         )

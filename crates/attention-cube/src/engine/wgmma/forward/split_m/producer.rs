@@ -1,19 +1,16 @@
 //! The warpgroup that fetches: one thread of it keeps the ring full.
 
+use crate::engine::wgmma::forward::copies::{Sources, Steps, copied_rows};
 use crate::engine::wgmma::forward::scheduler::take_item;
 use crate::engine::wgmma::plan::SplitMTiles;
-use crate::engine::wgmma::work_tile::{
-    HopperKind, Steps, Tile, assigned_tile, copied_rows, next_block,
-};
-use crate::math::schedule::{Grid, Schedule};
-use crate::math::visibility::Extent;
-use crate::passes::mask_bits::kernel::MaskPlaces;
+use crate::fragment::scoring::Masking;
+use crate::fragment::visits::next_block;
+use crate::fragment::work_tile::{Tile, TileKind, TileScheduler, assigned_tile};
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_expect, barrier_expect_bytes, barrier_wait};
 use cube_kit::hopper::tma::{load_columns, load_subtiles};
 use cube_kit::hopper::{ROW_BYTES, is_whole};
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 /// Where things are in shared memory.
 #[derive(CubeType, Clone, Copy)]
@@ -65,43 +62,27 @@ pub(super) fn places(start: u32, #[comptime] tiles: SplitMTiles) -> Places {
 
 /// Copies, turn by turn, the queries, and keys and values of every visited block in the order of their use.
 #[cube]
-pub(super) fn fetch<E: Float>(
-    query: &TensorMap<E, Tiled>,
-    key: &TensorMap<E, Tiled>,
-    value: &TensorMap<E, Tiled>,
-    bias: &TensorMap<E, Tiled>,
-    mask: &ComptimeOption<&Tensor<u32>>,
-    mask_places: &MaskPlaces,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
-    grid: &Grid,
-    schedule: &Schedule,
-    extent: &Extent,
-    steps: &Steps,
-    group: u32,
+pub(super) fn fetch(
+    sources: &Sources,
+    bias_map: u64,
+    masking: &Masking,
+    scheduler: &TileScheduler,
     places: &Places,
     notices: u32,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
-    let query_map = tensor_map_address(query);
-    let key_map = tensor_map_address(key);
-    let value_map = tensor_map_address(value);
-    let bias_map = tensor_map_address(bias);
+    let steps = &sources.steps;
     let mut item = CUBE_POS as u32;
     let mut turn = 0u32;
     let mut tiles_done = 0u32;
     let mut count = 0u32;
-    while item < schedule.items {
+    while item < scheduler.schedule.items {
         let assigned_tile = assigned_tile(
-            grid,
-            schedule,
+            scheduler,
             item,
             turn,
-            extent,
-            mask,
-            mask_places,
-            lengths_and_ids,
-            group,
+            masking,
             comptime!(tiles.rows()),
             tiles.keys,
             kind,
@@ -120,7 +101,7 @@ pub(super) fn fetch<E: Float>(
                 barrier_expect(full, comptime!(tiles.key_bytes()));
                 load_subtiles(
                     places.keys + stage.stage * comptime!(tiles.key_bytes() as u32),
-                    key_map,
+                    sources.key,
                     key_batch,
                     key_head,
                     block * comptime!(tiles.keys as i32),
@@ -132,7 +113,7 @@ pub(super) fn fetch<E: Float>(
                 );
                 if count > first_count {
                     fetch_values(
-                        value_map,
+                        sources.value,
                         steps,
                         places,
                         &tile,
@@ -142,25 +123,17 @@ pub(super) fn fetch<E: Float>(
                     );
                 } else {
                     // After the first keys: the last tile's queries may still be in use.
-                    fetch_queries(query_map, steps, places, &tile, tiles_done, tiles, kind);
+                    fetch_queries(sources.query, steps, places, &tile, tiles_done, tiles, kind);
                 }
                 if comptime!(tiles.bias_stages > 0) {
                     fetch_biases(bias_map, steps, places, &tile, block, count, tiles);
                 }
                 previous = block;
-                block = next_block(
-                    &tile,
-                    block + 1i32,
-                    extent,
-                    mask,
-                    mask_places,
-                    lengths_and_ids,
-                    kind,
-                );
+                block = next_block(&tile, block + 1i32, masking, kind);
                 count += 1u32;
             }
             fetch_values(
-                value_map,
+                sources.value,
                 steps,
                 places,
                 &tile,
@@ -175,16 +148,7 @@ pub(super) fn fetch<E: Float>(
             barrier_arrive(places.queries_full, 1u32);
         }
         tiles_done += u32::cast_from(assigned_tile.exists);
-        item = take_item(
-            grid,
-            schedule,
-            item,
-            turn,
-            extent,
-            lengths_and_ids,
-            notices,
-            kind,
-        );
+        item = take_item(scheduler, item, turn, masking, notices, kind);
         turn += 1u32;
     }
 }
@@ -204,7 +168,7 @@ fn fetch_queries(
     tile: &Tile,
     count: u32,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     await_queries_empty(places, count);
     barrier_expect_bytes(

@@ -2,12 +2,13 @@
 
 use super::producer::Places;
 use crate::engine::wgmma::plan::SplitMTiles;
-use crate::engine::wgmma::work_tile::{HopperKind, Tile, View};
 use crate::engine::wgmma::zero_fill::{
     forget_used, has_masked, has_out_of_range, tell_used, used_columns, used_words,
     zero_fill_unseen,
 };
 use crate::fragment::bias::lane_hides;
+use crate::fragment::view::View;
+use crate::fragment::work_tile::{Tile, TileKind};
 use crate::math::visibility::Extent;
 use cube_kit::hopper::WARPGROUP;
 use cube_kit::hopper::pipeline::PipelineState;
@@ -27,7 +28,7 @@ pub(super) fn first_row_hides<F: Float, NB: Size>(
     block: i32,
     whole: bool,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> bool {
     let mut hides = false;
     if comptime!(kind.fragment.has_own_biases()) {
@@ -50,7 +51,7 @@ pub(super) fn first_row_hides<F: Float, NB: Size>(
 pub(super) fn may_have_masked_in(
     seen: &View,
     first_row_hides: bool,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) -> bool {
     if comptime!(kind.fragment.has_own_biases()) {
         !seen.whole || plane_any(first_row_hides)
@@ -87,7 +88,7 @@ pub(super) fn zero_fill_values(
     count: u32,
     #[comptime] last: bool,
     #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: HopperKind,
+    #[comptime] kind: TileKind,
 ) {
     let first_key = block * comptime!(tiles.keys as i32);
     // A run ends in its last block.

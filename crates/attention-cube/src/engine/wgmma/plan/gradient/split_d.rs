@@ -2,10 +2,10 @@
 
 use super::Sums;
 use crate::engine::wgmma::plan::tiles::{
-    ChunkedProduct, ChunkedScores, RingShape, SplitDTiles, USED_WORDS,
+    ChunkedProduct, ChunkedScores, OutputShape, RingShape, SplitDTiles, USED_WORDS,
 };
 use crate::math::side::Side;
-use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, is_whole};
+use cube_kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 
 /// Both warpgroups have the same 64 rows, and each has half of the columns of their gradient:
 /// `backward/split_d.rs`.
@@ -187,5 +187,17 @@ impl GradientSplitDTiles {
         self.own_columns().is_multiple_of(SUBTILE)
             && self.width().is_multiple_of(8)
             && SplitDTiles::WARPGROUPS * self.own_subtiles() <= self.dot_chunks()
+    }
+
+    /// What a warpgroup has of the gradient.
+    pub const fn output_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.own_columns(),
+            width: self.width(),
+            stored_by_tma: self.stores_gradient_by_tma(),
+            subtile_bytes: PRODUCT_ROWS * ROW_BYTES,
+            own_place: true,
+            half: self.half,
+        }
     }
 }

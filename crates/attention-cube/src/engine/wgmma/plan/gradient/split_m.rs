@@ -1,7 +1,7 @@
 //! Where things are in shared memory where a warpgroup has rows of a gradient.
 
 use super::Sums;
-use crate::engine::wgmma::plan::tiles::USED_WORDS;
+use crate::engine::wgmma::plan::tiles::{OutputShape, USED_WORDS};
 use crate::math::side::Side;
 use cube_kit::hopper::{
     Half, PRODUCT_ROWS, Product, ROW_BYTES, SUBTILE, ScoreProduct, WARPGROUP, registers,
@@ -174,6 +174,30 @@ impl GradientSplitMTiles {
     pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_dots() || self.value_subtiles() <= self.dot_subtiles())
+    }
+
+    /// What a warpgroup has of the dots' gradient.
+    pub const fn dot_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.dot_columns(),
+            width: self.head_dim,
+            stored_by_tma: self.stores_dots_by_tma(),
+            subtile_bytes: self.rows() * ROW_BYTES,
+            own_place: true,
+            half: self.half,
+        }
+    }
+
+    /// What a warpgroup has of the values' gradient.
+    pub const fn value_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.value_columns(),
+            width: self.value_dim,
+            stored_by_tma: self.stores_values_by_tma(),
+            subtile_bytes: self.rows() * ROW_BYTES,
+            own_place: true,
+            half: self.half,
+        }
     }
 
     /// Registers a thread of the warpgroup that fetches, and of those that multiply.

@@ -72,10 +72,11 @@ impl SplitDTiles {
     }
 
     /// What a warpgroup has of the output.
-    pub const fn output_shape(&self) -> OutputShape {
+    pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
-            value_dim: self.value_dim,
+            width: self.value_dim,
+            stored_by_tma,
             subtile_bytes: PRODUCT_ROWS * ROW_BYTES,
             own_place: false,
             half: self.half,

@@ -167,10 +167,11 @@ impl SplitMTiles {
     }
 
     /// What a warpgroup has of the output.
-    pub const fn output_shape(&self) -> OutputShape {
+    pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
-            value_dim: self.value_dim,
+            width: self.value_dim,
+            stored_by_tma,
             subtile_bytes: self.rows() * ROW_BYTES,
             own_place: self.has_output_place(),
             half: self.half,
