@@ -165,7 +165,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             look_up_logsumexps(&mut logsumexps, terms, pair, kind);
             let own = probabilities(scored.values, &logsumexps, arguments, kind);
             if comptime!(gives_p) {
-                p.insert(pair, pack(own.first, own.second, half));
+                p.insert(pair, packed_p(own, half));
             }
             w.insert(comptime!(2 * pair), own.first * scored.slopes.first);
             w.insert(comptime!(2 * pair + 1), own.second * scored.slopes.second);
@@ -202,7 +202,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             look_up_logsumexps(&mut logsumexps, terms, pair, kind);
             let own = probabilities(values, &logsumexps, arguments, kind);
             if comptime!(gives_p) {
-                p.insert(pair, pack(own.first, own.second, half));
+                p.insert(pair, packed_p(own, half));
             }
             // The slope where nothing is seen may be no number.
             w.insert(
@@ -298,6 +298,27 @@ fn probability(
         exp2(fma(difference, LOG2_E, -logarithm))
     } else {
         exp2(difference * LOG2_E)
+    }
+}
+
+/// What P is multiplied with before it is rounded to half precision, and the values' gradient divided by. In f16 a probability
+/// below 2^-14, as many keys or a large sink leave, would have fewer bits than the others; by 2^12 those from 2^-26 on have all of
+/// theirs, and there is room for what rounding of large scores makes of a probability of 1.
+pub(crate) const fn p_scale(half: Half) -> f32 {
+    match half {
+        Half::F16 => 4096.0,
+        Half::Bf16 => 1.0,
+    }
+}
+
+/// Two probabilities as a product's operand.
+#[cube]
+fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
+    if comptime!(half == Half::F16) {
+        let scale = f32::new(comptime!(p_scale(half)));
+        pack(p.first * scale, p.second * scale, half)
+    } else {
+        pack(p.first, p.second, half)
     }
 }
 

@@ -24,7 +24,7 @@ use crate::engine::wgmma::zero_fill::{
     has_unseen, tell_used, used_columns, used_words, zero_fill_unseen,
 };
 use crate::fragment::columns_end;
-use crate::fragment::gradient::{dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::gradient::{dot_gradients, p_scale, terms_of_block, terms_of_rows, weights};
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::stationary::{
     Stationary, first_visit, held, position_of, row_factors, stationary_rows, stationary_work_tile,
@@ -162,7 +162,7 @@ pub(crate) fn backward_split_d<
             let factor = if comptime!(tiles.sums.has_dots()) {
                 arguments.scale
             } else {
-                f32::new(1.0)
+                f32::new(comptime!(1.0 / p_scale(tiles.half)))
             };
             let kind = comptime!(kind.fragment);
             let factors = row_factors(terms, &tile, row, &masking.extent, factor, kind);

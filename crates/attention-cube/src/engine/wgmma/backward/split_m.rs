@@ -27,7 +27,7 @@ use self::zero_fill::zero_fill_block;
 use crate::engine::wgmma::backward::copies::GradientSteps;
 use crate::engine::wgmma::output::{Target, write_gradient};
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::fragment::gradient::terms_of_rows;
+use crate::fragment::gradient::{p_scale, terms_of_rows};
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::stationary::{
     Stationary, first_visit, held, row_factors, stationary_work_tile, visit_from,
@@ -192,9 +192,10 @@ pub(crate) fn backward_split_m<
                     first_row,
                     first_column: 0u32,
                 };
+                let factor = f32::new(comptime!(1.0 / p_scale(tiles.half)));
                 write_gradient::<E, N, NV>(
                     sums.values,
-                    pair(f32::new(1.0), f32::new(1.0)),
+                    pair(factor, factor),
                     target,
                     &tile,
                     value_gradient,
