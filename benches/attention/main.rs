@@ -285,7 +285,7 @@ impl<'a> Bench<'a> {
         };
         let ours = entry.peer == Peer::Ours;
         let kernel = match entry.peer {
-            Peer::Ours => format!("{:?}", selection.kernel.engine()).to_lowercase(),
+            Peer::Ours => selection.kernel.engine().to_string(),
             Peer::Burn => "burn".into(),
             Peer::Composed => "composed".into(),
         };

@@ -1,7 +1,7 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::engine::{Engine, Kernel, unit::plan::UnitPlan};
+use attention_cube::engine::{Engine, Kernel, Plan};
 use attention_cube::select::{
     DeviceProfile, Layouts, Operands, Pass, Refusal, Selection, Warning, select,
 };
@@ -265,7 +265,7 @@ fn gradients_that_fit_no_buffer_together_are_apart() {
         };
         let selection = select(&problem, Some(&software), READABLE, Pass::Backward);
         match selection.kernel {
-            Kernel::Unit(UnitPlan::Backward(plan)) => plan.parts,
+            Kernel::Unit(Plan::Backward(plan)) => plan.parts,
             other => panic!("{other:?}"),
         }
     };

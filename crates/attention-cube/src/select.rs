@@ -4,8 +4,7 @@
 //! [`reference`](crate::reference) comes last and serves everything.
 
 use crate::AttentionProblem;
-use crate::engine::wgmma::plan::WgmmaPlan;
-use crate::engine::{ENGINES, Engine, Kernel};
+use crate::engine::{Engine, Kernel};
 use burn::tensor::DType;
 use std::fmt;
 
@@ -252,18 +251,6 @@ pub struct Selection {
     pub warnings: Vec<Warning>,
 }
 
-impl Selection {
-    fn new(kernel: Kernel, refusals: Vec<(Engine, Refusal)>, problem: &AttentionProblem) -> Self {
-        let is_gradient = matches!(kernel, Kernel::Wgmma(WgmmaPlan::Backward(_)));
-        let in_f16 = is_gradient && problem.dtype == DType::F16;
-        Self {
-            kernel,
-            refusals,
-            warnings: Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16)),
-        }
-    }
-}
-
 /// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
@@ -271,20 +258,30 @@ pub fn select(
     layouts: Layouts,
     pass: Pass,
 ) -> Selection {
+    let reference = |refusals| Selection {
+        kernel: Kernel::Reference,
+        refusals,
+        warnings: Vec::new(),
+    };
     let Some(device) = device else {
-        let refusals = vec![(Engine::Unit, Refusal::NoCubeCL)];
-        return Selection::new(Kernel::Reference, refusals, problem);
+        return reference(vec![(Engine::Unit, Refusal::NoCubeCL)]);
     };
     let mut refusals = Vec::new();
-    for (engine, plan) in ENGINES {
+    for &engine in Engine::WITH_KERNELS {
         let answer = match device.left_out.contains(&engine) {
             true => Err(Refusal::LeftOut),
-            false => plan(problem, device, layouts, pass),
+            false => engine.plan(problem, device, layouts, pass),
         };
         match answer {
-            Ok(kernel) => return Selection::new(kernel, refusals, problem),
+            Ok(kernel) => {
+                return Selection {
+                    kernel,
+                    refusals,
+                    warnings: engine.warnings(problem, pass),
+                };
+            }
             Err(refusal) => refusals.push((engine, refusal)),
         }
     }
-    Selection::new(Kernel::Reference, refusals, problem)
+    reference(refusals)
 }

@@ -1,15 +1,8 @@
-//! CubeCL devices: lays out a problem for the kernel that [`select`](crate::select) chose, and launches it.
+//! CubeCL devices: says how a problem's tensors lie, and hands them to the engine that [`select`](crate::select) chose.
 
 use super::*;
 use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
-use crate::engine::unit::plan::UnitPlan;
-#[cfg(feature = "cuda")]
-use crate::engine::wgmma;
-#[cfg(feature = "cuda")]
-use crate::engine::wgmma::plan::WgmmaPlan;
-use crate::engine::{Kernel, unit};
-#[cfg(feature = "cuda")]
-use crate::passes::aligned::{aligned, aligned_inputs};
+use crate::engine::Kernel;
 use crate::restriction::Restriction;
 use crate::select::{BackwardRequest, DeviceProfile, Layouts, Pass, select};
 use burn::backend::cubecl::dtype_to_storage_type;
@@ -89,17 +82,7 @@ impl AttentionBackend for CubeBackend {
                 .as_option()
                 .is_some_and(|bias| is_tma_readable(bias, 2)),
         };
-        match choose(&inputs.query.client, &problem, layouts, Pass::Forward) {
-            #[cfg(feature = "cuda")]
-            Kernel::Wgmma(WgmmaPlan::Forward(plan)) => {
-                let inputs = aligned_inputs(inputs, plan.copies);
-                wgmma::launch::forward::forward(inputs, &problem, plan)
-            }
-            Kernel::Unit(UnitPlan::Forward(plan)) => {
-                unit::launch::forward::launch(inputs, &problem, plan)
-            }
-            _ => reference::forward_in_parts::<Self>(inputs, &problem),
-        }
+        choose(&inputs.query.client, &problem, layouts, Pass::Forward).forward(inputs, &problem)
     }
 
     fn attention_backward(
@@ -131,23 +114,8 @@ impl AttentionBackend for CubeBackend {
             // It is read by threads.
             tma_bias: false,
         };
-        match choose(&inputs.query.client, &problem, layouts, Pass::Backward) {
-            #[cfg(feature = "cuda")]
-            Kernel::Wgmma(WgmmaPlan::Backward(plan)) => {
-                let copied = plan.copies.output_gradient;
-                let gradient = saved.output_gradient;
-                let saved = AttentionSaved {
-                    output_gradient: aligned(gradient, crate::arguments::BROADCAST_QUERIES, copied),
-                    ..saved
-                };
-                let inputs = aligned_inputs(inputs, plan.copies);
-                wgmma::launch::backward::launch(inputs, saved, &problem, *plan, request)
-            }
-            Kernel::Unit(UnitPlan::Backward(plan)) => {
-                unit::launch::backward::launch(inputs, saved, &problem, plan, request)
-            }
-            _ => reference::backward::<Self>(inputs, saved, &problem, request),
-        }
+        let kernel = choose(&inputs.query.client, &problem, layouts, Pass::Backward);
+        kernel.backward(inputs, saved, &problem, request)
     }
 }
 

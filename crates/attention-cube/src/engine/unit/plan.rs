@@ -77,15 +77,6 @@ pub enum BiasSum {
     },
 }
 
-/// What the unit engine launches.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum UnitPlan {
-    /// For [`Pass::Forward`].
-    Forward(ForwardPlan),
-    /// For [`Pass::Backward`].
-    Backward(BackwardPlan),
-}
-
 /// Where things are in the two buffers of the kernel that gives all gradients, in elements of f32: one has the operands,
 /// the query first, the other the gradients, the parts of the query's first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -296,13 +287,8 @@ const CUBES_PER_MULTIPROCESSOR: usize = 2;
 /// Cubes a multiprocessor that the bias's gradient is divided among.
 const BIAS_CUBES_PER_MULTIPROCESSOR: usize = 8;
 
-/// Tiles for `problem`, or why there are none.
-pub fn plan(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    layouts: Layouts,
-    pass: Pass,
-) -> Result<UnitPlan, Refusal> {
+/// Refuses what no kernel of the engine takes.
+fn check(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> Result<(), Refusal> {
     if !device.dtypes.contains(&problem.dtype) {
         return Err(Refusal::Dtype(problem.dtype));
     }
@@ -320,40 +306,63 @@ pub fn plan(
             available: device.bindings,
         });
     }
-    let vector = if layouts.vectors
-        && problem.head_dim.is_multiple_of(4)
-        && problem.value_dim.is_multiple_of(4)
-    {
-        4
-    } else {
-        1
-    };
-    let plan = match pass {
-        Pass::Forward => forward(problem, device, vector).map(UnitPlan::Forward)?,
-        Pass::Backward => {
-            let width = problem.head_dim.max(problem.value_dim);
-            let query = choose(SINGLE, problem.head_dim, 0, device, vector)?;
-            let together = choose(TOGETHER, width, 0, device, vector).ok();
-            let parts = together.and_then(|tiles| parts(problem, device, &tiles));
-            let key_value = match together.filter(|_| parts.is_some()) {
-                Some(tiles) => tiles,
-                None => choose(DOUBLE, width, 0, device, vector)?,
-            };
-            UnitPlan::Backward(BackwardPlan {
-                query,
-                key_value,
-                parts,
-                bias: bias_sum(problem, device, &query),
-            })
-        }
-    };
-    let needed = iterations(problem, &plan);
+    Ok(())
+}
+
+/// Refuses what a software driver would end before its end.
+fn check_iterations(needed: usize, device: &DeviceProfile) -> Result<(), Refusal> {
     if device.processors.is_some() && needed > SOFTWARE_ITERATIONS {
         return Err(Refusal::Iterations {
             needed,
             limit: SOFTWARE_ITERATIONS,
         });
     }
+    Ok(())
+}
+
+/// Elements of a global load.
+fn vector(problem: &AttentionProblem, layouts: Layouts) -> usize {
+    let fours = problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4);
+    if layouts.vectors && fours { 4 } else { 1 }
+}
+
+/// The kernel of the forward of `problem`, or why there is none.
+pub(super) fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<ForwardPlan, Refusal> {
+    check(problem, device, Pass::Forward)?;
+    let plan = forward_tiles(problem, device, vector(problem, layouts))?;
+    let blocks = problem.kv_len.div_ceil(plan.tiles.columns());
+    let needed = blocks.div_ceil(plan.splits) * block_iterations(&plan.tiles, problem.head_dim);
+    check_iterations(needed, device)?;
+    Ok(plan)
+}
+
+/// The kernels of the backward of `problem`, or why there are none.
+pub(crate) fn backward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<BackwardPlan, Refusal> {
+    check(problem, device, Pass::Backward)?;
+    let vector = vector(problem, layouts);
+    let width = problem.head_dim.max(problem.value_dim);
+    let query = choose(SINGLE, problem.head_dim, 0, device, vector)?;
+    let together = choose(TOGETHER, width, 0, device, vector).ok();
+    let parts = together.and_then(|tiles| parts(problem, device, &tiles));
+    let key_value = match together.filter(|_| parts.is_some()) {
+        Some(tiles) => tiles,
+        None => choose(DOUBLE, width, 0, device, vector)?,
+    };
+    let plan = BackwardPlan {
+        query,
+        key_value,
+        parts,
+        bias: bias_sum(problem, device, &query),
+    };
+    check_iterations(backward_iterations(problem, &plan), device)?;
     Ok(plan)
 }
 
@@ -364,44 +373,35 @@ fn block_iterations(tiles: &UnitTiles, columns: usize) -> usize {
     products * if tiles.direct { 1 } else { 2 }
 }
 
-/// Iterations of all loops of a unit, at most, in the kernel that runs the most of them.
-fn iterations(problem: &AttentionProblem, plan: &UnitPlan) -> usize {
+/// Iterations of all loops of a unit, at most, in the kernel of the backward that runs the most of them.
+fn backward_iterations(problem: &AttentionProblem, plan: &BackwardPlan) -> usize {
+    let BackwardPlan {
+        query,
+        key_value,
+        parts,
+        bias,
+    } = plan;
     let block = block_iterations;
-    let (head_dim, value_dim) = (problem.head_dim, problem.value_dim);
-    let key_blocks = |tiles: &UnitTiles| problem.kv_len.div_ceil(tiles.columns());
-    match plan {
-        UnitPlan::Forward(ForwardPlan { tiles, splits, .. }) => {
-            key_blocks(tiles).div_ceil(*splits) * block(tiles, head_dim)
+    let both = problem.head_dim + problem.value_dim;
+    let bias = match bias {
+        None => 0,
+        Some(BiasSum::Scores { parts }) => {
+            let tiles = summed(problem, query.rows).div_ceil(*parts);
+            tiles * block(query, both)
         }
-        UnitPlan::Backward(BackwardPlan {
-            query,
-            key_value,
-            parts,
-            bias,
-        }) => {
-            let both = head_dim + value_dim;
-            let bias = match bias {
-                None => 0,
-                Some(BiasSum::Scores { parts }) => {
-                    let tiles = summed(problem, query.rows).div_ceil(*parts);
-                    tiles * block(query, both)
-                }
-                Some(BiasSum::Queries { parts }) => {
-                    (*parts).max(summed(problem, 1).div_ceil(*parts))
-                }
-            };
-            // One kernel for all gradients is launched as often as it takes.
-            let separate = match parts {
-                Some(_) => 0,
-                None => {
-                    let query_blocks = problem.q_len.div_ceil(key_value.columns());
-                    let of_keys = problem.group() * query_blocks * block(key_value, both);
-                    of_keys.max(key_blocks(query) * block(query, both))
-                }
-            };
-            bias.max(separate)
+        Some(BiasSum::Queries { parts }) => (*parts).max(summed(problem, 1).div_ceil(*parts)),
+    };
+    // One kernel for all gradients is launched as often as it takes.
+    let separate = match parts {
+        Some(_) => 0,
+        None => {
+            let query_blocks = problem.q_len.div_ceil(key_value.columns());
+            let key_blocks = problem.kv_len.div_ceil(query.columns());
+            let of_keys = problem.group() * query_blocks * block(key_value, both);
+            of_keys.max(key_blocks * block(query, both))
         }
-    }
+    };
+    bias.max(separate)
 }
 
 /// What is summed for a number of the bias, of as many queries at a time as are `rows`.
@@ -442,7 +442,8 @@ fn bias_sum(
     Some(BiasSum::Scores { parts })
 }
 
-fn forward(
+/// Tiles of the forward, and how its keys are split.
+fn forward_tiles(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     vector: usize,

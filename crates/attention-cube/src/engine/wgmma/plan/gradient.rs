@@ -10,11 +10,10 @@ mod split_m;
 
 pub use self::split_d::GradientSplitDTiles;
 pub use self::split_m::GradientSplitMTiles;
-use super::cached;
 use super::tiles::{SHARED_MEMORY, SplitDTiles};
+use super::{cached, check, mask};
 use crate::AttentionProblem;
 use crate::engine::unit::plan as unit;
-use crate::engine::unit::plan::UnitPlan;
 use crate::math::side::Side;
 use crate::select::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::Half;
@@ -154,13 +153,13 @@ const ROWS: &[Row] = &[
     },
 ];
 
-/// The kernels for `problem`, or why there are none.
-pub(super) fn backward(
+/// The kernels of the backward of `problem`, or why there are none.
+pub(crate) fn backward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     layouts: Layouts,
-    half: Half,
 ) -> Result<BackwardPlan, Refusal> {
+    let half = check(problem, device)?;
     let AttentionProblem {
         head_dim,
         value_dim,
@@ -175,7 +174,8 @@ pub(super) fn backward(
             value_dim,
         });
     };
-    for tiles in [Some(query), Some(key), value].into_iter().flatten() {
+    let kernels = [Some(query), Some(key), value].into_iter().flatten();
+    for tiles in kernels.clone() {
         if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
             return Err(Refusal::Tiles {
                 width: head_dim.max(value_dim),
@@ -189,10 +189,9 @@ pub(super) fn backward(
         vectors: true,
         ..layouts
     };
-    let rest = match unit::plan(problem, device, layouts, Pass::Backward)? {
-        UnitPlan::Backward(plan) => plan,
-        UnitPlan::Forward(_) => unreachable!("a backward was asked for"),
-    };
+    let rest = unit::backward(problem, device, layouts)?;
+    let packed = kernels.map(|tiles| (tiles.side(), tiles.rows(), tiles.columns()));
+    mask::check(problem, packed)?;
     // Bytes of what a head's tiles pass over.
     let bytes = |length: usize| 2 * length * (head_dim + value_dim);
     let group = problem.group().max(1);
