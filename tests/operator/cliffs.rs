@@ -3,14 +3,13 @@
 use crate::case::Case;
 use crate::dense::read;
 use crate::devices::devices;
+use attention_cube::device::{DeviceProfile, Feature};
 use attention_cube::engine::{
     Engine, Kernel, Plan,
     unit::plan::GradientKernel,
     wgmma::plan::{GradientTiles, Scheduler},
 };
-use attention_cube::select::{
-    BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Selection, select,
-};
+use attention_cube::select::{BackwardRequest, Layouts, Operands, Pass, Selection, select};
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, Side, attention_with_lse,
 };
@@ -42,7 +41,7 @@ pub(crate) fn hopper() -> DeviceProfile {
         cube_count: u32::MAX >> 1,
         processors: None,
         multiprocessors: Some(132),
-        hopper: true,
+        features: vec![Feature::Wgmma, Feature::Tma],
         largest_buffer: 1 << 30,
         left_out: vec![],
     }
@@ -140,7 +139,7 @@ fn a_narrow_bias_is_summed_by_many() {
     let software = DeviceProfile {
         processors: Some(2),
         multiprocessors: None,
-        hopper: false,
+        features: vec![],
         ..hopper()
     };
     for shape in [
@@ -236,7 +235,7 @@ fn hopper_launches_what_is_asked_for() {
 #[test]
 fn other_devices_launch_what_is_asked_for() {
     let card = DeviceProfile {
-        hopper: false,
+        features: vec![],
         ..hopper()
     };
     let software = DeviceProfile {

@@ -10,6 +10,7 @@ use crate::devices::{TestDevice, cube_devices};
 use crate::empty_rows::check_beside_nan;
 use crate::inputs::Inputs;
 use crate::run::Operator;
+use attention_cube::device::Feature;
 use attention_cube::engine::Engine;
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, attention_with_lse, explain,
@@ -48,7 +49,7 @@ fn hopper_devices() -> Vec<TestDevice> {
         AttentionProblem::new(&probe, &probe, &probe, &Default::default()).is_ok_and(|problem| {
             explain(&problem, &device.device)
                 .device
-                .is_some_and(|it| it.hopper)
+                .is_some_and(|it| it.features.contains(&Feature::Wgmma))
         })
     };
     cube_devices().into_iter().filter(is_hopper).collect()

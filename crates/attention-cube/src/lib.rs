@@ -47,6 +47,7 @@
 #[cfg(feature = "cube")]
 mod arguments;
 mod backend;
+pub mod device;
 pub mod engine;
 mod explain;
 #[cfg(feature = "cuda")]

@@ -4,6 +4,7 @@
 //! [`reference`](crate::reference) comes last and serves everything.
 
 use crate::AttentionProblem;
+use crate::device::{DeviceProfile, Feature};
 use crate::engine::{Engine, Kernel};
 use burn::tensor::DType;
 use std::fmt;
@@ -33,33 +34,6 @@ pub struct BackwardRequest {
     pub bias: bool,
     /// The sinks'.
     pub sinks: bool,
-}
-
-/// What of a device the choice depends on.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DeviceProfile {
-    /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
-    pub name: String,
-    /// Float dtypes that kernels can read and write.
-    pub dtypes: Vec<DType>,
-    /// Bytes of shared memory that a cube may take.
-    pub shared_memory: usize,
-    /// Units that a cube may have.
-    pub units_per_cube: usize,
-    /// Buffers that a kernel may bind.
-    pub bindings: usize,
-    /// Bytes that a buffer may have.
-    pub largest_buffer: usize,
-    /// Cubes along one dimension of a launch.
-    pub cube_count: u32,
-    /// The processor's threads, where it does the work, as with Mesa's llvmpipe; `None` on a card.
-    pub processors: Option<usize>,
-    /// Streaming multiprocessors, where the runtime says.
-    pub multiprocessors: Option<usize>,
-    /// Whether it is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
-    pub hopper: bool,
-    /// Engines that are not asked: none, but in tests of the others.
-    pub left_out: Vec<Engine>,
 }
 
 /// How the inputs' rows lie in memory.
@@ -135,9 +109,9 @@ pub enum Refusal {
     /// A test leaves the engine out.
     #[error("it is left out by ATTENTION_ENGINES")]
     LeftOut,
-    /// The device has no warpgroup matrix products.
-    #[error("it needs a Hopper GPU (sm_90), and CubeCL's CUDA C++ compiler")]
-    NotHopper,
+    /// The device does not have what the kernels are made of.
+    #[error("the device does not have {0}")]
+    MissingFeature(Feature),
     /// The matrix unit multiplies half precision.
     #[error("it multiplies F16 and BF16, not {0:?}")]
     NotHalf(DType),

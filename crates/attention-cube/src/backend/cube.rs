@@ -2,66 +2,14 @@
 
 use super::*;
 use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
+use crate::device::DeviceProfile;
 use crate::engine::Kernel;
-use crate::restriction::Restriction;
-use crate::select::{BackwardRequest, DeviceProfile, Layouts, Pass, select};
-use burn::backend::cubecl::dtype_to_storage_type;
+use crate::select::{BackwardRequest, Layouts, Pass, select};
 use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
 };
-use cube_kit::hopper::is_hopper;
 use cubecl::client::Client;
-use cubecl::ir::features::TypeUsage;
-use std::{num::NonZero, sync::OnceLock, thread::available_parallelism};
-
-/// The profile of a device, if it runs CubeCL kernels.
-pub(crate) fn device_profile(device: &Device) -> Option<DeviceProfile> {
-    let device = device.clone().without_autodiff();
-    match device.as_dispatch() {
-        burn::backend::DispatchDevice::Cube(device) => Some(profile(&device.client())),
-        #[allow(
-            unreachable_patterns,
-            reason = "without other backends it is the only device"
-        )]
-        _ => None,
-    }
-}
-
-fn profile(client: &Client) -> DeviceProfile {
-    let properties = client.properties();
-    let hardware = &properties.hardware;
-    let restriction = Restriction::of_environment();
-    let dtypes = [DType::F32, DType::F16, DType::BF16]
-        .into_iter()
-        .filter(|dtype| {
-            let usage = properties.type_usage(dtype_to_storage_type(*dtype));
-            usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
-        })
-        .collect();
-    DeviceProfile {
-        name: client.name().to_string(),
-        dtypes,
-        shared_memory: restriction.shared_memory(hardware.max_shared_memory_size),
-        units_per_cube: hardware.max_units_per_cube as usize,
-        bindings: hardware.max_bindings as usize,
-        largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
-        cube_count: hardware.max_cube_count.0,
-        // Of all that runtimes list, only a processor is no card.
-        processors: properties.identity.physical.is_none().then(processors),
-        multiprocessors: hardware
-            .num_streaming_multiprocessors
-            .map(|count| count as usize),
-        hopper: is_hopper(client),
-        left_out: restriction.left_out(),
-    }
-}
-
-/// Threads of this machine's processor.
-fn processors() -> usize {
-    static COUNT: OnceLock<usize> = OnceLock::new();
-    *COUNT.get_or_init(|| available_parallelism().map_or(1, NonZero::get))
-}
 
 impl AttentionBackend for CubeBackend {
     fn attention_forward(
@@ -120,7 +68,12 @@ impl AttentionBackend for CubeBackend {
 }
 
 fn choose(client: &Client, problem: &AttentionProblem, layouts: Layouts, pass: Pass) -> Kernel {
-    let selection = select(problem, Some(&profile(client)), layouts, pass);
+    let selection = select(
+        problem,
+        Some(&DeviceProfile::of_client(client)),
+        layouts,
+        pass,
+    );
     for (engine, reason) in &selection.refusals {
         log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
     }

@@ -7,11 +7,12 @@ pub mod wgmma;
 use crate::AttentionProblem;
 #[cfg(feature = "cube")]
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::device::DeviceProfile;
 #[cfg(feature = "cube")]
 use crate::reference;
 #[cfg(feature = "cube")]
 use crate::select::BackwardRequest;
-use crate::select::{DeviceProfile, Layouts, Pass, Refusal, Warning};
+use crate::select::{Layouts, Pass, Refusal, Warning};
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
 use std::fmt;

@@ -13,12 +13,13 @@ pub(crate) mod softmax;
 use crate::AttentionProblem;
 #[cfg(feature = "cube")]
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::device::DeviceProfile;
 use crate::engine::AttentionEngine;
 #[cfg(feature = "cube")]
 use crate::engine::Launch;
 #[cfg(feature = "cube")]
 use crate::select::BackwardRequest;
-use crate::select::{DeviceProfile, Layouts, Refusal};
+use crate::select::{Layouts, Refusal};
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
 use plan::{BackwardPlan, ForwardPlan};

@@ -1,7 +1,8 @@
 //! The unit engine's plan: tiles from a table, by the width of the output and the device's shared memory.
 
 use crate::AttentionProblem;
-use crate::select::{BackwardRequest, DeviceProfile, Layouts, MAX_LENGTH, Pass, Refusal};
+use crate::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
+use crate::select::{BackwardRequest, Layouts, MAX_LENGTH, Pass, Refusal};
 use crate::tile::tiles::UnitTiles;
 
 /// Tiles of a forward.
@@ -273,13 +274,6 @@ const DECODE_ROWS: usize = 32;
 
 /// Parts of the query's gradient up to which they are worth their memory.
 const MAX_PARTS: usize = 4;
-
-/// Iterations of all loops of a unit that a software driver may be given: Mesa's llvmpipe ends them after 65535
-/// (`LP_MAX_TGSI_LOOP_ITERATIONS`), and says nothing.
-pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
-
-/// Multiprocessors assumed where the runtime does not say.
-const ASSUMED_MULTIPROCESSORS: usize = 16;
 
 /// Cubes a multiprocessor that decoding splits its keys for.
 const CUBES_PER_MULTIPROCESSOR: usize = 2;
@@ -596,7 +590,7 @@ mod tests {
             cube_count: 65535,
             processors: None,
             multiprocessors: None,
-            hopper: false,
+            features: vec![],
             left_out: vec![],
         }
     }

@@ -23,6 +23,7 @@ use crate::AttentionProblem;
 use crate::arguments::BROADCAST_QUERIES;
 #[cfg(feature = "cuda")]
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::device::DeviceProfile;
 use crate::engine::AttentionEngine;
 #[cfg(feature = "cuda")]
 use crate::engine::Launch;
@@ -30,7 +31,7 @@ use crate::engine::Launch;
 use crate::passes::aligned::{aligned, aligned_inputs};
 #[cfg(feature = "cuda")]
 use crate::select::BackwardRequest;
-use crate::select::{DeviceProfile, Layouts, Pass, Refusal, Warning};
+use crate::select::{Layouts, Pass, Refusal, Warning};
 use burn::tensor::DType;
 #[cfg(feature = "cuda")]
 use burn_cubecl::CubeBackend;

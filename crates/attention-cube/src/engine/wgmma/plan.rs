@@ -6,9 +6,10 @@ mod mask;
 mod tiles;
 
 use crate::AttentionProblem;
+use crate::device::{DeviceProfile, Feature};
 use crate::math::side::Side;
 use crate::select::MAX_LENGTH;
-use crate::select::{DeviceProfile, Layouts, Operands, Pass, Refusal};
+use crate::select::{Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
 pub(super) use gradient::backward;
@@ -136,9 +137,8 @@ fn multiprocessors(device: &DeviceProfile) -> usize {
 
 /// The precision of the problem's operands, where the engine takes it on this device at all.
 fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Refusal> {
-    if !device.hopper {
-        return Err(Refusal::NotHopper);
-    }
+    device.require(Feature::Wgmma)?;
+    device.require(Feature::Tma)?;
     let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
     if problem.head_dim.min(problem.value_dim) < NARROWEST {
         return Err(Refusal::Narrow {

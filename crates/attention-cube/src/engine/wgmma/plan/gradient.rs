@@ -13,9 +13,10 @@ pub use self::split_m::GradientSplitMTiles;
 use super::tiles::{SHARED_MEMORY, SplitDTiles};
 use super::{cached, check, mask};
 use crate::AttentionProblem;
+use crate::device::DeviceProfile;
 use crate::engine::unit::plan as unit;
 use crate::math::side::Side;
-use crate::select::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
+use crate::select::{BackwardRequest, Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::Half;
 
 /// The kernels of the backward.
