@@ -54,8 +54,7 @@ mod explain;
 mod fragment;
 mod math;
 mod options;
-#[cfg(feature = "cube")]
-mod passes;
+pub mod passes;
 mod problem;
 pub mod reference;
 #[cfg(feature = "cube")]

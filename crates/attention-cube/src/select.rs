@@ -82,6 +82,12 @@ impl Operands {
 }
 
 impl Layouts {
+    /// Elements of a load that every row can be read by: 4, or 1 where strides or sizes do not allow it.
+    pub(crate) fn vector(&self, problem: &AttentionProblem) -> usize {
+        let fours = problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4);
+        if self.vectors && fours { 4 } else { 1 }
+    }
+
     /// Of contiguous inputs.
     pub fn contiguous(problem: &AttentionProblem) -> Self {
         let dots = problem.head_dim.is_multiple_of(8);

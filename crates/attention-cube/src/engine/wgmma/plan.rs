@@ -2,12 +2,12 @@
 //! memory that they take.
 
 mod gradient;
-mod mask;
 mod tiles;
 
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
 use crate::math::side::Side;
+use crate::passes::mask_bits::plan::check_mask;
 use crate::select::MAX_LENGTH;
 use crate::select::{Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
@@ -16,8 +16,6 @@ pub(super) use gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use gradient::gradient_tiles;
 pub use gradient::{BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Sums};
-#[cfg(feature = "cuda")]
-pub(crate) use mask::{MaskWords, WORDS_PER_PLANE};
 pub use tiles::{
     ChunkedProduct, ChunkedScores, ForwardTiles, OutputShape, RingShape, SplitDTiles, SplitMTiles,
 };
@@ -204,7 +202,7 @@ pub(super) fn forward(
         ),
         heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
     };
-    mask::check(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
+    check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
     let splits = splits(problem, device, &tiles, planes * tile_count);
     Ok(ForwardPlan {
         tiles,

@@ -11,11 +11,12 @@ mod split_m;
 pub use self::split_d::GradientSplitDTiles;
 pub use self::split_m::GradientSplitMTiles;
 use super::tiles::{SHARED_MEMORY, SplitDTiles};
-use super::{cached, check, mask};
+use super::{cached, check};
 use crate::AttentionProblem;
 use crate::device::DeviceProfile;
-use crate::engine::unit::plan as unit;
 use crate::math::side::Side;
+use crate::passes::bias_gradient::plan::BiasGradientPlan;
+use crate::passes::mask_bits::plan::check_mask;
 use crate::select::{BackwardRequest, Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::Half;
 
@@ -32,8 +33,10 @@ pub struct BackwardPlan {
     pub queries_together: usize,
     /// Heads of keys likewise.
     pub keys_together: usize,
-    /// The portable engine's kernels, for the queries' terms and the bias's gradient.
-    pub rest: unit::BackwardPlan,
+    /// Elements of a load of the queries' terms.
+    pub vector: usize,
+    /// The bias's gradient, if there is one.
+    pub bias: Option<BiasGradientPlan>,
     /// Operands that are copied first, to rows that the copy engine can read.
     pub copies: Operands,
 }
@@ -186,13 +189,13 @@ pub(crate) fn backward(
         }
     }
     // Rows that the copy engine can read, copied or not, can be read in vectors of four where these divide them.
-    let layouts = Layouts {
+    let readable = Layouts {
         vectors: true,
         ..layouts
     };
-    let rest = unit::backward(problem, device, layouts)?;
+    let vector = readable.vector(problem);
     let packed = kernels.map(|tiles| (tiles.side(), tiles.rows(), tiles.columns()));
-    mask::check(problem, packed)?;
+    check_mask(problem, packed)?;
     // Bytes of what a head's tiles pass over.
     let bytes = |length: usize| 2 * length * (head_dim + value_dim);
     let group = problem.group().max(1);
@@ -214,7 +217,8 @@ pub(crate) fn backward(
             1,
             problem.batch * problem.kv_heads,
         ),
-        rest,
+        vector,
+        bias: BiasGradientPlan::new(problem, device, vector)?,
         copies: layouts.tma.others(Pass::Backward),
     })
 }

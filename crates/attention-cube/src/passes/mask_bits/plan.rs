@@ -76,7 +76,7 @@ impl MaskWords {
         self.of_rows() + self.pairs()
     }
 
-    /// In the order of `MaskPlaces`, which [`check`] has found to hold them.
+    /// In the order of `MaskPlaces`, which [`check_mask`] has found to hold them.
     #[cfg(any(test, feature = "cuda"))]
     pub fn places(&self) -> [u32; 7] {
         let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
@@ -94,7 +94,7 @@ impl MaskWords {
 }
 
 /// Refuses masks whose words the kernels could not count, packed for these rows of a side and columns of a block.
-pub(super) fn check(
+pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,
 ) -> Result<(), Refusal> {
