@@ -40,7 +40,7 @@ impl AttentionBackend for CubeBackend {
         request: BackwardRequest,
     ) -> AttentionGradients<Self> {
         if problem.is_empty() {
-            return reference::backward_of_nothing::<Self>(inputs, saved, &problem, request);
+            return reference::empty::backward::<Self>(inputs, saved, &problem, request);
         }
         let inputs = rows_of(inputs);
         let saved = AttentionSaved {

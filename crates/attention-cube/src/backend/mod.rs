@@ -247,7 +247,7 @@ pub trait AttentionBackend: Backend {
         problem: AttentionProblem,
         request: BackwardRequest,
     ) -> AttentionGradients<Self> {
-        reference::backward::<Self>(inputs, saved, &problem, request)
+        reference::gradients::backward::<Self>(inputs, saved, &problem, request)
     }
 }
 

@@ -214,7 +214,7 @@ macro_rules! engines {
                             $module::$engine::backward(*plan, inputs, saved, problem, request)
                         }
                     )+
-                    _ => reference::backward::<CubeBackend>(inputs, saved, problem, request),
+                    _ => reference::gradients::backward::<CubeBackend>(inputs, saved, problem, request),
                 }
             }
         }

@@ -145,8 +145,12 @@ impl<'a> BackwardPass<'a> {
             ],
         );
         let deltas = CubeBackend::float_swap_dims(deltas, 2, 3);
-        let gradient =
-            reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, deltas, problem);
+        let gradient = reference::gradients::sinks_gradient::<CubeBackend>(
+            sinks.clone(),
+            logsumexp,
+            deltas,
+            problem,
+        );
         match sinks.dtype {
             DType::F32 => gradient,
             _ => self.sum(&into_contiguous(gradient), 0, 1, sinks, None, 1),
