@@ -297,7 +297,7 @@ fn check(
 ) -> Result<Vec<Comparison>, Error> {
     let inputs = case.seeded(seed);
     let explanation = explain(&case.problem(&inputs, device)?, device);
-    let engine = |selection: &Selection| format!("{:?}", selection.kernel.engine()).to_lowercase();
+    let engine = |selection: &Selection| selection.kernel.engine().to_string();
     let (forward, backward) = (engine(&explanation.forward), engine(&explanation.backward));
     let kernels = match forward == backward {
         true => forward,

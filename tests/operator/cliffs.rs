@@ -3,14 +3,13 @@
 use crate::case::Case;
 use crate::dense::read;
 use crate::devices::devices;
+use attention_cube::device::{DeviceProfile, Feature};
 use attention_cube::engine::{
-    Engine, Kernel,
-    unit::plan::{GradientKernel, UnitPlan},
-    wgmma::plan::{GradientTiles, Scheduler, WgmmaPlan},
+    Engine, Kernel, Plan,
+    unit::plan::GradientKernel,
+    wgmma::plan::{GradientTiles, Scheduler},
 };
-use attention_cube::select::{
-    BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Selection, select,
-};
+use attention_cube::select::{BackwardRequest, Layouts, Operands, Pass, Selection, select};
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, Side, attention_with_lse,
 };
@@ -42,7 +41,7 @@ pub(crate) fn hopper() -> DeviceProfile {
         cube_count: u32::MAX >> 1,
         processors: None,
         multiprocessors: Some(132),
-        hopper: true,
+        features: vec![Feature::Wgmma, Feature::Tma],
         largest_buffer: 1 << 30,
         left_out: vec![],
     }
@@ -98,8 +97,8 @@ fn what_lies_badly_is_copied_alone() {
     for pass in [Pass::Forward, Pass::Backward] {
         let selection = select(&problem, Some(&hopper()), layouts, pass);
         let copies = match &selection.kernel {
-            Kernel::Wgmma(WgmmaPlan::Forward(plan)) => plan.copies,
-            Kernel::Wgmma(WgmmaPlan::Backward(plan)) => plan.copies,
+            Kernel::Wgmma(Plan::Forward(plan)) => plan.copies,
+            Kernel::Wgmma(Plan::Backward(plan)) => plan.copies,
             kernel => panic!("{kernel:?}"),
         };
         assert_eq!(copies, expected, "{pass:?}");
@@ -127,7 +126,7 @@ fn packed_documents_are_taken_tile_by_tile() {
         (few, Scheduler::SingleTile),
     ] {
         let selection = chosen(&problem, &hopper(), Pass::Forward);
-        let Kernel::Wgmma(WgmmaPlan::Forward(plan)) = selection.kernel else {
+        let Kernel::Wgmma(Plan::Forward(plan)) = selection.kernel else {
             panic!("{selection:?}");
         };
         assert_eq!(plan.scheduler, expected, "{problem:?}");
@@ -140,7 +139,7 @@ fn a_narrow_bias_is_summed_by_many() {
     let software = DeviceProfile {
         processors: Some(2),
         multiprocessors: None,
-        hopper: false,
+        features: vec![],
         ..hopper()
     };
     for shape in [
@@ -211,7 +210,7 @@ fn choices() -> impl Iterator<Item = [bool; 3]> {
 fn hopper_launches_what_is_asked_for() {
     for width in [64, 128, 192, 256, 512] {
         let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), Pass::Backward);
-        let Kernel::Wgmma(WgmmaPlan::Backward(plan)) = selection.kernel else {
+        let Kernel::Wgmma(Plan::Backward(plan)) = selection.kernel else {
             panic!("{width}: {selection:?}");
         };
         for [query, key, value] in choices() {
@@ -236,7 +235,7 @@ fn hopper_launches_what_is_asked_for() {
 #[test]
 fn other_devices_launch_what_is_asked_for() {
     let card = DeviceProfile {
-        hopper: false,
+        features: vec![],
         ..hopper()
     };
     let software = DeviceProfile {
@@ -249,7 +248,7 @@ fn other_devices_launch_what_is_asked_for() {
             ..problem([1, 2, 256, 64])
         };
         let selection = chosen(&problem, &device, Pass::Backward);
-        let Kernel::Unit(UnitPlan::Backward(plan)) = selection.kernel else {
+        let Kernel::Unit(Plan::Backward(plan)) = selection.kernel else {
             panic!("{selection:?}");
         };
         for [query, key, value] in choices() {

@@ -1,10 +1,9 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::engine::{Engine, Kernel, unit::plan::UnitPlan};
-use attention_cube::select::{
-    DeviceProfile, Layouts, Operands, Pass, Refusal, Selection, Warning, select,
-};
+use attention_cube::device::{DeviceProfile, Feature};
+use attention_cube::engine::{Engine, Kernel, Plan};
+use attention_cube::select::{Layouts, Operands, Pass, Refusal, Selection, Warning, select};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use attention_workspace::testing::program::{program, run, succeed};
 use burn::tensor::{DType, Device, Tensor};
@@ -34,7 +33,7 @@ fn profile() -> DeviceProfile {
         cube_count: 65535,
         processors: None,
         multiprocessors: None,
-        hopper: false,
+        features: vec![],
         left_out: vec![],
     }
 }
@@ -265,7 +264,7 @@ fn gradients_that_fit_no_buffer_together_are_apart() {
         };
         let selection = select(&problem, Some(&software), READABLE, Pass::Backward);
         match selection.kernel {
-            Kernel::Unit(UnitPlan::Backward(plan)) => plan.parts,
+            Kernel::Unit(Plan::Backward(plan)) => plan.parts,
             other => panic!("{other:?}"),
         }
     };
@@ -343,7 +342,7 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
         shared_memory: 232_448,
         multiprocessors: Some(132),
-        hopper: true,
+        features: vec![Feature::Wgmma, Feature::Tma],
         ..profile()
     };
     let half = |head_dim| AttentionProblem {
@@ -368,6 +367,14 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
         assert!(text.contains(part), "{part:?} is not in {text:?}");
     };
     says(forward(&half(64), &profile()), "Hopper GPU (sm_90)");
+    for (feature, name) in [
+        (Feature::Wgmma, "wgmma"),
+        (Feature::Tma, "tensor memory accelerator"),
+    ] {
+        let mut lacking = hopper.clone();
+        lacking.features.retain(|it| *it != feature);
+        says(forward(&half(64), &lacking), name);
+    }
     says(forward(&problem(64), &hopper), "not F32");
     says(forward(&half(600), &hopper), "not for 600 and 600");
     says(forward(&half(7), &hopper), "from 8 on, not for 7 and 7");
@@ -413,7 +420,7 @@ fn hopper_warns_of_gradients_in_f16() {
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
         shared_memory: 232_448,
         multiprocessors: Some(132),
-        hopper: true,
+        features: vec![Feature::Wgmma, Feature::Tma],
         ..profile()
     };
     for (dtype, pass, warned) in [

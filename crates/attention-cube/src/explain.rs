@@ -1,7 +1,8 @@
 //! Which kernel serves a problem on a device, and why the faster ones do not.
 
 use crate::backend::check_backend;
-use crate::select::{DeviceProfile, Layouts, Pass, Selection, select};
+use crate::device::DeviceProfile;
+use crate::select::{Layouts, Pass, Selection, select};
 use crate::{AttentionError, AttentionProblem};
 use burn::tensor::Device;
 use std::fmt;
@@ -73,7 +74,7 @@ pub fn explain(problem: &AttentionProblem, device: &Device) -> Explanation {
 
 #[cfg(feature = "cube")]
 fn profile(device: &Device) -> Option<DeviceProfile> {
-    crate::backend::device_profile(device)
+    DeviceProfile::of_device(device)
 }
 
 #[cfg(not(feature = "cube"))]

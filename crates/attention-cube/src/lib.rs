@@ -47,14 +47,14 @@
 #[cfg(feature = "cube")]
 mod arguments;
 mod backend;
+pub mod device;
 pub mod engine;
 mod explain;
 #[cfg(feature = "cuda")]
 mod fragment;
 mod math;
 mod options;
-#[cfg(feature = "cube")]
-mod passes;
+pub mod passes;
 mod problem;
 pub mod reference;
 #[cfg(feature = "cube")]

@@ -4,7 +4,7 @@
 //! in any case. `ATTENTION_SHARED_MEMORY` is the bytes of shared memory that a cube may take at most, such as 101376, which are a
 //! consumer card's. Both are read once, when a device is first asked.
 
-use crate::engine::{ENGINES, Engine};
+use crate::engine::Engine;
 use std::env;
 use std::sync::OnceLock;
 
@@ -35,11 +35,16 @@ impl Restriction {
 
     fn parse(engines: Option<&str>, shared_memory: Option<&str>) -> Result<Self, String> {
         let engine = |word: &str| {
-            let known = || Self::known().chain([Engine::Reference]);
-            let named = |engine: &Engine| format!("{engine:?}").eq_ignore_ascii_case(word.trim());
-            known().find(named).ok_or_else(|| {
-                let known = Vec::from_iter(known());
-                format!("ATTENTION_ENGINES: {word:?} is none of {known:?}")
+            let known = || {
+                Engine::WITH_KERNELS
+                    .iter()
+                    .chain(&[Engine::Reference])
+                    .copied()
+            };
+            let is_named = |engine: &Engine| engine.to_string().eq_ignore_ascii_case(word.trim());
+            known().find(is_named).ok_or_else(|| {
+                let names = Vec::from_iter(known().map(|engine| engine.to_string()));
+                format!("ATTENTION_ENGINES: {word:?} is none of {names:?}")
             })
         };
         let engines = engines.map(|list| list.split(',').map(engine).collect());
@@ -53,15 +58,17 @@ impl Restriction {
         })
     }
 
-    /// The engines that have kernels.
-    fn known() -> impl Iterator<Item = Engine> {
-        ENGINES.iter().map(|(engine, _)| *engine)
-    }
-
     /// Engines that are left out.
     pub(crate) fn left_out(&self) -> Vec<Engine> {
         match &self.engines {
-            Some(engines) => Vec::from_iter(Self::known().filter(|it| !engines.contains(it))),
+            Some(engines) => {
+                let left_out = |engine: &&Engine| !engines.contains(engine);
+                Engine::WITH_KERNELS
+                    .iter()
+                    .filter(left_out)
+                    .copied()
+                    .collect()
+            }
             None => Vec::new(),
         }
     }

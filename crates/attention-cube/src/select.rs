@@ -4,8 +4,8 @@
 //! [`reference`](crate::reference) comes last and serves everything.
 
 use crate::AttentionProblem;
-use crate::engine::wgmma::plan::WgmmaPlan;
-use crate::engine::{ENGINES, Engine, Kernel};
+use crate::device::{DeviceProfile, Feature};
+use crate::engine::{Engine, Kernel};
 use burn::tensor::DType;
 use std::fmt;
 
@@ -34,33 +34,6 @@ pub struct BackwardRequest {
     pub bias: bool,
     /// The sinks'.
     pub sinks: bool,
-}
-
-/// What of a device the choice depends on.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DeviceProfile {
-    /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
-    pub name: String,
-    /// Float dtypes that kernels can read and write.
-    pub dtypes: Vec<DType>,
-    /// Bytes of shared memory that a cube may take.
-    pub shared_memory: usize,
-    /// Units that a cube may have.
-    pub units_per_cube: usize,
-    /// Buffers that a kernel may bind.
-    pub bindings: usize,
-    /// Bytes that a buffer may have.
-    pub largest_buffer: usize,
-    /// Cubes along one dimension of a launch.
-    pub cube_count: u32,
-    /// The processor's threads, where it does the work, as with Mesa's llvmpipe; `None` on a card.
-    pub processors: Option<usize>,
-    /// Streaming multiprocessors, where the runtime says.
-    pub multiprocessors: Option<usize>,
-    /// Whether it is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
-    pub hopper: bool,
-    /// Engines that are not asked: none, but in tests of the others.
-    pub left_out: Vec<Engine>,
 }
 
 /// How the inputs' rows lie in memory.
@@ -109,6 +82,12 @@ impl Operands {
 }
 
 impl Layouts {
+    /// Elements of a load that every row can be read by: 4, or 1 where strides or sizes do not allow it.
+    pub(crate) fn vector(&self, problem: &AttentionProblem) -> usize {
+        let fours = problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4);
+        if self.vectors && fours { 4 } else { 1 }
+    }
+
     /// Of contiguous inputs.
     pub fn contiguous(problem: &AttentionProblem) -> Self {
         let dots = problem.head_dim.is_multiple_of(8);
@@ -136,9 +115,9 @@ pub enum Refusal {
     /// A test leaves the engine out.
     #[error("it is left out by ATTENTION_ENGINES")]
     LeftOut,
-    /// The device has no warpgroup matrix products.
-    #[error("it needs a Hopper GPU (sm_90), and CubeCL's CUDA C++ compiler")]
-    NotHopper,
+    /// The device does not have what the kernels are made of.
+    #[error("the device does not have {0}")]
+    MissingFeature(Feature),
     /// The matrix unit multiplies half precision.
     #[error("it multiplies F16 and BF16, not {0:?}")]
     NotHalf(DType),
@@ -252,18 +231,6 @@ pub struct Selection {
     pub warnings: Vec<Warning>,
 }
 
-impl Selection {
-    fn new(kernel: Kernel, refusals: Vec<(Engine, Refusal)>, problem: &AttentionProblem) -> Self {
-        let is_gradient = matches!(kernel, Kernel::Wgmma(WgmmaPlan::Backward(_)));
-        let in_f16 = is_gradient && problem.dtype == DType::F16;
-        Self {
-            kernel,
-            refusals,
-            warnings: Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16)),
-        }
-    }
-}
-
 /// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
@@ -271,20 +238,30 @@ pub fn select(
     layouts: Layouts,
     pass: Pass,
 ) -> Selection {
+    let reference = |refusals| Selection {
+        kernel: Kernel::Reference,
+        refusals,
+        warnings: Vec::new(),
+    };
     let Some(device) = device else {
-        let refusals = vec![(Engine::Unit, Refusal::NoCubeCL)];
-        return Selection::new(Kernel::Reference, refusals, problem);
+        return reference(vec![(Engine::Unit, Refusal::NoCubeCL)]);
     };
     let mut refusals = Vec::new();
-    for (engine, plan) in ENGINES {
+    for &engine in Engine::WITH_KERNELS {
         let answer = match device.left_out.contains(&engine) {
             true => Err(Refusal::LeftOut),
-            false => plan(problem, device, layouts, pass),
+            false => engine.plan(problem, device, layouts, pass),
         };
         match answer {
-            Ok(kernel) => return Selection::new(kernel, refusals, problem),
+            Ok(kernel) => {
+                return Selection {
+                    kernel,
+                    refusals,
+                    warnings: engine.warnings(problem, pass),
+                };
+            }
             Err(refusal) => refusals.push((engine, refusal)),
         }
     }
-    Selection::new(Kernel::Reference, refusals, problem)
+    reference(refusals)
 }

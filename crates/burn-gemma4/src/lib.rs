@@ -23,12 +23,12 @@ pub use generate::{
     decode::{DecodeMode, Decoder, Next},
     defaults::GenerationDefaults,
     logprobs::TokenLogprobs,
-    sampling::{Sampler, Sampling},
+    sampling::{Sampling, sampler::Sampler},
 };
 pub use model::{Gemma4Model, Logits, cache::Cache, layer, observe, observe::Part};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},
     parts::TextKind,
-    tokenizer::{TextStream, Tokenizer},
+    tokenizer::{Tokenizer, stream::TextStream},
 };
 pub use train::packing::Packing;

@@ -7,9 +7,10 @@ use crate::compare::Named;
 use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
-use attention_cube::engine::Kernel;
-use attention_cube::engine::wgmma::plan::{ForwardTiles, Scheduler, WgmmaPlan};
-use attention_cube::select::{DeviceProfile, Layouts, Pass, select};
+use attention_cube::device::DeviceProfile;
+use attention_cube::engine::wgmma::plan::{ForwardTiles, Scheduler};
+use attention_cube::engine::{Kernel, Plan};
+use attention_cube::select::{Layouts, Pass, select};
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
 use proptest::strategy::{Strategy, ValueTree};
@@ -162,8 +163,8 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     let problem = problem(case);
     let layouts = Layouts::contiguous(&problem);
     let plan = match select(&problem, device, layouts, Pass::Forward).kernel {
-        Kernel::Wgmma(WgmmaPlan::Forward(plan)) => plan,
-        kernel => return format!("{:?}", kernel.engine()).to_lowercase(),
+        Kernel::Wgmma(Plan::Forward(plan)) => plan,
+        kernel => return kernel.engine().to_string(),
     };
     let tiles = match plan.tiles {
         ForwardTiles::SplitM(_) => "split-M",

@@ -19,9 +19,6 @@ use burn::backend::{
 };
 use burn::tensor::{DType, Device};
 
-#[cfg(feature = "cube")]
-pub(crate) use cube::device_profile;
-
 /// Declares the `Option` of a tensor that can cross into Burn's dispatch, which does not know `Option`.
 macro_rules! maybe {
     ($name:ident, $tensor:ident) => {
@@ -250,7 +247,7 @@ pub trait AttentionBackend: Backend {
         problem: AttentionProblem,
         request: BackwardRequest,
     ) -> AttentionGradients<Self> {
-        reference::backward::<Self>(inputs, saved, &problem, request)
+        reference::gradients::backward::<Self>(inputs, saved, &problem, request)
     }
 }
 

@@ -1,67 +1,227 @@
-//! The engines, each a folder with its plan, its tiles, its kernels and their launch. A new engine is a folder, a variant of
-//! [`Engine`] and of [`Kernel`], and a row in the list of engines.
+//! The engines, each a folder with its plan, its tiles, its kernels and their launch. A new engine is a folder, its module here, and
+//! its place in the list.
 
 pub mod unit;
 pub mod wgmma;
 
 use crate::AttentionProblem;
-use crate::select::{DeviceProfile, Layouts, Pass, Refusal};
-use unit::plan::UnitPlan;
-use wgmma::plan::WgmmaPlan;
+#[cfg(feature = "cube")]
+use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::device::DeviceProfile;
+#[cfg(feature = "cube")]
+use crate::reference;
+#[cfg(feature = "cube")]
+use crate::select::BackwardRequest;
+use crate::select::{Layouts, Pass, Refusal, Warning};
+#[cfg(feature = "cube")]
+use burn_cubecl::CubeBackend;
+use std::fmt;
 
-/// The ways there are to compute attention, the fastest first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Engine {
-    /// CubeCL kernels for NVIDIA's Hopper: TMA, mbarriers and warpgroup matrix products.
-    Wgmma,
-    /// CubeCL kernels that need no plane operations, no matrix units, and little shared memory.
-    Unit,
-    /// Burn's own tensor operations, with all scores in memory.
-    Reference,
+/// What an engine answers when it is asked. It asks no device, so that plans are tested without one.
+pub trait AttentionEngine {
+    /// The kernels of a forward; [`explain`](crate::explain) prints them.
+    type Forward: Clone + fmt::Debug + PartialEq;
+    /// The kernels of a backward.
+    type Backward: Clone + fmt::Debug + PartialEq;
+
+    /// The forward of `problem` on `device`.
+    ///
+    /// # Errors
+    /// Why it serves none.
+    fn plan_forward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<Self::Forward, Refusal>;
+
+    /// The backward of `problem` on `device`.
+    ///
+    /// # Errors
+    /// Why it serves none.
+    fn plan_backward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<Self::Backward, Refusal>;
+
+    /// Parts that the keys are split into, side by side, whose results are combined: 1 where they are not.
+    fn splits(plan: &Self::Forward) -> usize;
+
+    /// Where its kernels fall short of the contract.
+    fn warnings(_problem: &AttentionProblem, _pass: Pass) -> Vec<Warning> {
+        Vec::new()
+    }
 }
 
-/// How an engine answers.
-type Plan = fn(&AttentionProblem, &DeviceProfile, Layouts, Pass) -> Result<Kernel, Refusal>;
+/// The launch of an engine's kernels, in builds that have these.
+#[cfg(feature = "cube")]
+pub trait Launch: AttentionEngine {
+    /// The output and the logsumexp of a problem that is not empty.
+    fn forward(
+        plan: Self::Forward,
+        inputs: AttentionInputs<CubeBackend>,
+        problem: &AttentionProblem,
+    ) -> AttentionOutput<CubeBackend>;
 
-/// Those with kernels, in the order in which they are asked.
-pub(crate) const ENGINES: [(Engine, Plan); 2] = [
-    (Engine::Wgmma, |problem, device, layouts, pass| {
-        wgmma::plan::plan(problem, device, layouts, pass).map(Kernel::Wgmma)
-    }),
-    (Engine::Unit, |problem, device, layouts, pass| {
-        unit::plan::plan(problem, device, layouts, pass).map(Kernel::Unit)
-    }),
-];
+    /// The gradients that are asked for. The saved output is contiguous.
+    fn backward(
+        plan: Self::Backward,
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        problem: &AttentionProblem,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend>;
+}
 
-/// The kernel that serves a pass.
+/// An engine's plan for one pass.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Kernel {
-    /// See [`Engine::Wgmma`].
-    Wgmma(WgmmaPlan),
-    /// See [`Engine::Unit`].
-    Unit(UnitPlan),
-    /// See [`Engine::Reference`].
-    Reference,
+pub enum Plan<Forward, Backward> {
+    /// Output and logsumexp.
+    Forward(Forward),
+    /// The gradients.
+    Backward(Box<Backward>),
 }
 
-impl Kernel {
-    /// The engine it belongs to.
-    pub fn engine(&self) -> Engine {
-        match self {
-            Self::Wgmma(_) => Engine::Wgmma,
-            Self::Unit(_) => Engine::Unit,
-            Self::Reference => Engine::Reference,
-        }
-    }
+type PlanOf<E> = Plan<<E as AttentionEngine>::Forward, <E as AttentionEngine>::Backward>;
 
-    /// Parts that the keys are split into, side by side, whose results are merged: 1 where they are not.
-    pub fn splits(&self) -> usize {
-        match self {
-            Self::Wgmma(WgmmaPlan::Forward(plan)) => plan.splits,
-            Self::Unit(UnitPlan::Forward(plan)) => plan.splits,
-            Self::Wgmma(WgmmaPlan::Backward(_))
-            | Self::Unit(UnitPlan::Backward(_))
-            | Self::Reference => 1,
-        }
+fn plan<E: AttentionEngine>(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+    pass: Pass,
+) -> Result<PlanOf<E>, Refusal> {
+    match pass {
+        Pass::Forward => E::plan_forward(problem, device, layouts).map(Plan::Forward),
+        Pass::Backward => E::plan_backward(problem, device, layouts)
+            .map(Box::new)
+            .map(Plan::Backward),
     }
+}
+
+/// Makes [`Engine`] and [`Kernel`] of the engines, in the order in which they are asked, each with the feature that has its kernels.
+macro_rules! engines {
+    ($($module:ident::$engine:ident if $feature:tt,)+) => {
+        /// The ways there are to compute attention, the fastest first.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Engine {
+            $(
+                #[doc = concat!("See [`", stringify!($module), "`].")]
+                $engine,
+            )+
+            /// Burn's own tensor operations, with all scores in memory.
+            Reference,
+        }
+
+        impl Engine {
+            /// Those with kernels, in the order in which they are asked.
+            pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
+
+            /// Its answer.
+            pub(crate) fn plan(
+                self,
+                problem: &AttentionProblem,
+                device: &DeviceProfile,
+                layouts: Layouts,
+                pass: Pass,
+            ) -> Result<Kernel, Refusal> {
+                match self {
+                    $(
+                        Self::$engine => {
+                            plan::<$module::$engine>(problem, device, layouts, pass).map(Kernel::$engine)
+                        }
+                    )+
+                    Self::Reference => Ok(Kernel::Reference),
+                }
+            }
+
+            /// Where its kernels fall short of the contract.
+            pub(crate) fn warnings(self, problem: &AttentionProblem, pass: Pass) -> Vec<Warning> {
+                match self {
+                    $(Self::$engine => $module::$engine::warnings(problem, pass),)+
+                    Self::Reference => Vec::new(),
+                }
+            }
+        }
+
+        impl fmt::Display for Engine {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$engine => stringify!($module),)+
+                    Self::Reference => "reference",
+                })
+            }
+        }
+
+        /// The kernels that serve a pass.
+        #[derive(Clone, Debug, PartialEq)]
+        pub enum Kernel {
+            $(
+                #[doc = concat!("See [`", stringify!($module), "`].")]
+                $engine(PlanOf<$module::$engine>),
+            )+
+            /// See [`Engine::Reference`].
+            Reference,
+        }
+
+        impl Kernel {
+            /// The engine that they belong to.
+            pub fn engine(&self) -> Engine {
+                match self {
+                    $(Self::$engine(_) => Engine::$engine,)+
+                    Self::Reference => Engine::Reference,
+                }
+            }
+
+            /// Parts that the keys are split into, side by side, whose results are combined: 1 where they are not.
+            pub fn splits(&self) -> usize {
+                match self {
+                    $(Self::$engine(Plan::Forward(plan)) => $module::$engine::splits(plan),)+
+                    _ => 1,
+                }
+            }
+
+            /// The output and the logsumexp of a problem that is not empty.
+            #[cfg(feature = "cube")]
+            pub(crate) fn forward(
+                self,
+                inputs: AttentionInputs<CubeBackend>,
+                problem: &AttentionProblem,
+            ) -> AttentionOutput<CubeBackend> {
+                match self {
+                    $(
+                        #[cfg(feature = $feature)]
+                        Self::$engine(Plan::Forward(plan)) => {
+                            $module::$engine::forward(plan, inputs, problem)
+                        }
+                    )+
+                    _ => reference::forward_in_parts::<CubeBackend>(inputs, problem),
+                }
+            }
+
+            /// The gradients of a problem that is not empty. The saved output is contiguous.
+            #[cfg(feature = "cube")]
+            pub(crate) fn backward(
+                self,
+                inputs: AttentionInputs<CubeBackend>,
+                saved: AttentionSaved<CubeBackend>,
+                problem: &AttentionProblem,
+                request: BackwardRequest,
+            ) -> AttentionGradients<CubeBackend> {
+                match self {
+                    $(
+                        #[cfg(feature = $feature)]
+                        Self::$engine(Plan::Backward(plan)) => {
+                            $module::$engine::backward(*plan, inputs, saved, problem, request)
+                        }
+                    )+
+                    _ => reference::gradients::backward::<CubeBackend>(inputs, saved, problem, request),
+                }
+            }
+        }
+    };
+}
+
+engines! {
+    wgmma::Wgmma if "cuda",
+    unit::Unit if "cube",
 }

@@ -3,9 +3,9 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, score_kind, structure};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
-use crate::engine::unit::plan::BackwardPlan;
 use crate::math::score::ScoreKind;
 use crate::math::visibility::Structure;
+use crate::passes::bias_gradient::plan::BiasGradientPlan;
 use crate::passes::delta::rows_of_queries;
 use crate::passes::lengths::{Blocks, Places};
 use crate::reference;
@@ -28,8 +28,12 @@ pub(crate) struct BackwardKind {
 }
 
 /// The blocks of the bias's gradient, which come last, if it is asked for.
-pub(crate) fn blocks_of_bias(plan: &BackwardPlan, request: BackwardRequest) -> Option<Blocks> {
-    request.bias.then(|| Blocks::of_queries(&plan.query))
+pub(crate) fn blocks_of_bias(
+    plan: Option<BiasGradientPlan>,
+    request: BackwardRequest,
+) -> Option<Blocks> {
+    let plan = plan.filter(|_| request.bias);
+    plan.map(|plan| Blocks::of_queries(&plan.tiles))
 }
 
 /// Gradients of the operands, as far as kernels gave them.
@@ -84,13 +88,13 @@ impl<'a> BackwardPass<'a> {
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,
-        plan: &BackwardPlan,
+        bias: Option<BiasGradientPlan>,
         places: Option<&Places>,
         request: BackwardRequest,
     ) -> AttentionGradients<CubeBackend> {
-        let bias = self.inputs.bias.as_option().filter(|_| request.bias);
-        let bias = bias.zip(places);
-        let bias = bias.map(|(bias, places)| self.bias(bias, plan, *places));
+        let bias = bias.filter(|_| request.bias).zip(places);
+        let bias = self.inputs.bias.as_option().zip(bias);
+        let bias = bias.map(|(bias, (plan, places))| self.bias(bias, plan, *places));
         let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
         let sinks = sinks.map(|sinks| self.sinks(sinks));
         AttentionGradients {
@@ -141,8 +145,12 @@ impl<'a> BackwardPass<'a> {
             ],
         );
         let deltas = CubeBackend::float_swap_dims(deltas, 2, 3);
-        let gradient =
-            reference::sinks_gradient::<CubeBackend>(sinks.clone(), logsumexp, deltas, problem);
+        let gradient = reference::gradients::sinks_gradient::<CubeBackend>(
+            sinks.clone(),
+            logsumexp,
+            deltas,
+            problem,
+        );
         match sinks.dtype {
             DType::F32 => gradient,
             _ => self.sum(&into_contiguous(gradient), 0, 1, sinks, None, 1),

@@ -1,12 +1,17 @@
-//! The passes before and after an engine's kernels, each a folder with its kernel and its launch.
+//! The passes before and after an engine's kernels, each a folder with its kernel and its launch, and its plan where it has one, which
+//! is there in builds without kernels, too. No pass knows an engine.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod aligned;
+#[cfg(feature = "cube")]
 pub(crate) mod backward;
-pub(crate) mod bias_gradient;
+pub mod bias_gradient;
+#[cfg(feature = "cube")]
 pub(crate) mod combine;
+#[cfg(feature = "cube")]
 pub(crate) mod delta;
+#[cfg(feature = "cube")]
 pub(crate) mod lengths;
-#[cfg(feature = "cuda")]
 pub(crate) mod mask_bits;
+#[cfg(feature = "cube")]
 pub(crate) mod sum;

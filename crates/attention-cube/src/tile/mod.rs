@@ -4,4 +4,5 @@
 pub(crate) mod direct;
 #[cfg(feature = "cube")]
 pub(crate) mod product;
+pub(crate) mod table;
 pub mod tiles;

@@ -123,6 +123,13 @@ impl UnitTiles {
         self.units * self.columns_per_unit()
     }
 
+    /// Iterations of a unit's loops for a block: its columns by fours in the products that sum over them, its rows in those that
+    /// sum over these, and as much again where operands are copied to shared memory before.
+    pub(crate) fn block_iterations(&self, columns: usize) -> usize {
+        let products = columns.div_ceil(4) + self.columns() + 8;
+        products * if self.direct { 1 } else { 2 }
+    }
+
     /// Bytes of shared memory of the largest kernel.
     pub const fn shared_memory(&self) -> usize {
         let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns());

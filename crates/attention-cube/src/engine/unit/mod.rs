@@ -9,3 +9,66 @@ pub(crate) mod launch;
 pub mod plan;
 #[cfg(feature = "cube")]
 pub(crate) mod softmax;
+
+use crate::AttentionProblem;
+#[cfg(feature = "cube")]
+use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::device::DeviceProfile;
+use crate::engine::AttentionEngine;
+#[cfg(feature = "cube")]
+use crate::engine::Launch;
+#[cfg(feature = "cube")]
+use crate::select::BackwardRequest;
+use crate::select::{Layouts, Refusal};
+#[cfg(feature = "cube")]
+use burn_cubecl::CubeBackend;
+use plan::{BackwardPlan, ForwardPlan};
+
+/// The unit engine, which every device that runs CubeCL kernels can run.
+pub struct Unit;
+
+impl AttentionEngine for Unit {
+    type Forward = ForwardPlan;
+    type Backward = BackwardPlan;
+
+    fn plan_forward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<ForwardPlan, Refusal> {
+        plan::forward(problem, device, layouts)
+    }
+
+    fn plan_backward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<BackwardPlan, Refusal> {
+        plan::backward(problem, device, layouts)
+    }
+
+    fn splits(plan: &ForwardPlan) -> usize {
+        plan.splits
+    }
+}
+
+#[cfg(feature = "cube")]
+impl Launch for Unit {
+    fn forward(
+        plan: ForwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        problem: &AttentionProblem,
+    ) -> AttentionOutput<CubeBackend> {
+        launch::forward::launch(inputs, problem, plan)
+    }
+
+    fn backward(
+        plan: BackwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        problem: &AttentionProblem,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend> {
+        launch::backward::launch(inputs, saved, problem, plan, request)
+    }
+}

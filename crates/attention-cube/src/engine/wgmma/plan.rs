@@ -2,32 +2,23 @@
 //! memory that they take.
 
 mod gradient;
-mod mask;
 mod tiles;
 
 use crate::AttentionProblem;
+use crate::device::{DeviceProfile, Feature};
+use crate::math::side::Side;
+use crate::passes::mask_bits::plan::check_mask;
 use crate::select::MAX_LENGTH;
-use crate::select::{DeviceProfile, Layouts, Operands, Pass, Refusal};
+use crate::select::{Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
-use gradient::backward;
+pub(super) use gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use gradient::gradient_tiles;
 pub use gradient::{BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Sums};
-#[cfg(feature = "cuda")]
-pub(crate) use mask::{MaskWords, WORDS_PER_PLANE};
 pub use tiles::{
     ChunkedProduct, ChunkedScores, ForwardTiles, OutputShape, RingShape, SplitDTiles, SplitMTiles,
 };
-
-/// What the wgmma engine launches.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum WgmmaPlan {
-    /// Output and logsumexp.
-    Forward(ForwardPlan),
-    /// The gradients.
-    Backward(Box<BackwardPlan>),
-}
 
 /// The kernel of the forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -142,16 +133,10 @@ fn multiprocessors(device: &DeviceProfile) -> usize {
     device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
 }
 
-/// Tiles for `problem`, or why there are none.
-pub fn plan(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    layouts: Layouts,
-    pass: Pass,
-) -> Result<WgmmaPlan, Refusal> {
-    if !device.hopper {
-        return Err(Refusal::NotHopper);
-    }
+/// The precision of the problem's operands, where the engine takes it on this device at all.
+fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Refusal> {
+    device.require(Feature::Wgmma)?;
+    device.require(Feature::Tma)?;
     let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
     if problem.head_dim.min(problem.value_dim) < NARROWEST {
         return Err(Refusal::Narrow {
@@ -167,21 +152,16 @@ pub fn plan(
             limit: MAX_LENGTH,
         });
     }
-    let plan = match pass {
-        Pass::Forward => WgmmaPlan::Forward(forward(problem, device, layouts, half)?),
-        Pass::Backward => WgmmaPlan::Backward(Box::new(backward(problem, device, layouts, half)?)),
-    };
-    mask::check(problem, &plan)?;
-    Ok(plan)
+    Ok(half)
 }
 
-/// The kernel of the forward.
-fn forward(
+/// The kernel of the forward of `problem`, or why there is none.
+pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     layouts: Layouts,
-    half: Half,
 ) -> Result<ForwardPlan, Refusal> {
+    let half = check(problem, device)?;
     let tiles = |loads_bias_by_tma| {
         forward_tiles(
             problem.head_dim,
@@ -222,6 +202,7 @@ fn forward(
         ),
         heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
     };
+    check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
     let splits = splits(problem, device, &tiles, planes * tile_count);
     Ok(ForwardPlan {
         tiles,

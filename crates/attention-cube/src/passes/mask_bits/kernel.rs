@@ -7,8 +7,8 @@
 //!
 //! Budget: no shared memory, a few registers; bound by reading the mask once.
 
-use crate::engine::wgmma::plan::WORDS_PER_PLANE;
 use crate::math::visibility::Keys;
+use crate::passes::mask_bits::plan::WORDS_PER_PLANE;
 use cubecl::prelude::*;
 
 /// Planes of a cube.

@@ -18,7 +18,7 @@
 //! `tile/direct.rs`.
 
 use super::key_value::block_scores;
-use crate::engine::unit::plan::SOFTWARE_ITERATIONS;
+use crate::device::SOFTWARE_ITERATIONS;
 use crate::math::layout::{Rows, head_rows, row_offset};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::ScoreArguments;

@@ -37,7 +37,9 @@ pub(crate) fn launch(
             Blocks::of_keys(&plan.key_value)
         }
     });
-    let blocks: Vec<_> = of_kernels.chain(blocks_of_bias(&plan, request)).collect();
+    let blocks: Vec<_> = of_kernels
+        .chain(blocks_of_bias(plan.bias, request))
+        .collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
     let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector, true);
 
@@ -55,7 +57,7 @@ pub(crate) fn launch(
             }
         }
     }
-    pass.with_rest(gradients, &plan, places.last(), request)
+    pass.with_rest(gradients, plan.bias, places.last(), request)
 }
 
 /// The launches of all gradients together: no more pairs of tiles a cube than its loops may take.

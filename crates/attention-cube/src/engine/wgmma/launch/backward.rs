@@ -17,8 +17,7 @@ use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
-use crate::passes::mask_bits;
-use crate::passes::mask_bits::PackedMask;
+use crate::passes::mask_bits::launch::{PackedMask, pack};
 use crate::select::BackwardRequest;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::backend::ops::FloatTensorOps;
@@ -40,7 +39,7 @@ pub(crate) fn launch(
     let kernels = plan.kernels(request);
     log::debug!("attention backward: {kernels:?} for {request:?}");
     let of_kernels = kernels.iter().map(blocks_of);
-    let of_bias = blocks_of_bias(&plan.rest, request);
+    let of_bias = blocks_of_bias(plan.bias, request);
     let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
     let pass = BackwardPass::new(
@@ -48,7 +47,7 @@ pub(crate) fn launch(
         saved,
         extras,
         problem,
-        plan.rest.query.vector,
+        plan.vector,
         problem.bias.is_some(),
     );
 
@@ -59,7 +58,7 @@ pub(crate) fn launch(
         let blocks = blocks_of(&tiles);
         let mask = match last_mask.take() {
             Some((of, mask)) if of == blocks => mask,
-            _ => mask_bits::pack(
+            _ => pack(
                 &pass.inputs,
                 problem,
                 tiles.side(),
@@ -87,7 +86,7 @@ pub(crate) fn launch(
             }
         }
     }
-    pass.with_rest(gradients, &plan.rest, places.last(), request)
+    pass.with_rest(gradients, plan.bias, places.last(), request)
 }
 
 fn blocks_of(tiles: &GradientTiles) -> Blocks {

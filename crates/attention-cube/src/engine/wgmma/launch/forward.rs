@@ -14,7 +14,7 @@ use crate::math::schedule::ScheduleLaunch;
 use crate::math::side::Side;
 use crate::passes::combine::join;
 use crate::passes::lengths::Blocks;
-use crate::passes::mask_bits;
+use crate::passes::mask_bits::launch::pack;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
@@ -59,7 +59,7 @@ pub(crate) fn forward(
     };
     let (extras, places) = Extras::new(&inputs, problem, &[blocks]);
     let tile_rows = (!shares_tile).then_some(tiles.rows());
-    let mask = mask_bits::pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
+    let mask = pack(&inputs, problem, Side::Queries, tile_rows, tiles.keys());
     let sinks = inputs.sinks.into_option();
     let sink_element = sinks.as_ref().map_or(extras.bias_element, |sinks| {
         dtype_to_storage_type(sinks.dtype)

@@ -10,13 +10,14 @@ mod split_m;
 
 pub use self::split_d::GradientSplitDTiles;
 pub use self::split_m::GradientSplitMTiles;
-use super::cached;
 use super::tiles::{SHARED_MEMORY, SplitDTiles};
+use super::{cached, check};
 use crate::AttentionProblem;
-use crate::engine::unit::plan as unit;
-use crate::engine::unit::plan::UnitPlan;
+use crate::device::DeviceProfile;
 use crate::math::side::Side;
-use crate::select::{BackwardRequest, DeviceProfile, Layouts, Operands, Pass, Refusal};
+use crate::passes::bias_gradient::plan::BiasGradientPlan;
+use crate::passes::mask_bits::plan::check_mask;
+use crate::select::{BackwardRequest, Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::Half;
 
 /// The kernels of the backward.
@@ -32,8 +33,10 @@ pub struct BackwardPlan {
     pub queries_together: usize,
     /// Heads of keys likewise.
     pub keys_together: usize,
-    /// The portable engine's kernels, for the queries' terms and the bias's gradient.
-    pub rest: unit::BackwardPlan,
+    /// Elements of a load of the queries' terms.
+    pub vector: usize,
+    /// The bias's gradient, if there is one.
+    pub bias: Option<BiasGradientPlan>,
     /// Operands that are copied first, to rows that the copy engine can read.
     pub copies: Operands,
 }
@@ -154,13 +157,13 @@ const ROWS: &[Row] = &[
     },
 ];
 
-/// The kernels for `problem`, or why there are none.
-pub(super) fn backward(
+/// The kernels of the backward of `problem`, or why there are none.
+pub(crate) fn backward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     layouts: Layouts,
-    half: Half,
 ) -> Result<BackwardPlan, Refusal> {
+    let half = check(problem, device)?;
     let AttentionProblem {
         head_dim,
         value_dim,
@@ -175,7 +178,8 @@ pub(super) fn backward(
             value_dim,
         });
     };
-    for tiles in [Some(query), Some(key), value].into_iter().flatten() {
+    let kernels = [Some(query), Some(key), value].into_iter().flatten();
+    for tiles in kernels.clone() {
         if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
             return Err(Refusal::Tiles {
                 width: head_dim.max(value_dim),
@@ -185,14 +189,13 @@ pub(super) fn backward(
         }
     }
     // Rows that the copy engine can read, copied or not, can be read in vectors of four where these divide them.
-    let layouts = Layouts {
+    let readable = Layouts {
         vectors: true,
         ..layouts
     };
-    let rest = match unit::plan(problem, device, layouts, Pass::Backward)? {
-        UnitPlan::Backward(plan) => plan,
-        UnitPlan::Forward(_) => unreachable!("a backward was asked for"),
-    };
+    let vector = readable.vector(problem);
+    let packed = kernels.map(|tiles| (tiles.side(), tiles.rows(), tiles.columns()));
+    check_mask(problem, packed)?;
     // Bytes of what a head's tiles pass over.
     let bytes = |length: usize| 2 * length * (head_dim + value_dim);
     let group = problem.group().max(1);
@@ -214,7 +217,8 @@ pub(super) fn backward(
             1,
             problem.batch * problem.kv_heads,
         ),
-        rest,
+        vector,
+        bias: BiasGradientPlan::new(problem, device, vector)?,
         copies: layouts.tma.others(Pass::Backward),
     })
 }

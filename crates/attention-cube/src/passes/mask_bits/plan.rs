@@ -1,6 +1,5 @@
 //! How a mask's bits, and what tiles see of blocks, lie in one buffer of words.
 
-use super::{BackwardPlan, ForwardPlan, GradientTiles, WgmmaPlan};
 use crate::AttentionProblem;
 use crate::math::side::Side;
 use crate::select::Refusal;
@@ -77,7 +76,7 @@ impl MaskWords {
         self.of_rows() + self.pairs()
     }
 
-    /// In the order of `MaskPlaces`, which [`check`] has found to hold them.
+    /// In the order of `MaskPlaces`, which [`check_mask`] has found to hold them.
     #[cfg(any(test, feature = "cuda"))]
     pub fn places(&self) -> [u32; 7] {
         let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
@@ -94,23 +93,13 @@ impl MaskWords {
     }
 }
 
-/// Refuses masks whose words the kernels could not count.
-pub(super) fn check(problem: &AttentionProblem, plan: &WgmmaPlan) -> Result<(), Refusal> {
+/// Refuses masks whose words the kernels could not count, packed for these rows of a side and columns of a block.
+pub(crate) fn check_mask(
+    problem: &AttentionProblem,
+    packed: impl IntoIterator<Item = (Side, usize, usize)>,
+) -> Result<(), Refusal> {
     let Some(shape) = problem.mask else {
         return Ok(());
-    };
-    let of_gradient = |tiles: &GradientTiles| (tiles.side(), tiles.rows(), tiles.columns());
-    let packed = match plan {
-        WgmmaPlan::Forward(ForwardPlan { tiles, .. }) => {
-            vec![(Side::Queries, tiles.rows(), tiles.keys())]
-        }
-        WgmmaPlan::Backward(plan) => {
-            let BackwardPlan {
-                query, key, value, ..
-            } = plan.as_ref();
-            let kernels = [Some(query), Some(key), value.as_ref()];
-            kernels.into_iter().flatten().map(of_gradient).collect()
-        }
     };
     for (side, tile_rows, block_columns) in packed {
         let words = MaskWords::new(shape, problem, side, Some(tile_rows), block_columns).all();

@@ -1,0 +1,166 @@
+//! The time of one pass of one case by one peer, and what is wrong with its results.
+
+use crate::bench::Bench;
+use crate::peers::{Peer, Prepared};
+use crate::report::{Measured, Pass, Unit};
+use attention_cube::AttentionProblem;
+use attention_workspace::{
+    Error,
+    accuracy::{Errors, Oracle, Triple},
+    workload::{Inputs, Workload, backward_operations, forward_operations},
+};
+use burn::tensor::Tensor;
+
+/// What one row measures.
+pub struct Entry<'a> {
+    pub workload: &'a Workload,
+    pub inputs: &'a Inputs,
+    pub problem: &'a AttentionProblem,
+    pub oracle: Option<&'a Oracle>,
+    pub peer: Peer,
+    pub pass: Pass,
+}
+
+struct Times {
+    single: f64,
+    launches: usize,
+    /// `None` where noise is larger than what it is the difference of.
+    sustained: Option<f64>,
+    errors: Option<Errors>,
+}
+
+/// A step of training that has come as far as the loss.
+struct Step {
+    inputs: Triple,
+    /// Burn differentiates a tensor's sum, so the loss need not be summed up.
+    loss: Tensor<4>,
+}
+
+impl Step {
+    fn new(prepared: &Prepared, gradient: Tensor<4>) -> Result<Self, Error> {
+        let inputs = prepared.tracked();
+        let output = prepared.forward(inputs.clone())?;
+        Ok(Self {
+            inputs,
+            loss: output * gradient.autodiff(),
+        })
+    }
+
+    fn gradients(self) -> Result<Triple, Error> {
+        let mut gradients = self.loss.backward();
+        let [query, key, value] = self.inputs.map(|input| input.grad_remove(&mut gradients));
+        let missing = "an input got no gradient";
+        Ok([
+            query.ok_or(missing)?,
+            key.ok_or(missing)?,
+            value.ok_or(missing)?,
+        ])
+    }
+}
+
+impl Bench<'_> {
+    pub fn measure(&self, entry: &Entry) -> Result<(Measured, Option<String>), Error> {
+        let prepared = Prepared::new(entry.peer, entry.workload, entry.inputs, entry.problem);
+        let times = match entry.pass {
+            Pass::Forward => self.forward(entry, &prepared)?,
+            Pass::Backward => self.backward(entry, &prepared)?,
+        };
+        let (work, unit, ceiling) = match (entry.workload.is_decode(), entry.pass) {
+            (true, _) => (
+                entry.workload.key_value_bytes(),
+                Unit::Bytes,
+                self.report.ceilings.bytes,
+            ),
+            (false, Pass::Forward) => (
+                forward_operations(entry.problem),
+                Unit::Flops,
+                self.report.ceilings.flops,
+            ),
+            (false, Pass::Backward) => (
+                backward_operations(entry.problem),
+                Unit::Flops,
+                self.report.ceilings.flops,
+            ),
+        };
+        let rate = work / times.single;
+        let measured = Measured {
+            milliseconds: times.single * 1e3,
+            launches: times.launches,
+            sustained_milliseconds: times.sustained.map(|seconds| seconds * 1e3),
+            rate,
+            sustained_rate: times.sustained.map(|seconds| work / seconds),
+            unit,
+            percent_of_ceiling: ceiling.map(|ceiling| 100.0 * rate / ceiling),
+            errors: times.errors,
+        };
+        Ok((measured, prepared.note))
+    }
+
+    fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
+        // First, because a launch that fails shows where its output is read, and nowhere else.
+        let output = prepared.forward(prepared.plain())?;
+        let errors = entry
+            .oracle
+            .map(|oracle| oracle.output(&output))
+            .transpose()?;
+        drop(output);
+
+        let effort = self.report.effort;
+        let run = |inputs| prepared.forward(inputs);
+        let singles = self
+            .timer
+            .singles(effort, || prepared.plain(), |i| run(i).map_err(drop))?;
+        let sustained = self.timer.sustained(effort, singles.median, || {
+            run(prepared.plain()).map_err(drop)
+        })?;
+        Ok(Times {
+            single: singles.median,
+            launches: singles.launches,
+            sustained: Some(sustained),
+            errors,
+        })
+    }
+
+    fn backward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
+        let gradient = &prepared.inputs.gradient;
+        let errors = match entry.oracle {
+            Some(oracle) => {
+                let masked = gradient.clone() * oracle.gradient_mask(gradient);
+                let step = Step::new(prepared, masked)?;
+                Some(oracle.gradients(&prepared.folded(step.gradients()?))?)
+            }
+            None => None,
+        };
+
+        let effort = self.report.effort;
+        let step = || Step::new(prepared, gradient.clone());
+        let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
+        let singles = self.timer.singles(effort, step, gradients)?;
+
+        // The loss and its gradient, on a leaf in the output's place.
+        let loss = || {
+            let leaf = gradient.clone().autodiff().require_grad();
+            (leaf.clone(), leaf * gradient.clone().autodiff())
+        };
+        let backward = |(leaf, loss): (Tensor<4>, Tensor<4>)| leaf.grad(&loss.backward());
+        let loss_single = self.timer.singles(effort, loss, backward)?.median;
+        let single = (singles.median - loss_single).max(0.0);
+
+        let both = self
+            .timer
+            .sustained(effort, 2.0 * singles.median, || gradients(step()))?;
+        let forward = self.timer.sustained(effort, singles.median, || {
+            prepared.forward(prepared.tracked()).map_err(drop)
+        })?;
+        let loss = self
+            .timer
+            .sustained(effort, loss_single, || backward(loss()))?;
+        let sustained = Some(both - forward - loss).filter(|difference| *difference > 0.0);
+        Ok(Times {
+            single,
+            launches: singles.launches,
+            sustained,
+            errors,
+        })
+    }
+}

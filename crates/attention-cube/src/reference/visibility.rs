@@ -1,0 +1,133 @@
+//! Which keys each query sees, by lengths, windows, segments, mask and bias.
+
+use crate::AttentionProblem;
+use crate::backend::AttentionInputs;
+use burn::backend::{
+    Backend, TensorMetadata, get_or_init_device_settings,
+    tensor::{BoolTensor, Device, IntTensor},
+};
+use burn::tensor::{DType, IntDType, Shape};
+
+/// Which keys each query sees, broadcastable to the scores; `None` if all see all.
+pub(super) fn visibility<B: Backend>(
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> Option<BoolTensor<B>> {
+    let device = inputs.query.device();
+    let settings = get_or_init_device_settings::<B>(&device);
+    let (ints, bools) = (settings.int_dtype, settings.bool_dtype);
+    let (q_len, kv_len) = (problem.q_len, problem.kv_len);
+    let mut conditions = Vec::new();
+
+    let lengths = inputs.kv_lengths.as_option().map(|lengths| {
+        let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
+        // In the wider of the two dtypes, which holds both the lengths and their bound.
+        let lengths = match lengths.dtype().size() < DType::from(ints).size() {
+            true => clamp(B::int_cast(lengths.clone(), ints)),
+            false => B::int_cast(clamp(lengths.clone()), ints),
+        };
+        B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
+    });
+    let keys = positions::<B>(kv_len, 3, &device, ints);
+    if let Some(lengths) = &lengths {
+        conditions.push(B::int_lower(keys.clone(), lengths.clone(), bools));
+    }
+    if problem.right().is_some() || problem.window_left.is_some() {
+        let queries = positions::<B>(q_len, 2, &device, ints);
+        let own = match (problem.is_bottom_right(), lengths) {
+            (false, _) => queries,
+            (true, None) => B::int_add_scalar(queries, (kv_len as i64 - q_len as i64).into()),
+            (true, Some(lengths)) => {
+                B::int_add(queries, B::int_sub_scalar(lengths, (q_len as i64).into()))
+            }
+        };
+        if let Some(right) = problem.right() {
+            let last = B::int_add_scalar(own.clone(), clamp_window(right).into());
+            conditions.push(B::int_lower_equal(keys.clone(), last, bools));
+        }
+        if let Some(left) = problem.window_left {
+            let first = B::int_sub_scalar(own, clamp_window(left).into());
+            conditions.push(B::int_greater_equal(keys, first, bools));
+        }
+    }
+    let segments = inputs.query_segments.as_option();
+    if let Some((queries, keys)) = segments.zip(inputs.key_segments.as_option()) {
+        let queries = B::int_reshape(
+            B::int_cast(queries.clone(), ints),
+            Shape::new([problem.batch, 1, q_len, 1]),
+        );
+        let keys = B::int_reshape(
+            B::int_cast(keys.clone(), ints),
+            Shape::new([problem.batch, 1, 1, kv_len]),
+        );
+        let scores = |heads| Shape::new([problem.batch, heads, q_len, kv_len]);
+        conditions.push(B::int_equal(
+            B::int_expand(queries, scores(1)),
+            B::int_expand(keys, scores(1)),
+            bools,
+        ));
+    }
+    if let Some(mask) = inputs.mask.as_option() {
+        conditions.push(mask.clone());
+    }
+    if let Some(bias) = inputs.bias.clone().into_option() {
+        conditions.push(B::float_not_equal_elem(
+            bias,
+            f64::NEG_INFINITY.into(),
+            bools,
+        ));
+    }
+    conditions.into_iter().reduce(|all, next| {
+        let shape = broadcast(&all.shape(), &next.shape());
+        B::bool_and(
+            B::bool_expand(all, shape.clone()),
+            B::bool_expand(next, shape),
+        )
+    })
+}
+
+/// A window wider than any sequence, in numbers that a 32-bit position can be added to.
+fn clamp_window(window: usize) -> i64 {
+    window.min(1 << 30) as i64
+}
+
+/// `0..length` along dimension `dim` of four.
+fn positions<B: Backend>(
+    length: usize,
+    dim: usize,
+    device: &Device<B>,
+    dtype: IntDType,
+) -> IntTensor<B> {
+    let mut shape = [1; 4];
+    shape[dim] = length;
+    B::int_reshape(
+        B::int_arange(0..length as i64, device, dtype),
+        Shape::new(shape),
+    )
+}
+
+/// The queries that see no key `[batch, q_heads, q_len, 1]`, and the keys that no query of their group
+/// sees `[batch, kv_heads, kv_len, 1]`.
+pub(super) fn unused<B: Backend>(
+    visible: BoolTensor<B>,
+    problem: &AttentionProblem,
+) -> (BoolTensor<B>, BoolTensor<B>) {
+    let AttentionProblem {
+        batch,
+        q_heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
+    let visible = B::bool_expand(visible, Shape::new([batch, q_heads, q_len, kv_len]));
+    let seeing = B::bool_any_dim(visible.clone(), 3);
+    let by_group = Shape::new([batch, kv_heads, problem.group() * q_len, kv_len]);
+    let seen = B::bool_any_dim(B::bool_reshape(visible, by_group), 2);
+    let seen = B::bool_reshape(seen, Shape::new([batch, kv_heads, kv_len, 1]));
+    (B::bool_not(seeing), B::bool_not(seen))
+}
+
+fn broadcast(a: &Shape, b: &Shape) -> Shape {
+    Shape::new([0, 1, 2, 3].map(|dim| a[dim].max(b[dim])))
+}

@@ -1,0 +1,97 @@
+//! The engine for Hopper, at every head size that has tiles of its own and between: several tiles of queries
+//! and blocks of keys with tails, and everything that hides keys, shares tiles or splits them. Each case is
+//! checked to be served by that engine, its gradients too; where no device has it there is nothing to test.
+
+mod biases;
+mod layouts;
+mod repeats;
+mod scores;
+mod segments;
+mod tiles;
+mod visibility;
+
+use crate::case::Case;
+use crate::devices::{TestDevice, cube_devices};
+use crate::inputs::Inputs;
+use attention_cube::device::Feature;
+use attention_cube::engine::Engine;
+use attention_cube::{AttentionProblem, explain};
+use burn::tensor::{DType, Tensor};
+
+/// Key and value widths: every row of the tile tables, and widths that fill no subtile.
+const WIDTHS: [(usize, usize); 8] = [
+    (40, 24),
+    (64, 64),
+    (128, 128),
+    (192, 128),
+    (192, 192),
+    (256, 256),
+    (320, 320),
+    (512, 512),
+];
+
+/// The widest operands that its backward has tiles for.
+const WIDEST_GRADIENT: usize = 512;
+
+fn hopper_devices() -> Vec<TestDevice> {
+    let is_hopper = |device: &TestDevice| {
+        let probe = Tensor::<4>::zeros([1; 4], (&device.device, DType::F32));
+        AttentionProblem::new(&probe, &probe, &probe, &Default::default()).is_ok_and(|problem| {
+            explain(&problem, &device.device)
+                .device
+                .is_some_and(|it| it.features.contains(&Feature::Wgmma))
+        })
+    };
+    cube_devices().into_iter().filter(is_hopper).collect()
+}
+
+/// Checks `case` in bf16, if some device has the engine.
+fn check(case: Case) {
+    let case = Case {
+        dtype: DType::BF16,
+        ..case
+    };
+    check_poisoned(&case, |_| {});
+}
+
+/// The same with what `poison` does to the inputs on the devices.
+fn check_poisoned(case: &Case, poison: impl Fn(&mut Inputs)) {
+    check_with(case, |_| {}, poison);
+}
+
+/// The same with what `change` does to the inputs everywhere.
+fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut Inputs)) {
+    let devices = hopper_devices();
+    if devices.is_empty() {
+        return;
+    }
+    let mut clean = case.inputs();
+    change(&mut clean);
+    for device in &devices {
+        let problem = case
+            .problem(&clean, &device.device)
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        let explanation = explain(&problem, &device.device);
+        for selection in [&explanation.forward, &explanation.backward] {
+            let engine = selection.kernel.engine();
+            let too_wide = case.head_dim.max(case.value_dim) > WIDEST_GRADIENT;
+            assert!(
+                engine == Engine::Wgmma || (too_wide && selection == &explanation.backward),
+                "{case:?}: {explanation}"
+            );
+        }
+    }
+    let mut given = clean.clone();
+    poison(&mut given);
+    case.check_on(&devices, &given, &clean);
+}
+
+fn sized([head_dim, value_dim]: [usize; 2]) -> Case {
+    Case::new([1, 2, 1, 140, 270, head_dim, value_dim])
+}
+
+fn each_width(options: impl Fn(Case) -> Case) {
+    for (head_dim, value_dim) in WIDTHS {
+        check(options(sized([head_dim, value_dim])));
+    }
+}

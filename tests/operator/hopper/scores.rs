@@ -1,0 +1,64 @@
+//! Scores of any scale and size, and those that are no numbers.
+
+use super::{WIDTHS, check, check_poisoned, hopper_devices, sized};
+use crate::biases::check_lowest;
+use crate::case::{Case, FULL};
+use crate::empty_rows::check_beside_nan;
+use burn::tensor::DType;
+
+/// With a scale that is not positive the largest product is not the largest score.
+#[test]
+fn any_scale() {
+    for scale in [-0.3, 0.0, 1.0, 1e-31] {
+        for (head_dim, value_dim) in [(64, 64), (512, 512)] {
+            check(Case {
+                scale: Some(scale),
+                ..sized([head_dim, value_dim])
+            });
+        }
+    }
+}
+
+/// NaN that others of a tile see, and biases of the lowest numbers.
+#[test]
+fn extremes() {
+    if hopper_devices().is_empty() {
+        return;
+    }
+    let lowest = [
+        (DType::BF16, true, f64::from(f32::MIN)),
+        (DType::BF16, false, f64::from(f32::from_bits(0xFF7F_0000))),
+        (DType::F16, false, -65504.0),
+        (DType::F16, true, -1e30),
+    ];
+    for (index, (head_dim, value_dim)) in WIDTHS.into_iter().enumerate() {
+        for [q_len, kv_len] in [[140, 270], [2, 3000]] {
+            let sizes = [1, 4, 2, q_len, kv_len, head_dim, value_dim];
+            check_beside_nan(sizes, DType::BF16, index % 2 == 0);
+            let (dtype, f32_extras, lowest) = lowest[index % lowest.len()];
+            let case = Case {
+                dtype,
+                f32_extras,
+                bias: Some(FULL),
+                ..Case::new(sizes)
+            };
+            check_lowest(&case, lowest);
+        }
+    }
+}
+
+/// Scores far beyond what half precision holds.
+#[test]
+fn large_scores() {
+    for dtype in [DType::F16, DType::BF16] {
+        for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512)] {
+            let case = Case {
+                dtype,
+                scale: Some(1.0),
+                amplitude: 8.0,
+                ..sized([head_dim, value_dim])
+            };
+            check_poisoned(&case, |_| {});
+        }
+    }
+}

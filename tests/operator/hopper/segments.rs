@@ -1,0 +1,74 @@
+//! Packed documents: in blocks, between them, and more of them than a tile sees.
+
+use super::{check, each_width};
+use crate::case::Case;
+use attention_cube::CausalAlignment;
+
+#[test]
+fn segments() {
+    each_width(|case| Case {
+        causal: Some(CausalAlignment::BottomRight),
+        segments: Some((ids(140, 80), ids(270, 80))),
+        ..case
+    });
+}
+
+/// Ids of documents of `size` tokens, one after the other.
+fn ids(length: usize, size: i64) -> Vec<i64> {
+    (0..length as i64).map(|i| i / size).collect()
+}
+
+/// Documents that begin and end within blocks, alone and with a mask, and far more of them than a tile sees.
+#[test]
+fn many_documents() {
+    for causal in [None, Some(CausalAlignment::BottomRight)] {
+        for mask in [None, Some([false, false, true, true])] {
+            each_width(|case| Case {
+                causal,
+                mask,
+                segments: Some((ids(500, 37), ids(630, 41))),
+                ..Case::new([1, 2, 1, 500, 630, case.head_dim, case.value_dim])
+            });
+        }
+    }
+}
+
+/// More tiles than multiprocessors, of documents from a token to all, so that cubes take them one by one.
+#[test]
+fn many_tiles_of_documents() {
+    let uneven = |length: usize| {
+        let ends = [1, 2, 90, 91, 300, 420];
+        (0..2 * length).map(move |i| ends.iter().filter(|end| i % length >= **end).count() as i64)
+    };
+    let causal = Some(CausalAlignment::BottomRight);
+    for (length, width, causal) in [
+        (450, 64, causal),
+        (450, 128, None),
+        (450, 192, causal),
+        (450, 256, causal),
+        (330, 512, None),
+    ] {
+        let ids: Vec<i64> = uneven(length).collect();
+        check(Case {
+            causal,
+            segments: Some((ids.clone(), ids)),
+            ..Case::new([2, 24, 8, length, length, width, width])
+        });
+    }
+}
+
+/// Of whole tiles; and decoded, with keys split over cubes.
+#[test]
+fn documents_of_whole_tiles() {
+    for width in [64, 128, 256, 512] {
+        check(Case {
+            causal: Some(CausalAlignment::BottomRight),
+            segments: Some((ids(2048, 256), ids(2048, 256))),
+            ..Case::new([1, 2, 1, 2048, 2048, width, width])
+        });
+        check(Case {
+            segments: Some((vec![3; 2], ids(3000, 700))),
+            ..Case::new([1, 8, 1, 2, 3000, width, width])
+        });
+    }
+}

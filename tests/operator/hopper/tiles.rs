@@ -1,0 +1,108 @@
+//! How tiles come to cubes: several to one, several heads to one, and tiles without keys.
+
+use super::{check, hopper_devices};
+use crate::case::Case;
+use attention_cube::{AttentionOptions, CausalAlignment, attention_with_lse};
+use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
+
+/// More tiles than multiprocessors: cubes stay for several, in pairs under a causal mask, of an odd number too.
+#[test]
+fn cubes_stay() {
+    for (length, width) in [(200, 64), (300, 128), (300, 192), (200, 256), (140, 512)] {
+        let case = Case::new([3, 24, 8, length, length, width, width]);
+        let causal = Some(CausalAlignment::BottomRight);
+        check(case.clone());
+        check(Case {
+            causal,
+            sinks: true,
+            ..case.clone()
+        });
+        check(Case {
+            causal,
+            window: (Some(50), None),
+            mask: Some([false, false, true, true]),
+            ..case
+        });
+    }
+}
+
+/// Tiles that see no key between others, of cubes that stay: a mask hides the first keys, as left padding does, or all from the last
+/// queries. Sequences alone, which are fewer tiles than cubes, have the same bits.
+#[test]
+fn tiles_without_keys() {
+    let (batch, q_heads) = (4, 24);
+    for (width, value_dim, length) in [
+        (64, 64, 900),
+        (128, 128, 600),
+        (192, 128, 600),
+        (192, 192, 600),
+        (256, 256, 600),
+        (384, 384, 300),
+        (512, 512, 300),
+    ] {
+        for device in hopper_devices() {
+            let device = &device.device;
+            let random = |heads: usize, columns: usize| {
+                let normal = Distribution::Normal(0.0, 1.0);
+                Tensor::<4>::random([batch, heads, length, columns], normal, device)
+                    .cast(DType::BF16)
+            };
+            let operands = [
+                random(q_heads, width),
+                random(8, width),
+                random(8, value_dim),
+            ];
+            let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
+            // More than two tiles of keys or queries.
+            let keys: Tensor<4, Bool> = numbers
+                .clone()
+                .greater_equal_elem(length as i64 * 7 / 10)
+                .reshape([1, 1, 1, length]);
+            let queries: Tensor<4, Bool> = numbers.lower_elem(130).reshape([1, 1, length, 1]);
+            for options in [
+                AttentionOptions::new().causal().mask(keys),
+                AttentionOptions::new().mask(queries),
+            ] {
+                let run = |first: usize, count: usize| {
+                    let [query, key, value] = operands
+                        .clone()
+                        .map(|operand| operand.narrow(0, first, count));
+                    let (output, logsumexp) =
+                        attention_with_lse(query, key, value, options.clone())
+                            .unwrap_or_else(|error| panic!("D{width}: {error}"));
+                    (output, logsumexp.unsqueeze_dim::<4>(3))
+                };
+                let together = run(0, batch);
+                for sequence in 0..batch {
+                    let alone = run(sequence, 1);
+                    for (together, alone) in [(&together.0, alone.0), (&together.1, alone.1)] {
+                        let differ = together
+                            .clone()
+                            .narrow(0, sequence, 1)
+                            .not_equal(alone)
+                            .int()
+                            .sum();
+                        let differ: i64 = differ.into_scalar();
+                        assert_eq!(differ, 0, "D{width}/{value_dim}, sequence {sequence}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Heads of a group share a tile, also where they do not fill it, and keys are split over cubes.
+#[test]
+fn few_queries() {
+    for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 2, 5), (10, 1, 30), (3, 3, 2), (64, 1, 3)] {
+        for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512), (576, 512)] {
+            let case = Case {
+                causal: Some(CausalAlignment::BottomRight),
+                kv_lengths: Some(vec![700, 311]),
+                sinks: true,
+                ..Case::new([2, q_heads, kv_heads, q_len, 700, head_dim, value_dim])
+            };
+            check(case);
+        }
+    }
+}
