@@ -3,7 +3,7 @@
 use super::*;
 use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
 use crate::device::DeviceProfile;
-use crate::engine::Kernel;
+use crate::engine::{Engine, Kernel};
 use crate::select::{BackwardRequest, Layouts, Pass, select};
 use burn_cubecl::{
     CubeBackend,
@@ -20,16 +20,7 @@ impl AttentionBackend for CubeBackend {
             return reference::forward_in_parts::<Self>(inputs, &problem);
         }
         let inputs = rows_of(inputs);
-        let layouts = Layouts {
-            vectors: [&inputs.query, &inputs.key, &inputs.value]
-                .into_iter()
-                .all(|tensor| is_in_vectors(tensor, 4)),
-            tma: tma_operands(&inputs, None),
-            tma_bias: inputs
-                .bias
-                .as_option()
-                .is_some_and(|bias| is_tma_readable(bias, 2)),
-        };
+        let layouts = forward_layouts(&inputs);
         choose(&inputs.query.client, &problem, layouts, Pass::Forward).forward(inputs, &problem)
     }
 
@@ -63,8 +54,44 @@ impl AttentionBackend for CubeBackend {
             tma_bias: false,
         };
         let kernel = choose(&inputs.query.client, &problem, layouts, Pass::Backward);
+        let saved = match own_logsumexp(kernel.engine(), &inputs, &problem) {
+            Some(logsumexp) => AttentionSaved { logsumexp, ..saved },
+            None => saved,
+        };
         kernel.backward(inputs, saved, &problem, request)
     }
+}
+
+/// How the rows lie that a forward reads.
+fn forward_layouts(inputs: &AttentionInputs<CubeBackend>) -> Layouts {
+    Layouts {
+        vectors: [&inputs.query, &inputs.key, &inputs.value]
+            .into_iter()
+            .all(|tensor| is_in_vectors(tensor, 4)),
+        tma: tma_operands(inputs, None),
+        tma_bias: inputs
+            .bias
+            .as_option()
+            .is_some_and(|bias| is_tma_readable(bias, 2)),
+    }
+}
+
+/// The logsumexp as `engine` makes it, where the forward is another's. A backward makes its probabilities of that and of scores that it
+/// computes anew; where these are in the hundreds, the other order in which another engine adds up a dot product changes them.
+fn own_logsumexp(
+    engine: Engine,
+    inputs: &AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+) -> Option<FloatTensor<CubeBackend>> {
+    let device = DeviceProfile::of_client(&inputs.query.client);
+    let layouts = forward_layouts(inputs);
+    let chosen = select(problem, Some(&device), layouts, Pass::Forward).kernel;
+    if chosen.engine() == engine {
+        return None;
+    }
+    // An engine without a forward of this problem has nothing better.
+    let own = engine.plan(problem, &device, layouts, Pass::Forward).ok()?;
+    Some(own.forward(inputs.clone(), problem).logsumexp)
 }
 
 fn choose(client: &Client, problem: &AttentionProblem, layouts: Layouts, pass: Pass) -> Kernel {
