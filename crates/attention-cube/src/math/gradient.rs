@@ -1,6 +1,6 @@
 //! From a score and the gradient of its probability to the gradient of the score.
 
-use super::score::{Place, ScoreArguments, ScoreKind, biased, capped, probability, slope};
+use super::score::{Place, ScoreKind, Scoring, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
 /// What the backward knows of a query beforehand, in `[batch, q_heads, 3, padded q_len]`.
@@ -27,22 +27,22 @@ pub(crate) struct ScoreGradient {
 
 /// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are.
 #[cube]
-pub(crate) fn score_gradient<F: Float>(
+pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,
     dp: f32,
     terms: RowTerms,
     visible: bool,
-    bias: &ComptimeOption<&Tensor<F>>,
+    scoring: &Scoring<'_, '_, '_, M, F>,
     place: &Place,
-    arguments: &ScoreArguments,
     #[comptime] kind: ScoreKind,
 ) -> ScoreGradient {
     let mut p = 0.0f32;
     let mut ds = 0.0f32;
     let mut ddot = 0.0f32;
     if visible {
+        let arguments = &scoring.arguments;
         let capped = capped(dot, arguments, kind);
-        let score = biased(capped, bias, place, arguments.negative_infinity);
+        let score = biased(capped, &scoring.bias, place, arguments.negative_infinity);
         p = probability(score, terms.reference, terms.logarithm);
         if p != 0.0f32 {
             ds = p * (dp - terms.delta);

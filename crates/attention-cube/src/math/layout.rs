@@ -22,6 +22,36 @@ pub(crate) struct Rows {
     pub head_stride: usize,
 }
 
+/// An operand of a product, and which of its rows are meant.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Operand<'a, E: Float, N: Size> {
+    pub tensor: &'a Tensor<Vector<E, N>>,
+    pub rows: Rows,
+}
+
+/// These rows of a tensor.
+#[cube]
+pub(crate) fn operand<'a, E: Float, N: Size>(
+    tensor: &'a Tensor<Vector<E, N>>,
+    rows: Rows,
+) -> Operand<'a, E, N> {
+    Operand::<'a, E, N> { tensor, rows }
+}
+
+/// The rows of one head of an operand; `first..end` may be read.
+#[cube]
+pub(crate) fn head_operand<'a, E: Float, N: Size>(
+    tensor: &'a Tensor<Vector<E, N>>,
+    batch: u32,
+    head: u32,
+    first: i32,
+    end: i32,
+    columns: u32,
+) -> Operand<'a, E, N> {
+    operand(tensor, head_rows(tensor, batch, head, first, end, columns))
+}
+
 /// The rows of one head; `first..end` may be read.
 #[cube]
 pub(crate) fn head_rows<E: Float, N: Size>(

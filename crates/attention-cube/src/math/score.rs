@@ -41,6 +41,38 @@ impl ScoreKind {
     }
 }
 
+/// What hides keys, and what makes scores of dots, where units read a mask's element a score.
+///
+/// An option of a reference is invariant, and a kernel's arguments have each a lifetime of their own, so there is one for each tensor.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Scoring<'lengths, 'mask, 'bias, M: Numeric, F: Float> {
+    pub extent: Extent,
+    /// Lengths of sequences, ids of segments, and bounds of these in blocks.
+    pub lengths_and_ids: ComptimeOption<&'lengths Tensor<i32>>,
+    pub mask: ComptimeOption<&'mask Tensor<M>>,
+    pub bias: ComptimeOption<&'bias Tensor<F>>,
+    pub arguments: ScoreArguments,
+}
+
+/// A kernel's arguments, as its functions pass them on.
+#[cube]
+pub(crate) fn scoring<'lengths, 'mask, 'bias, M: Numeric, F: Float>(
+    extent: Extent,
+    lengths_and_ids: ComptimeOption<&'lengths Tensor<i32>>,
+    mask: ComptimeOption<&'mask Tensor<M>>,
+    bias: ComptimeOption<&'bias Tensor<F>>,
+    arguments: ScoreArguments,
+) -> Scoring<'lengths, 'mask, 'bias, M, F> {
+    Scoring::<'lengths, 'mask, 'bias, M, F> {
+        extent,
+        lengths_and_ids,
+        mask,
+        bias,
+        arguments,
+    }
+}
+
 /// Where a score stands.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -140,30 +172,28 @@ pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
 /// Whether the place exists and is visible by window, length, segments and mask. In a `whole` block all
 /// are.
 #[cube]
-pub(crate) fn is_visible<M: Numeric>(
+pub(crate) fn is_visible<M: Numeric, F: Float>(
     whole: bool,
-    mask: &ComptimeOption<&Tensor<M>>,
+    scoring: &Scoring<'_, '_, '_, M, F>,
     sight: &Sight,
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
     place: &Place,
     #[comptime] structure: Structure,
 ) -> bool {
     let mut visible = true;
     if !whole {
-        visible = place.query < extent.q_len && place.key < extent.kv_len;
+        visible = place.query < scoring.extent.q_len && place.key < scoring.extent.kv_len;
         if visible {
             visible = sees(
                 sight,
-                extent,
-                lengths_and_ids,
+                &scoring.extent,
+                &scoring.lengths_and_ids,
                 place.batch,
                 place.query,
                 place.key,
                 structure,
             );
             #[comptime]
-            match mask {
+            match &scoring.mask {
                 ComptimeOption::Some(mask) => {
                     if visible {
                         visible = mask[offset(

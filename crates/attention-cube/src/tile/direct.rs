@@ -12,7 +12,7 @@
 //! | [`add_transposed`] | up to 16 × 32, and adds it to what lies in memory | 0.031 |
 
 use super::product::{Vec4, load_vec4, tile_column, tile_row};
-use crate::math::layout::{Rows, row_offset};
+use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
@@ -40,14 +40,12 @@ fn load<E: Float, N: Size>(
     }
 }
 
-/// See [`multiply_transposed`](super::unit::multiply_transposed).
+/// See [`multiply_transposed`](super::product::multiply_transposed).
 #[cube]
 pub(super) fn multiply_transposed<E: Float, N: Size>(
-    a: &Tensor<Vector<E, N>>,
-    a_rows: &Rows,
+    a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     s: &mut Array<f32>,
     #[comptime] tiles: UnitTiles,
@@ -64,25 +62,25 @@ pub(super) fn multiply_transposed<E: Float, N: Size>(
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = a_first + tile_row(unit_row, k, tiles) as i32;
-        a_at[k] = readable(a_rows, row, a_packed);
+        a_at[k] = readable(&a.rows, row, a_packed);
     }
     let mut b_at = Array::<usize>::new(width);
     #[unroll]
     for c in 0..width {
         let row = b_first + tile_column(unit_column, c, tiles) as i32;
-        b_at[c] = readable(b_rows, row, false);
+        b_at[c] = readable(&b.rows, row, false);
     }
-    let vectors = a_rows.columns.div_ceil(4u32);
+    let vectors = a.rows.columns.div_ceil(4u32);
     for vector in 0..vectors {
         let column = vector * 4u32;
         let mut b_values = Array::<Vec4>::new(width);
         #[unroll]
         for c in 0..width {
-            b_values[c] = load(b, b_rows, b_at[c], column);
+            b_values[c] = load(b.tensor, &b.rows, b_at[c], column);
         }
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
-            let a_value = load(a, a_rows, a_at[k], column);
+            let a_value = load(a.tensor, &a.rows, a_at[k], column);
             #[unroll]
             for c in 0..width {
                 let b_value = b_values[c];
@@ -99,12 +97,11 @@ pub(super) fn multiply_transposed<E: Float, N: Size>(
     }
 }
 
-/// See [`accumulate`](super::unit::accumulate); the tile is visible to all units.
+/// See [`accumulate`](super::product::accumulate); the tile is visible to all units.
 #[cube]
 pub(super) fn accumulate<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     used: &mut Shared<[u32]>,
     output: &mut Array<Vec4>,
@@ -123,15 +120,15 @@ pub(super) fn accumulate<E: Float, N: Size>(
         #[unroll]
         for lane in 0..4usize {
             let row = b_first + (quad * 4 + lane) as i32;
-            let mut wanted = row >= b_rows.first && row < b_rows.end;
+            let mut wanted = row >= b.rows.first && row < b.rows.end;
             if comptime!(has_masked) {
                 wanted = wanted && used[quad * 4 + lane] != 0u32;
             }
-            let offset = readable(b_rows, row, false);
+            let offset = readable(&b.rows, row, false);
             #[unroll]
             for v in 0..tiles.output_vectors {
                 let column = ((unit_column + v * tiles.output_units) * 4) as u32;
-                let mut b_value = load(b, b_rows, offset, column);
+                let mut b_value = load(b.tensor, &b.rows, offset, column);
                 b_value = select(wanted, b_value, Vec4::new(0.0));
                 #[unroll]
                 for k in 0..comptime!(tiles.output_rows()) {
@@ -213,8 +210,7 @@ pub(crate) const fn add_iterations(division: Division, tiles: &UnitTiles) -> usi
 #[cube]
 pub(crate) fn add_transposed<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     used: &mut Shared<[u32]>,
     target: &mut Tensor<Vector<f32, N>>,
@@ -242,11 +238,11 @@ pub(crate) fn add_transposed<E: Float, N: Size>(
         }
         for step in 0..tiles.rows {
             let row = b_first + step as i32;
-            let mut wanted = row >= b_rows.first && row < b_rows.end;
+            let mut wanted = row >= b.rows.first && row < b.rows.end;
             if comptime!(has_masked) {
                 wanted = wanted && used[step] != 0u32;
             }
-            let offset = readable(b_rows, row, false);
+            let offset = readable(&b.rows, row, false);
             let mut p = Array::<Vec4>::new(division.row_vectors);
             #[unroll]
             for k in 0..division.row_vectors {
@@ -256,7 +252,7 @@ pub(crate) fn add_transposed<E: Float, N: Size>(
             #[unroll]
             for v in 0..vectors {
                 let column = ((first_vector + v * division.across) * 4) as u32;
-                let mut b_value = load(b, b_rows, offset, column);
+                let mut b_value = load(b.tensor, &b.rows, offset, column);
                 b_value = select(wanted, b_value, Vec4::new(0.0));
                 #[unroll]
                 for k in 0..rows {

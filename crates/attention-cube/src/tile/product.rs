@@ -16,7 +16,7 @@
 //! operands are read again for every block of the other side, from L2: `rows` FMA an element.
 
 use super::direct;
-use crate::math::layout::{Rows, row_offset};
+use crate::math::layout::{Operand, Rows, row_offset};
 use crate::math::rounding::rounded;
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
@@ -107,11 +107,9 @@ pub(crate) fn stage_rows<E: Float, N: Size>(
 /// Where there is no such row, S is anything.
 #[cube]
 pub(crate) fn multiply_transposed<E: Float, N: Size>(
-    a: &Tensor<Vector<E, N>>,
-    a_rows: &Rows,
+    a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     stage: &mut Shared<[Vec4]>,
     s: &mut Array<f32>,
@@ -119,22 +117,18 @@ pub(crate) fn multiply_transposed<E: Float, N: Size>(
     #[comptime] a_packed: bool,
 ) {
     if comptime!(tiles.direct) {
-        direct::multiply_transposed(a, a_rows, a_first, b, b_rows, b_first, s, tiles, a_packed);
+        direct::multiply_transposed(a, a_first, b, b_first, s, tiles, a_packed);
     } else {
-        multiply_staged(
-            a, a_rows, a_first, b, b_rows, b_first, stage, s, tiles, a_packed,
-        );
+        multiply_staged(a, a_first, b, b_first, stage, s, tiles, a_packed);
     }
 }
 
 /// [`multiply_transposed`] out of shared memory. Ends with the stage still being read.
 #[cube]
 fn multiply_staged<E: Float, N: Size>(
-    a: &Tensor<Vector<E, N>>,
-    a_rows: &Rows,
+    a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     stage: &mut Shared<[Vec4]>,
     s: &mut Array<f32>,
@@ -151,13 +145,13 @@ fn multiply_staged<E: Float, N: Size>(
     for index in 0..comptime!(4 * tiles.rows_per_unit()) {
         s[index] = 0.0f32;
     }
-    let chunks = a_rows.columns.div_ceil(comptime!(tiles.depth as u32));
+    let chunks = a.rows.columns.div_ceil(comptime!(tiles.depth as u32));
     for chunk in 0..chunks {
         let column = chunk * comptime!(tiles.depth as u32);
         sync_cube();
         stage_rows(
-            a,
-            a_rows,
+            a.tensor,
+            &a.rows,
             a_first,
             column,
             stage,
@@ -170,8 +164,8 @@ fn multiply_staged<E: Float, N: Size>(
             tiles.units,
         );
         stage_rows(
-            b,
-            b_rows,
+            b.tensor,
+            &b.rows,
             b_first,
             column,
             stage,
@@ -301,8 +295,7 @@ fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles:
 #[cube]
 pub(crate) fn accumulate<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     stage: &mut Shared<[Vec4]>,
     used: &mut Shared<[u32]>,
@@ -317,11 +310,9 @@ pub(crate) fn accumulate<E: Float, N: Size>(
         if comptime!(!has_masked) {
             sync_cube();
         }
-        direct::accumulate(tile, b, b_rows, b_first, used, output, has_masked, tiles);
+        direct::accumulate(tile, b, b_first, used, output, has_masked, tiles);
     } else {
-        accumulate_staged(
-            tile, b, b_rows, b_first, stage, used, output, has_masked, tiles,
-        );
+        accumulate_staged(tile, b, b_first, stage, used, output, has_masked, tiles);
     }
 }
 
@@ -329,8 +320,7 @@ pub(crate) fn accumulate<E: Float, N: Size>(
 #[cube]
 fn accumulate_staged<E: Float, N: Size>(
     tile: &Shared<[Vec4]>,
-    b: &Tensor<Vector<E, N>>,
-    b_rows: &Rows,
+    b: &Operand<'_, E, N>,
     b_first: i32,
     stage: &mut Shared<[Vec4]>,
     used: &mut Shared<[u32]>,
@@ -357,13 +347,13 @@ fn accumulate_staged<E: Float, N: Size>(
                     let vector = first_vector + index % width;
                     let row = b_first + (chunk_row + slot) as i32;
                     let mut values = Vec4::new(0.0);
-                    let mut wanted = row >= b_rows.first && row < b_rows.end;
+                    let mut wanted = row >= b.rows.first && row < b.rows.end;
                     if comptime!(has_masked) {
                         wanted = wanted && used[chunk_row + slot] != 0u32;
                     }
                     if wanted {
-                        let offset = row_offset(b_rows, row as u32, false);
-                        values = load_vec4(b, b_rows, offset, (vector * 4) as u32);
+                        let offset = row_offset(&b.rows, row as u32, false);
+                        values = load_vec4(b.tensor, &b.rows, offset, (vector * 4) as u32);
                     }
                     stage[index] = values;
                 }

@@ -10,9 +10,9 @@
 //! partial output with its logsumexp, in two numbers, which `passes/combine/kernel.rs` joins.
 
 use crate::engine::unit::softmax::{advance, row_statistics, total};
-use crate::math::layout::{group_rows, head_rows};
+use crate::math::layout::{group_rows, head_operand, operand};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible};
+use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible, scoring};
 use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
@@ -65,10 +65,13 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     if index >= grid.cubes {
         terminate!();
     }
+    let scoring = scoring(extent, lengths_and_ids, mask, bias, score);
+    let extent = &scoring.extent;
+    let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
     let work_tile = work_tile(&grid, index, true);
     let batch = work_tile.batch;
-    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
+    let sight = sight(extent, lengths_and_ids, batch, kind.structure);
 
     // Rows of the tile: queries of one head, or of all heads of a group.
     let mut kv_head = work_tile.head;
@@ -103,8 +106,8 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let blocks = within_segments(
         keys.first / block_size,
         block_count(keys.end, block_size),
-        &extent,
-        &lengths_and_ids,
+        extent,
+        lengths_and_ids,
         batch,
         query_block,
         Side::Queries,
@@ -129,8 +132,9 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         end_row,
         head_dim,
     );
-    let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
-    let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
+    let query = operand(query, query_rows);
+    let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
+    let value = head_operand(value, batch, kv_head, keys.first, keys.end, value_dim);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut p_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
@@ -149,8 +153,8 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
 
     while block < end_block {
         let visited = segments_meet(
-            &extent,
-            &lengths_and_ids,
+            extent,
+            lengths_and_ids,
             batch,
             query_block,
             block as u32,
@@ -159,11 +163,9 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
         if visited {
             let first = block * block_size;
             multiply_transposed(
-                query,
-                &query_rows,
+                &query,
                 first_row,
-                key,
-                &key_rows,
+                &key,
                 first,
                 &mut stage,
                 &mut s,
@@ -188,24 +190,16 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
                         query: query_index,
                         key: first + tile_column(unit_column, c, tiles) as i32,
                     };
-                    let visible = is_visible(
-                        whole,
-                        &mask,
-                        &sight,
-                        &extent,
-                        &lengths_and_ids,
-                        &place,
-                        kind.structure,
-                    );
+                    let visible = is_visible(whole, &scoring, &sight, &place, kind.structure);
                     let mut value = score.negative_infinity;
                     if visible {
                         value = biased(
                             capped(
                                 s[comptime!(k * tiles.columns_per_unit() + c)],
-                                &score,
+                                &scoring.arguments,
                                 kind.score,
                             ),
-                            &bias,
+                            &scoring.bias,
                             &place,
                             score.negative_infinity,
                         );
@@ -227,8 +221,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
             }
             accumulate(
                 &p_tile,
-                value,
-                &value_rows,
+                &value,
                 first,
                 &mut stage,
                 &mut used,

@@ -7,10 +7,10 @@
 //! `constant_bias`.
 
 use crate::math::gradient::score_gradient;
-use crate::math::layout::head_rows;
+use crate::math::layout::head_operand;
 use crate::math::rounding::rounded;
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Place, ScoreArguments, is_visible};
+use crate::math::score::{Place, ScoreArguments, is_visible, scoring};
 use crate::math::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
@@ -57,6 +57,9 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     if index >= grid.cubes {
         terminate!();
     }
+    let scoring = scoring(extent, lengths_and_ids, mask, bias, score);
+    let extent = &scoring.extent;
+    let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
     let row_size = comptime!(tiles.rows as i32);
     let column_size = comptime!(tiles.columns() as i32);
@@ -98,21 +101,21 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
         let head = work_tile.head + item / row_tiles % heads;
         let batch = work_tile.batch + item / row_tiles / heads;
         let kv_head = head / group;
-        let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
+        let sight = sight(extent, lengths_and_ids, batch, kind.structure);
         let first_row = row_tile * row_size;
         let end_row = min(first_row + row_size, extent.q_len);
         let full = first_row + row_size <= extent.q_len;
         let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
-        let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
-        let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
-        let output_gradient_rows =
-            head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
-        let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
+        let query = head_operand(query, batch, head, first_row, end_row, head_dim);
+        let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
+        let output_gradient =
+            head_operand(output_gradient, batch, head, first_row, end_row, value_dim);
+        let value = head_operand(value, batch, kv_head, keys.first, keys.end, value_dim);
         let mut visited = first < keys.end && first + column_size > keys.first;
         if visited {
             visited = segments_meet(
-                &extent,
-                &lengths_and_ids,
+                extent,
+                lengths_and_ids,
                 batch,
                 row_tile as u32,
                 own_key_tile as u32,
@@ -121,23 +124,12 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
         }
         if visited {
             multiply_transposed(
-                query,
-                &query_rows,
-                first_row,
-                key,
-                &key_rows,
-                first,
-                &mut stage,
-                &mut s,
-                tiles,
-                false,
+                &query, first_row, &key, first, &mut stage, &mut s, tiles, false,
             );
             multiply_transposed(
-                output_gradient,
-                &output_gradient_rows,
+                &output_gradient,
                 first_row,
-                value,
-                &value_rows,
+                &value,
                 first,
                 &mut stage,
                 &mut dp,
@@ -157,23 +149,14 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                         query: row,
                         key: first + tile_column(unit_column, c, tiles) as i32,
                     };
-                    let visible = is_visible(
-                        whole,
-                        &mask,
-                        &sight,
-                        &extent,
-                        &lengths_and_ids,
-                        &place,
-                        kind.structure,
-                    );
+                    let visible = is_visible(whole, &scoring, &sight, &place, kind.structure);
                     let gradient = score_gradient(
                         s[comptime!(k * tiles.columns_per_unit() + c)],
                         dp[comptime!(k * tiles.columns_per_unit() + c)],
                         terms,
                         visible,
-                        &bias,
+                        &scoring,
                         &place,
-                        &score,
                         kind.score,
                     );
                     sum[comptime!(k * tiles.columns_per_unit() + c)] += gradient.ds;

@@ -5,9 +5,9 @@
 //! Work a block: `4 · rows · columns · (head_dim + value_dim)` FLOP; bounds as the forward.
 
 use crate::math::gradient::score_gradient;
-use crate::math::layout::{Rows, head_rows};
+use crate::math::layout::{Operand, head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Place, ScoreArguments, is_visible};
+use crate::math::score::{Place, ScoreArguments, Scoring, is_visible, scoring};
 use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, Sight, is_whole, segments_meet, sight, visible_queries, within_segments,
@@ -48,12 +48,15 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     if index >= grid.cubes {
         terminate!();
     }
+    let scoring = scoring(extent, lengths_and_ids, mask, bias, score);
+    let extent = &scoring.extent;
+    let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
     // The first keys are seen by the most queries: numbered as they lie.
     let work_tile = work_tile(&grid, index, false);
     let batch = work_tile.batch;
     let kv_head = work_tile.head;
-    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
+    let sight = sight(extent, lengths_and_ids, batch, kind.structure);
 
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), extent.kv_len);
@@ -62,8 +65,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let full = first_row + comptime!(tiles.rows as i32) <= exist;
     let queries = visible_queries(&sight, first_row, exist - 1i32, full);
 
-    let key_rows = head_rows(key, batch, kv_head, first_row, exist, head_dim);
-    let value_rows = head_rows(value, batch, kv_head, first_row, exist, value_dim);
+    let key = head_operand(key, batch, kv_head, first_row, exist, head_dim);
+    let value = head_operand(value, batch, kv_head, first_row, exist, value_dim);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
@@ -78,8 +81,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let blocks = within_segments(
         queries.first / block_size,
         block_count(queries.end, block_size),
-        &extent,
-        &lengths_and_ids,
+        extent,
+        lengths_and_ids,
         batch,
         work_tile.tile,
         Side::Keys,
@@ -87,8 +90,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     );
     for group_head in 0..group {
         let head = kv_head * group + group_head;
-        let query_rows = head_rows(query, batch, head, queries.first, queries.end, head_dim);
-        let output_gradient_rows = head_rows(
+        let query = head_operand(query, batch, head, queries.first, queries.end, head_dim);
+        let output_gradient = head_operand(
             output_gradient,
             batch,
             head,
@@ -99,8 +102,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         let mut block = blocks.first;
         while block < blocks.end {
             let visited = segments_meet(
-                &extent,
-                &lengths_and_ids,
+                extent,
+                lengths_and_ids,
                 batch,
                 block as u32,
                 work_tile.tile,
@@ -108,27 +111,22 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             );
             if visited {
                 let first = block * block_size;
-                block_scores(
-                    query,
-                    &query_rows,
-                    key,
-                    &key_rows,
-                    value,
-                    &value_rows,
-                    output_gradient,
-                    &output_gradient_rows,
-                    rows,
-                    &mask,
-                    &bias,
-                    &lengths_and_ids,
-                    &sight,
-                    &extent,
-                    &score,
+                let pair = Pair {
                     batch,
                     head,
-                    first_row,
-                    first,
-                    is_whole(&queries, first, block_size, kind.structure),
+                    first_key: first_row,
+                    first_query: first,
+                    whole: is_whole(&queries, first, block_size, kind.structure),
+                };
+                block_scores(
+                    &query,
+                    &key,
+                    &value,
+                    &output_gradient,
+                    rows,
+                    &scoring,
+                    &sight,
+                    &pair,
                     &mut stage,
                     &mut s,
                     &mut dp,
@@ -137,8 +135,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 store_tile(&s, &mut tile, tiles);
                 accumulate(
                     &tile,
-                    output_gradient,
-                    &output_gradient_rows,
+                    &output_gradient,
                     first,
                     &mut stage,
                     &mut used,
@@ -150,8 +147,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 store_tile(&dp, &mut tile, tiles);
                 accumulate(
                     &tile,
-                    query,
-                    &query_rows,
+                    &query,
                     first,
                     &mut stage,
                     &mut used,
@@ -197,30 +193,30 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     );
 }
 
-/// P and `d loss / d (q·k)` of a tile's keys and the queries of the block at `first`, in the places of S
-/// and dP.
+/// A tile of keys and a block of queries.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Pair {
+    pub batch: u32,
+    /// The queries'.
+    pub head: u32,
+    pub first_key: i32,
+    pub first_query: i32,
+    /// Whether all of the queries see all of the keys.
+    pub whole: bool,
+}
+
+/// P and `d loss / d (q·k)` of a pair, in the places of S and dP.
 #[cube]
 pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
-    query: &Tensor<Vector<E, N>>,
-    query_rows: &Rows,
-    key: &Tensor<Vector<E, N>>,
-    key_rows: &Rows,
-    value: &Tensor<Vector<E, N>>,
-    value_rows: &Rows,
-    output_gradient: &Tensor<Vector<E, N>>,
-    output_gradient_rows: &Rows,
+    query: &Operand<'_, E, N>,
+    key: &Operand<'_, E, N>,
+    value: &Operand<'_, E, N>,
+    output_gradient: &Operand<'_, E, N>,
     rows: &Tensor<f32>,
-    mask: &ComptimeOption<&Tensor<M>>,
-    bias: &ComptimeOption<&Tensor<F>>,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    scoring: &Scoring<'_, '_, '_, M, F>,
     sight: &Sight,
-    extent: &Extent,
-    score: &ScoreArguments,
-    batch: u32,
-    head: u32,
-    first_row: i32,
-    first: i32,
-    whole: bool,
+    pair: &Pair,
     stage: &mut Shared<[Vec4]>,
     s: &mut Array<f32>,
     dp: &mut Array<f32>,
@@ -229,16 +225,14 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
     let tiles = comptime!(kind.tiles);
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    multiply_transposed(
-        key, key_rows, first_row, query, query_rows, first, stage, s, tiles, false,
-    );
+    let first_key = pair.first_key;
+    let first_query = pair.first_query;
+    multiply_transposed(key, first_key, query, first_query, stage, s, tiles, false);
     multiply_transposed(
         value,
-        value_rows,
-        first_row,
+        first_key,
         output_gradient,
-        output_gradient_rows,
-        first,
+        first_query,
         stage,
         dp,
         tiles,
@@ -246,33 +240,30 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
     );
     #[unroll]
     for c in 0..comptime!(tiles.columns_per_unit()) {
-        let query_index = first + tile_column(unit_column, c, tiles) as i32;
-        let terms = row_terms_of(rows, batch, head, query_index, extent.q_len);
+        let query_index = first_query + tile_column(unit_column, c, tiles) as i32;
+        let terms = row_terms_of(
+            rows,
+            pair.batch,
+            pair.head,
+            query_index,
+            scoring.extent.q_len,
+        );
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
             let place = Place {
-                batch,
-                head,
+                batch: pair.batch,
+                head: pair.head,
                 query: query_index,
-                key: first_row + tile_row(unit_row, k, tiles) as i32,
+                key: first_key + tile_row(unit_row, k, tiles) as i32,
             };
-            let visible = is_visible(
-                whole,
-                mask,
-                sight,
-                extent,
-                lengths_and_ids,
-                &place,
-                kind.structure,
-            );
+            let visible = is_visible(pair.whole, scoring, sight, &place, kind.structure);
             let gradient = score_gradient(
                 s[comptime!(k * tiles.columns_per_unit() + c)],
                 dp[comptime!(k * tiles.columns_per_unit() + c)],
                 terms,
                 visible,
-                bias,
+                scoring,
                 &place,
-                score,
                 kind.score,
             );
             s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.p;

@@ -6,9 +6,9 @@
 
 use crate::math::gradient::RowTerms;
 use crate::math::gradient::score_gradient;
-use crate::math::layout::head_rows;
+use crate::math::layout::{head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Place, ScoreArguments, is_visible};
+use crate::math::score::{Place, ScoreArguments, is_visible, scoring};
 use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, within_segments,
@@ -49,23 +49,25 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     if index >= grid.cubes {
         terminate!();
     }
+    let scoring = scoring(extent, lengths_and_ids, mask, bias, score);
+    let extent = &scoring.extent;
+    let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
     let work_tile = work_tile(&grid, index, true);
     let batch = work_tile.batch;
     let head = work_tile.head;
     let kv_head = head / group;
-    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
+    let sight = sight(extent, lengths_and_ids, batch, kind.structure);
 
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), extent.q_len);
     let full = first_row + comptime!(tiles.rows as i32) <= extent.q_len;
     let keys = visible_keys(&sight, first_row, end_row - 1i32, full);
 
-    let query_rows = head_rows(query, batch, head, first_row, end_row, head_dim);
-    let output_gradient_rows =
-        head_rows(output_gradient, batch, head, first_row, end_row, value_dim);
-    let key_rows = head_rows(key, batch, kv_head, keys.first, keys.end, head_dim);
-    let value_rows = head_rows(value, batch, kv_head, keys.first, keys.end, value_dim);
+    let query = head_operand(query, batch, head, first_row, end_row, head_dim);
+    let output_gradient = head_operand(output_gradient, batch, head, first_row, end_row, value_dim);
+    let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
+    let value = head_operand(value, batch, kv_head, keys.first, keys.end, value_dim);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut ds_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
@@ -101,8 +103,8 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let blocks = within_segments(
         keys.first / block_size,
         block_count(keys.end, block_size),
-        &extent,
-        &lengths_and_ids,
+        extent,
+        lengths_and_ids,
         batch,
         work_tile.tile,
         Side::Queries,
@@ -111,8 +113,8 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let mut block = blocks.first;
     while block < blocks.end {
         let visited = segments_meet(
-            &extent,
-            &lengths_and_ids,
+            extent,
+            lengths_and_ids,
             batch,
             work_tile.tile,
             block as u32,
@@ -121,23 +123,12 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
         if visited {
             let first = block * block_size;
             multiply_transposed(
-                query,
-                &query_rows,
-                first_row,
-                key,
-                &key_rows,
-                first,
-                &mut stage,
-                &mut s,
-                tiles,
-                false,
+                &query, first_row, &key, first, &mut stage, &mut s, tiles, false,
             );
             multiply_transposed(
-                output_gradient,
-                &output_gradient_rows,
+                &output_gradient,
                 first_row,
-                value,
-                &value_rows,
+                &value,
                 first,
                 &mut stage,
                 &mut dp,
@@ -155,15 +146,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         query: first_row + tile_row(unit_row, k, tiles) as i32,
                         key: first + tile_column(unit_column, c, tiles) as i32,
                     };
-                    let visible = is_visible(
-                        whole,
-                        &mask,
-                        &sight,
-                        &extent,
-                        &lengths_and_ids,
-                        &place,
-                        kind.structure,
-                    );
+                    let visible = is_visible(whole, &scoring, &sight, &place, kind.structure);
                     let gradient = score_gradient(
                         s[comptime!(k * tiles.columns_per_unit() + c)],
                         dp[comptime!(k * tiles.columns_per_unit() + c)],
@@ -173,9 +156,8 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                             logarithm: logarithm[k],
                         },
                         visible,
-                        &bias,
+                        &scoring,
                         &place,
-                        &score,
                         kind.score,
                     );
                     s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
@@ -184,8 +166,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
             store_tile(&s, &mut ds_tile, tiles);
             accumulate(
                 &ds_tile,
-                key,
-                &key_rows,
+                &key,
                 first,
                 &mut stage,
                 &mut used,

@@ -17,11 +17,11 @@
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
 //! `tile/direct.rs`.
 
-use super::key_value::block_scores;
+use super::key_value::{Pair, block_scores};
 use crate::device::SOFTWARE_ITERATIONS;
-use crate::math::layout::{Rows, head_rows, row_offset};
+use crate::math::layout::{Rows, head_rows, operand, row_offset};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::ScoreArguments;
+use crate::math::score::{ScoreArguments, scoring};
 use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, visible_queries, within_segments,
@@ -102,12 +102,15 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     if index >= grid.cubes {
         terminate!();
     }
+    let scoring = scoring(extent, lengths_and_ids, mask, bias, score);
+    let extent = &scoring.extent;
+    let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
     let has_masked = comptime!(kind.score.leaves_masked(&kind.structure));
     let work_tile = work_tile(&grid, index, false);
     let batch = work_tile.batch;
     let kv_head = work_tile.head;
-    let sight = sight(&extent, &lengths_and_ids, batch, kind.structure);
+    let sight = sight(extent, lengths_and_ids, batch, kind.structure);
 
     let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
@@ -129,8 +132,14 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
         let kv_plane = (batch * grid.heads + kv_head) as usize * extent.kv_len as usize;
         let key_at = places.key + kv_plane * places.head_pitch as usize;
         let value_at = places.value + kv_plane * places.value_pitch as usize;
-        let key_rows = buffer_rows(key_at, places.head_pitch, first_row, exist, head_dim);
-        let value_rows = buffer_rows(value_at, places.value_pitch, first_row, exist, value_dim);
+        let key = operand(
+            operands,
+            buffer_rows(key_at, places.head_pitch, first_row, exist, head_dim),
+        );
+        let value = operand(
+            operands,
+            buffer_rows(value_at, places.value_pitch, first_row, exist, value_dim),
+        );
         let key_gradient_rows = buffer_rows(
             places.key_gradient + kv_plane * head_dim as usize,
             head_dim,
@@ -148,8 +157,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
         let blocks = within_segments(
             max(queries.first / block_size, window.first_block),
             min(block_count(queries.end, block_size), window.end_block),
-            &extent,
-            &lengths_and_ids,
+            extent,
+            lengths_and_ids,
             batch,
             key_tile,
             Side::Keys,
@@ -164,6 +173,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             queries.end,
             head_dim,
         );
+        let query = operand(operands, query_rows);
         let output_gradient_rows = buffer_rows(
             places.output_gradient + plane * places.value_pitch as usize,
             places.value_pitch,
@@ -171,6 +181,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             queries.end,
             value_dim,
         );
+        let output_gradient = operand(operands, output_gradient_rows);
         let query_gradient_rows = buffer_rows(
             work_tile.split as usize * places.query_gradient + plane * head_dim as usize,
             head_dim,
@@ -181,8 +192,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
         let mut block = blocks.first;
         while block < blocks.end {
             let visited = segments_meet(
-                &extent,
-                &lengths_and_ids,
+                extent,
+                lengths_and_ids,
                 batch,
                 block as u32,
                 key_tile,
@@ -190,27 +201,22 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
             );
             if visited {
                 let first = block * block_size;
-                block_scores(
-                    operands,
-                    &query_rows,
-                    operands,
-                    &key_rows,
-                    operands,
-                    &value_rows,
-                    operands,
-                    &output_gradient_rows,
-                    rows,
-                    &mask,
-                    &bias,
-                    &lengths_and_ids,
-                    &sight,
-                    &extent,
-                    &score,
+                let pair = Pair {
                     batch,
                     head,
-                    first_row,
-                    first,
-                    is_whole(&queries, first, block_size, kind.structure),
+                    first_key: first_row,
+                    first_query: first,
+                    whole: is_whole(&queries, first, block_size, kind.structure),
+                };
+                block_scores(
+                    &query,
+                    &key,
+                    &value,
+                    &output_gradient,
+                    rows,
+                    &scoring,
+                    &sight,
+                    &pair,
                     &mut stage,
                     &mut s,
                     &mut dp,
@@ -252,8 +258,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     );
                     add_transposed(
                         &tile,
-                        operands,
-                        &b_rows,
+                        &operand(operands, b_rows),
                         select(product == 2u32, first_row, first),
                         &mut used,
                         gradients,
