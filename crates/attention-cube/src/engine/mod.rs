@@ -105,7 +105,7 @@ macro_rules! engines {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Engine {
             $(
-                #[doc = concat!("See [`", stringify!($module), "`].")]
+                #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine,
             )+
             /// Burn's own tensor operations, with all scores in memory.
@@ -156,7 +156,7 @@ macro_rules! engines {
         #[derive(Clone, Debug, PartialEq)]
         pub enum Kernel {
             $(
-                #[doc = concat!("See [`", stringify!($module), "`].")]
+                #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(PlanOf<$module::$engine>),
             )+
             /// See [`Engine::Reference`].
