@@ -242,6 +242,12 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
+        // The gradient of what heads or sequences share is the sum of theirs.
+        let shared = |layout, heads: usize| match layout {
+            Layout::SharedHeads => (heads as f64).sqrt(),
+            Layout::SharedBatch => (case.batch as f64).sqrt(),
+            _ => 1.0,
+        };
         let scores = case.scores().iter().product::<usize>() as f64;
         let rows = scores / case.kv_len as f64;
         let parts = |extra: &Option<Dense>| {
@@ -254,8 +260,8 @@ impl Magnitudes {
             difference: dot * finite(&inputs.value)
                 + inputs.lse_gradient.as_ref().map_or(0.0, finite),
             stored: dot * output,
-            query: scale * key,
-            key: scale * query * queries.sqrt(),
+            query: scale * key * shared(case.layouts[0], case.q_heads),
+            key: scale * query * queries.sqrt() * shared(case.layouts[1], case.kv_heads),
             bias: (scores / parts(&inputs.bias)).sqrt(),
             sinks: (rows / parts(&inputs.sinks)).sqrt(),
         }

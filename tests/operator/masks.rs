@@ -165,23 +165,27 @@ fn poison_under_the_mask() {
 /// Some keys from all queries, and all keys from some queries; neither may leak what they hold.
 #[test]
 fn a_bias_of_minus_infinity_hides() {
-    for (q_len, extent, sinks) in [
-        (66, FULL, false),
-        (66, FULL, true),
-        (66, [false, false, false, true], false),
-        (2, FULL, true),
+    // The long ones have blocks of which a tile sees all, but for what the bias hides.
+    for (q_len, kv_len, extent, sinks, softcap) in [
+        (66, 70, FULL, false, None),
+        (66, 70, FULL, true, Some(9.0)),
+        (66, 70, [false, false, false, true], false, None),
+        (2, 70, FULL, true, None),
+        (200, 270, FULL, false, Some(9.0)),
+        (200, 270, [false, false, false, true], true, Some(1e8)),
     ] {
         let case = Case {
             bias: Some(extent),
             sinks,
-            ..case(q_len, 70)
+            softcap,
+            ..case(q_len, kv_len)
         };
         let hidden_key = |key: usize| key.is_multiple_of(5);
         let blind_query = |query: usize| extent[2] && query == 1;
         let mut clean = case.inputs();
         if let Some(bias) = &mut clean.bias {
             for (index, value) in bias.values.iter_mut().enumerate() {
-                if hidden_key(index % 70) || blind_query(index / 70 % q_len) {
+                if hidden_key(index % kv_len) || blind_query(index / kv_len % q_len) {
                     *value = f64::NEG_INFINITY;
                 }
             }

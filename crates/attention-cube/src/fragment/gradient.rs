@@ -167,8 +167,18 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             if comptime!(gives_p) {
                 p.insert(pair, packed_p(own, half));
             }
-            w.insert(comptime!(2 * pair), own.first * scored.slopes.first);
-            w.insert(comptime!(2 * pair + 1), own.second * scored.slopes.second);
+            let slopes = scored.slopes;
+            if comptime!(kind.has_own_biases()) {
+                // Where the bias hides a key, the slope may be no number.
+                w.insert(comptime!(2 * pair), sloped(own.first, slopes.first, kind));
+                w.insert(
+                    comptime!(2 * pair + 1),
+                    sloped(own.second, slopes.second, kind),
+                );
+            } else {
+                w.insert(comptime!(2 * pair), own.first * slopes.first);
+                w.insert(comptime!(2 * pair + 1), own.second * slopes.second);
+            }
         }
     } else {
         let known = known::<F, NB>(rows, scoring, kind);
