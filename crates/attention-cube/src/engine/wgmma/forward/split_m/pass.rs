@@ -104,8 +104,7 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             tiles.keys,
             kind,
         );
-        let hides =
-            first_row_hides::<F, NB>(&scoring.bias, tile, block, seen.whole_of_tile, tiles, kind);
+        let hides = first_row_hides::<F, NB>(&scoring.bias, tile, block, seen.whole, tiles, kind);
         let biases = biases_of::<F, NB>(scoring, rows, block, count, places, thread, tiles, kind);
         let s = take_scores::<NS>(
             started,
@@ -208,14 +207,8 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles.keys,
                 kind,
             );
-            let hides = first_row_hides::<F, NB>(
-                &scoring.bias,
-                tile,
-                next,
-                seen.whole_of_tile,
-                tiles,
-                kind,
-            );
+            let hides =
+                first_row_hides::<F, NB>(&scoring.bias, tile, next, seen.whole, tiles, kind);
             if comptime!(!tiles.orders_warpgroups) {
                 biases = biases_of::<F, NB>(
                     scoring,

@@ -54,7 +54,7 @@ pub(super) fn may_have_masked_in(
     #[comptime] kind: TileKind,
 ) -> bool {
     if comptime!(kind.fragment.has_own_biases()) {
-        !seen.whole_of_tile || plane_any(first_row_hides)
+        !seen.whole || plane_any(first_row_hides)
     } else {
         seen.may_have_masked
     }
