@@ -107,9 +107,19 @@ fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
 /// Where the `index`-th word after `start` lies in global memory.
 #[cube]
 pub fn word_address<T: CubePrimitive>(start: *const T, index: u64) -> u64 {
+    element_address::<T>(start, index, 4usize)
+}
+
+/// Where the `index`-th element of `bytes` bytes after `start` lies in global memory.
+#[cube]
+pub fn element_address<T: CubePrimitive>(
+    start: *const T,
+    index: u64,
+    #[comptime] bytes: usize,
+) -> u64 {
     let address: u64;
     gpu_asm!(
-        "mad.lo.u64 {address}, {index}, 4, {start};",
+        "mad.lo.u64 {address}, {index}, {bytes}, {start};",
         address = out(_) address,
         index = in(_) value_of::<u64>(index),
         start = in(_) number_of::<T>(start),
