@@ -60,6 +60,8 @@ pub mod reference;
 #[cfg(feature = "cube")]
 mod restriction;
 pub mod select;
+#[cfg(all(test, feature = "cuda"))]
+mod source;
 #[cfg(all(test, feature = "cube"))]
 mod testing;
 pub mod tile;

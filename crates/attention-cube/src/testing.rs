@@ -1,5 +1,6 @@
 //! What unit tests share.
 
+use crate::device::DeviceProfile;
 use burn::{backend::DispatchDevice, tensor::Device};
 use burn_cubecl::CubeDevice;
 use std::env;
@@ -30,5 +31,22 @@ pub(crate) fn cube_device() -> CubeDevice {
             reason = "without other backends it is the only device"
         )]
         _ => panic!("{device:?} runs no CubeCL kernels"),
+    }
+}
+
+/// A card with so much shared memory a cube.
+pub(crate) fn card(shared_memory: usize) -> DeviceProfile {
+    DeviceProfile {
+        name: "test".into(),
+        dtypes: Vec::new(),
+        shared_memory,
+        units_per_cube: 1024,
+        bindings: 1024,
+        largest_buffer: 1 << 36,
+        cube_count: u32::MAX >> 1,
+        processors: None,
+        multiprocessors: None,
+        features: Vec::new(),
+        left_out: Vec::new(),
     }
 }

@@ -10,7 +10,7 @@ use crate::fragment::scoring::Scoring;
 use crate::fragment::softcap::capped;
 use crate::fragment::view::View;
 use crate::fragment::{FragmentKind, Known, RowPair, known, own_column, pair_of, shown};
-use crate::math::score::ScoreArguments;
+use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use cube_kit::hopper::Half;
@@ -375,8 +375,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         let capped = capped(dots, arguments, kind.score);
         let slopes = if comptime!(kind.score.softcap) {
             Pair {
-                first: slope(capped.first, arguments),
-                second: slope(capped.second, arguments),
+                first: slope(capped.first, arguments, kind.score),
+                second: slope(capped.second, arguments, kind.score),
             }
         } else {
             one
@@ -391,8 +391,13 @@ fn scored<F: Float, NB: Size, NS: Size>(
 
 /// The derivative of `c tanh(x / c)` by x, from its value.
 #[cube]
-fn slope(capped: f32, arguments: &ScoreArguments) -> f32 {
-    let tanh = capped / arguments.softcap;
+fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
+    let tanh = if comptime!(kind.wide_softcap) {
+        capped / arguments.softcap
+    } else {
+        // A quotient for each score would be a function's call for each; this one is made once.
+        capped * (1.0f32 / arguments.softcap)
+    };
     fma(-tanh, tanh, 1.0f32)
 }
 

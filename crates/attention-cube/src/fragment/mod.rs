@@ -4,6 +4,7 @@
 
 pub(crate) mod bias;
 pub(crate) mod gradient;
+pub(crate) mod launch;
 pub(crate) mod mask;
 pub(crate) mod output;
 pub(crate) mod score;

@@ -3,7 +3,9 @@
 
 use super::bias::bias_of_head;
 use super::gradient::terms_of_rows;
+use super::output::{OutputPart, OutputRow, OutputRows, write_rows};
 use super::scoring::{Masking, Scoring};
+use super::view::{View, view};
 use super::visits::{TilePosition, meets};
 use super::work_tile::TileKind;
 use super::{FragmentKind, RowPair, rows_end};
@@ -205,6 +207,42 @@ pub(crate) fn stationary_rows<F: Float, NB: Size>(
     }
 }
 
+/// How the thread's rows see a block of one of the heads.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Seen {
+    pub rows: RowPair,
+    pub view: View,
+}
+
+/// How rows `row` and `row + 8` of the tile see a block of `columns` columns.
+#[cube]
+pub(crate) fn seen_by<F: Float, NB: Size>(
+    tile: &Stationary,
+    row: i32,
+    head: u32,
+    block: i32,
+    scoring: &Scoring<F, NB>,
+    #[comptime] columns: usize,
+    #[comptime] kind: TileKind,
+) -> Seen {
+    let rows = stationary_rows::<F, NB>(tile, scoring, row, head, kind.fragment);
+    let tile_position = position_of(tile, head, kind.fragment.side);
+    Seen {
+        rows,
+        view: view(
+            &tile_position,
+            &rows,
+            block,
+            0u32,
+            &scoring.masking,
+            columns,
+            columns,
+            kind,
+        ),
+    }
+}
+
 /// What a thread's two rows of a gradient are multiplied with: 0 for a query that sees nothing, whatever others of its tile have
 /// seen.
 #[cube]
@@ -226,4 +264,34 @@ pub(crate) fn row_factors(
         );
     }
     factors
+}
+
+/// Writes rows `row` and `row + 8` of the tile of a gradient, as far as they exist: `columns` columns from `first_column` on, as far as
+/// the tensor's `width` goes.
+#[cube]
+pub(crate) fn write_gradient_rows<E: Float, N: Size, NG: Size>(
+    part: OutputPart<NG>,
+    gradient: &mut Tensor<Vector<E, N>>,
+    tile: &Stationary,
+    row: i32,
+    first_column: u32,
+    #[comptime] columns: usize,
+    #[comptime] width: usize,
+) {
+    let rows = OutputRows {
+        first: gradient_row(tile, row),
+        second: gradient_row(tile, row + 8i32),
+    };
+    write_rows::<E, N, NG>(part, gradient, &rows, first_column, columns, width);
+}
+
+/// The place of a row of the tile in its gradient.
+#[cube]
+fn gradient_row(tile: &Stationary, row: i32) -> OutputRow {
+    OutputRow {
+        part: tile.batch,
+        head: tile.head,
+        position: tile.first_row + row,
+        exists: row < tile.rows,
+    }
 }

@@ -2,9 +2,9 @@
 
 use crate::engine::wgmma::plan::OutputShape;
 use crate::fragment::output::{
-    Finished, OutputRow, normalised, output_rows, without_blind, write_row, write_rows,
+    Finished, OutputPart, normalised, output_rows, without_blind, write_rows,
 };
-use crate::fragment::stationary::Stationary;
+use crate::fragment::stationary::{Stationary, write_gradient_rows};
 use crate::fragment::work_tile::Tile;
 use crate::fragment::{FragmentKind, RowPair};
 use crate::math::score::ScoreArguments;
@@ -112,30 +112,14 @@ pub(crate) fn write_gradient<E: Float, N: Size, NG: Size>(
             shape.half,
         );
     } else {
-        #[unroll]
-        for which in 0..2usize {
-            let own = target.row + comptime!(8 * which as i32);
-            let factor = if comptime!(which == 0) {
-                factors.first
-            } else {
-                factors.second
-            };
-            let row = OutputRow {
-                part: tile.batch,
-                head: tile.head,
-                position: tile.first_row + own,
-                exists: own < tile.rows,
-            };
-            write_row::<E, N, NG>(
-                sums,
-                factor,
-                gradient,
-                row,
-                which,
-                target.first_column,
-                shape.columns,
-                shape.width,
-            );
-        }
+        write_gradient_rows::<E, N, NG>(
+            OutputPart::<NG> { o: sums, factors },
+            gradient,
+            tile,
+            target.row,
+            target.first_column,
+            shape.columns,
+            shape.width,
+        );
     }
 }

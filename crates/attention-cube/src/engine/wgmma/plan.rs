@@ -12,10 +12,11 @@ use crate::select::MAX_LENGTH;
 use crate::select::{Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
+pub use crate::math::side::Sums;
 pub(super) use gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use gradient::gradient_tiles;
-pub use gradient::{BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Sums};
+pub use gradient::{BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles};
 pub use tiles::{
     ChunkedProduct, ChunkedScores, ForwardTiles, OutputShape, RingShape, SplitDTiles, SplitMTiles,
 };

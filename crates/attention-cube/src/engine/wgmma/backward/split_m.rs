@@ -22,7 +22,7 @@ use self::products::{
     Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
     start_s,
 };
-use self::weights::{seen_by, weigh};
+use self::weights::weigh;
 use self::zero_fill::zero_fill_block;
 use crate::engine::wgmma::backward::copies::GradientSteps;
 use crate::engine::wgmma::output::{Target, write_gradient};
@@ -30,7 +30,7 @@ use crate::engine::wgmma::plan::GradientSplitMTiles;
 use crate::fragment::gradient::{p_scale, terms_of_rows};
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::stationary::{
-    Stationary, first_visit, held, row_factors, stationary_work_tile, visit_from,
+    Stationary, first_visit, held, row_factors, seen_by, stationary_work_tile, visit_from,
 };
 use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
@@ -249,7 +249,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
         await_values(places, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
-        let seen = seen_by::<F, NB>(tile, row, first.head, block, scoring, tiles, kind);
+        let seen = seen_by::<F, NB>(tile, row, first.head, block, scoring, tiles.columns, kind);
         let made = weigh::<F, NB, NS, NP>(
             s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
         );
@@ -281,7 +281,15 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             let added = multiply::<NP, ND, NV>(dots, values, p, ds, summed, tiles);
             await_dots(places, count + 1u32, tiles);
             let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
-            let seen = seen_by::<F, NB>(tile, row, next_head, next_block, scoring, tiles, kind);
+            let seen = seen_by::<F, NB>(
+                tile,
+                row,
+                next_head,
+                next_block,
+                scoring,
+                tiles.columns,
+                kind,
+            );
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
             await_values(places, count + 1u32, tiles);

@@ -1,20 +1,18 @@
 //! Launches the backward of the wgmma engine: the queries' terms, then a kernel for each side, or two for that of
 //! keys.
 
-use super::forward::fragment_kind;
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, is_in_vectors, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
 use crate::engine::wgmma::backward::copies::GradientStepsLaunch;
 use crate::engine::wgmma::backward::split_d::backward_split_d;
 use crate::engine::wgmma::backward::split_m::backward_split_m;
-use crate::engine::wgmma::plan::{
-    BackwardPlan, GradientSplitDTiles, GradientTiles, SplitDTiles, Sums,
-};
+use crate::engine::wgmma::plan::{BackwardPlan, GradientSplitDTiles, GradientTiles, SplitDTiles};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
+use crate::fragment::launch::fragment_kind;
 use crate::fragment::work_tile::TileKind;
-use crate::math::side::Side;
+use crate::math::side::{Side, Sums};
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
 use crate::passes::mask_bits::launch::{PackedMask, pack};

@@ -14,7 +14,7 @@ use super::tiles::{SHARED_MEMORY, SplitDTiles};
 use super::{cached, check};
 use crate::AttentionProblem;
 use crate::device::DeviceProfile;
-use crate::math::side::Side;
+use crate::math::side::{Side, Sums};
 use crate::passes::bias_gradient::plan::BiasGradientPlan;
 use crate::passes::mask_bits::plan::check_mask;
 use crate::select::{BackwardRequest, Layouts, Operands, Pass, Refusal};
@@ -292,29 +292,6 @@ pub(crate) fn gradient_tiles(
         row.value
             .and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
     ]
-}
-
-/// Which gradients a kernel sums in registers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Sums {
-    /// Of the dots that it holds: queries, or keys.
-    Dots,
-    /// Of the values that it holds.
-    Values,
-    /// Of keys and values.
-    Both,
-}
-
-impl Sums {
-    /// Whether the gradients of the scores are needed.
-    pub const fn has_dots(self) -> bool {
-        matches!(self, Self::Dots | Self::Both)
-    }
-
-    /// Whether P is multiplied.
-    pub const fn has_values(self) -> bool {
-        matches!(self, Self::Values | Self::Both)
-    }
 }
 
 #[cfg(test)]

@@ -1,51 +1,14 @@
-//! How the thread's rows see a block, and P and dS of it.
+//! P and dS of a block.
 
 use super::producer::Places;
 use crate::engine::wgmma::plan::GradientSplitMTiles;
-use crate::fragment::RowPair;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, weights};
 use crate::fragment::scoring::Scoring;
-use crate::fragment::stationary::{Stationary, position_of, stationary_rows};
-use crate::fragment::view::{View, view};
+use crate::fragment::stationary::Seen;
 use crate::fragment::work_tile::TileKind;
 use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::wgmma::{free_chunk, take_fragment};
 use cubecl::prelude::*;
-
-/// How the thread's rows see a block.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Seen {
-    pub rows: RowPair,
-    pub view: View,
-}
-
-#[cube]
-pub(super) fn seen_by<F: Float, NB: Size>(
-    tile: &Stationary,
-    row: i32,
-    head: u32,
-    block: i32,
-    scoring: &Scoring<F, NB>,
-    #[comptime] tiles: GradientSplitMTiles,
-    #[comptime] kind: TileKind,
-) -> Seen {
-    let rows = stationary_rows::<F, NB>(tile, scoring, row, head, kind.fragment);
-    let tile_position = position_of(tile, head, kind.fragment.side);
-    Seen {
-        rows,
-        view: view(
-            &tile_position,
-            &rows,
-            block,
-            0u32,
-            &scoring.masking,
-            tiles.columns,
-            tiles.columns,
-            kind,
-        ),
-    }
-}
 
 /// P and dS, as left operands of products; each only where it is needed.
 #[derive(CubeType, Clone, Copy)]

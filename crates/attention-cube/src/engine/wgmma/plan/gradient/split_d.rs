@@ -1,10 +1,9 @@
 //! Where things are in shared memory where either warpgroup has half of a gradient's columns.
 
-use super::Sums;
 use crate::engine::wgmma::plan::tiles::{
     ChunkedProduct, ChunkedScores, OutputShape, RingShape, SplitDTiles, USED_WORDS,
 };
-use crate::math::side::Side;
+use crate::math::side::{Side, Sums};
 use cube_kit::hopper::{Half, PRODUCT_ROWS, ROW_BYTES, SUBTILE, is_whole};
 
 /// Both warpgroups have the same 64 rows, and each has half of the columns of their gradient:

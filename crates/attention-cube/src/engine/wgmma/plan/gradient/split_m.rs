@@ -1,8 +1,7 @@
 //! Where things are in shared memory where a warpgroup has rows of a gradient.
 
-use super::Sums;
 use crate::engine::wgmma::plan::tiles::{OutputShape, USED_WORDS};
-use crate::math::side::Side;
+use crate::math::side::{Side, Sums};
 use cube_kit::hopper::{
     Half, PRODUCT_ROWS, Product, ROW_BYTES, SUBTILE, ScoreProduct, WARPGROUP, registers,
 };
