@@ -1,0 +1,3 @@
+//! The backward's kernels.
+
+pub(crate) mod split_m;

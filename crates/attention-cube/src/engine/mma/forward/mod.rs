@@ -1,0 +1,5 @@
+//! The forward's kernels, and how operands come to them.
+
+pub(crate) mod copies;
+pub(crate) mod split_d;
+pub(crate) mod split_m;

@@ -1,0 +1,81 @@
+//! Launches the mma engine's kernels.
+
+pub(super) mod backward;
+
+use super::forward::split_d::forward_split_d;
+use super::forward::split_m::forward_split_m;
+use super::plan::{ForwardPlan, ForwardTiles};
+use crate::AttentionProblem;
+use crate::arguments::score_arguments;
+use crate::backend::{AttentionInputs, AttentionOutput};
+use crate::fragment::launch::{BiasesAhead, Division, ForwardPass};
+use crate::math::schedule::ScheduleLaunch;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::CubeBackend;
+use cube_kit::launch::cube_count;
+use cubecl::prelude::CubeDim;
+
+pub(super) fn forward(
+    inputs: AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+    plan: ForwardPlan,
+) -> AttentionOutput<CubeBackend> {
+    let client = inputs.query.client.clone();
+    let tiles = plan.tiles;
+    let division = Division {
+        rows: tiles.rows(),
+        keys: tiles.keys(),
+        heads: plan.heads,
+        splits: plan.splits,
+        together: plan.together,
+    };
+    let ahead = match tiles {
+        ForwardTiles::SplitM(tiles) if tiles.fragments == 1 => BiasesAhead::ByTwos,
+        _ => BiasesAhead::Never,
+    };
+    let pass = ForwardPass::new(&inputs, problem, division, ahead);
+    let cubes = pass.work_tiles as u32;
+    macro_rules! launch {
+        ($kernel:ident, $tiles:expr) => {
+            // SAFETY: copies and everything else stay inside the shapes that the kernel was given.
+            unsafe {
+                $kernel::launch_unchecked(
+                    &client,
+                    cube_count(&client, pass.work_tiles),
+                    CubeDim::new_1d(tiles.units() as u32),
+                    pass.addresses([&inputs.query, &inputs.key, &inputs.value]),
+                    inputs.query.into_tensor_arg(),
+                    inputs.key.into_tensor_arg(),
+                    inputs.value.into_tensor_arg(),
+                    pass.mask.argument().into(),
+                    pass.extras.bias().into(),
+                    pass.extras.lengths_and_ids().into(),
+                    pass.sinks().into(),
+                    pass.output.clone().into_tensor_arg(),
+                    pass.logsumexp.clone().into_tensor_arg(),
+                    pass.grid(problem),
+                    ScheduleLaunch::new(cubes, cubes, 0),
+                    pass.extent(problem),
+                    score_arguments(problem),
+                    pass.mask.places(),
+                    problem.group() as u32,
+                    pass.power,
+                    $tiles,
+                    pass.kind,
+                    dtype_to_storage_type(problem.dtype),
+                    dtype_to_storage_type(pass.output.dtype),
+                    pass.extras.bias_element,
+                    pass.sink_element,
+                    pass.output_vector,
+                    pass.bias_vector,
+                    $tiles.vectors(),
+                );
+            }
+        };
+    }
+    match tiles {
+        ForwardTiles::SplitM(tiles) => launch!(forward_split_m, tiles),
+        ForwardTiles::SplitD(tiles) => launch!(forward_split_d, tiles),
+    }
+    pass.results(problem)
+}

@@ -1,0 +1,136 @@
+//! The CUDA C++ of the engine's kernels: see [`source`](crate::source).
+
+use super::backward::split_m::backward_split_m::BackwardSplitM;
+use super::forward::split_d::forward_split_d::ForwardSplitD;
+use super::forward::split_m::forward_split_m::ForwardSplitM;
+use super::plan::gradient_tiles;
+use super::plan::{ForwardTiles, forward_tiles};
+use crate::fragment::bias::BiasReads;
+use crate::math::side::Side;
+use crate::source::{
+    ARGUMENTS, ELEMENT, EXTENT, GRID, MASK_PLACES, SCHEDULE, Wanted, optional, properties, save,
+    settings, tensor,
+};
+use crate::testing::card;
+use cube_kit::hopper::Half;
+use cubecl::{CubeKernel, prelude::*};
+use std::{path::Path, sync::Arc};
+
+#[test]
+#[ignore = "writes files for whoever reads them"]
+fn write() {
+    crate::source::write(
+        "forward-128-128 backward-128-128",
+        |wanted, folder, name| match name.split('-').next() {
+            Some("forward") => forward(wanted, folder, name),
+            Some("backward") => backward(wanted, folder, name),
+            _ => panic!("{name} begins with neither forward nor backward"),
+        },
+    );
+}
+
+/// Bytes of shared memory of the card that kernels are written for: those that `SHARED_MEMORY` says, or an H200's.
+fn shared_memory() -> usize {
+    std::env::var("SHARED_MEMORY").map_or(232_448, |bytes| bytes.parse().expect("a number"))
+}
+
+fn forward(wanted: &Wanted, folder: &Path, name: &str) {
+    let half = Half::Bf16;
+    let shared_memory = shared_memory();
+    let tiles = forward_tiles(
+        wanted.head_dim,
+        wanted.value_dim,
+        half,
+        [shared_memory, 1024],
+    )
+    .expect("tiles");
+    println!("{name}: {tiles:?}, {} bytes", tiles.shared_memory());
+    let mut kind = wanted.kind(Side::Queries);
+    if matches!(tiles, ForwardTiles::SplitD(_)) && kind.fragment.reads_ahead() {
+        kind.fragment.bias_reads = BiasReads::There;
+    }
+    macro_rules! definition {
+        ($kernel:ident, $tiles:expr) => {
+            $kernel::new(
+                settings(tiles.units()),
+                properties(),
+                Arc::default(),
+                tensor(),
+                tensor(),
+                tensor(),
+                optional!(wanted.structure.mask),
+                optional!(wanted.score.bias),
+                optional!(wanted.structure.segments || wanted.structure.lengths),
+                optional!(wanted.sinks),
+                tensor(),
+                tensor(),
+                GRID,
+                SCHEDULE,
+                EXTENT,
+                ARGUMENTS,
+                MASK_PLACES,
+                (),
+                (),
+                $tiles,
+                kind,
+                ELEMENT,
+                ELEMENT,
+                ELEMENT,
+                ELEMENT,
+                2,
+                2,
+                $tiles.vectors(),
+            )
+            .define()
+        };
+    }
+    let definition = match tiles {
+        ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles),
+        ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
+    };
+    save(folder, name, definition);
+}
+
+fn backward(wanted: &Wanted, folder: &Path, name: &str) {
+    let device = card(shared_memory());
+    let (query, key, value) = gradient_tiles(
+        wanted.head_dim,
+        wanted.value_dim,
+        Half::Bf16,
+        wanted.score.bias,
+        &device,
+    )
+    .unwrap_or_else(|refusal| panic!("{name}: {refusal}"));
+    for (tiles, summed) in [(Some(query), "query"), (Some(key), "key"), (value, "value")] {
+        let Some(tiles) = tiles else { continue };
+        let definition = BackwardSplitM::new(
+            settings(tiles.units()),
+            properties(),
+            Arc::default(),
+            tensor(),
+            tensor(),
+            tensor(),
+            tensor(),
+            tensor(),
+            optional!(wanted.structure.mask),
+            optional!(wanted.score.bias),
+            optional!(wanted.structure.segments || wanted.structure.lengths),
+            tensor(),
+            tensor(),
+            GRID,
+            EXTENT,
+            ARGUMENTS,
+            MASK_PLACES,
+            (),
+            tiles,
+            wanted.kind(tiles.side),
+            ELEMENT,
+            ELEMENT,
+            2,
+            2,
+            tiles.vectors(),
+        )
+        .define();
+        save(folder, &format!("{name}-{summed}"), definition);
+    }
+}
