@@ -35,6 +35,10 @@ pub(super) struct Attended<AO: Size> {
 
 /// Visits a tile's blocks. The copies of the queries have been started, and are of the first group that ends here.
 #[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
 pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
     assigned: &AssignedTile,
     rows_0: &RowPair,

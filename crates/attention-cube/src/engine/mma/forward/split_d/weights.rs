@@ -54,7 +54,8 @@ pub(super) fn tell_maxima<NS: Size>(
 /// Writes two rows' numbers to a table of words.
 #[cube]
 pub(super) fn tell_rows(own: Pair, table: u32, row: u32) {
-    if UNIT_POS % 4u32 == 0u32 {
+    let lane_of_row = UNIT_POS % 4u32;
+    if lane_of_row == 0u32 {
         let at = table + row * 4u32;
         store_shared(at, u32::reinterpret(own.first));
         store_shared(at + TO_SECOND, u32::reinterpret(own.second));
@@ -132,7 +133,8 @@ pub(super) fn weigh<NS: Size, AS: Size>(
         );
         if roles.key_group == 0u32 {
             tell_rows(made.factor, places.factors, own_row);
-            if UNIT_POS % 32u32 == 0u32 {
+            let lane = UNIT_POS % 32u32;
+            if lane == 0u32 {
                 let fragments = comptime!(4 * fragment as u32);
                 let at = places.moved + roles.score_row / 4u32 + fragments;
                 store_shared(at, u32::cast_from(made.moved));
