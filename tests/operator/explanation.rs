@@ -337,6 +337,54 @@ fn engines_may_be_left_out() {
 }
 
 #[test]
+fn ampere_serves_half_precision_and_says_what_it_lacks() {
+    let needed = [
+        (Feature::CopyAsync, "copy_async"),
+        (Feature::Mma(DType::BF16), "mma"),
+        (Feature::LoadMatrix(DType::BF16), "ldmatrix"),
+    ];
+    let half = |head_dim| AttentionProblem {
+        dtype: DType::BF16,
+        ..problem(head_dim)
+    };
+    let refusal = |problem: &AttentionProblem, device: &DeviceProfile, pass| {
+        let selection = select(problem, Some(device), READABLE, pass);
+        refusal_of(Engine::Mma, &selection).map(ToString::to_string)
+    };
+    // An RTX 4090's shared memory, an A100's, an H100's.
+    for shared_memory in [101_376, 166_912, 232_448] {
+        let ampere = DeviceProfile {
+            dtypes: vec![DType::F32, DType::F16, DType::BF16],
+            shared_memory,
+            multiprocessors: Some(108),
+            features: needed.iter().map(|(feature, _)| *feature).collect(),
+            ..profile()
+        };
+        for head_dim in [8, 64, 80, 128, 192, 256, 320, 512] {
+            let forward = refusal(&half(head_dim), &ampere, Pass::Forward);
+            assert_eq!(forward, None, "{head_dim} in {shared_memory}");
+        }
+        for head_dim in [8, 64, 128, 256] {
+            let backward = refusal(&half(head_dim), &ampere, Pass::Backward);
+            assert_eq!(backward, None, "{head_dim} in {shared_memory}");
+        }
+        let says = |text: Option<String>, part: &str| {
+            let text = text.unwrap_or_default();
+            assert!(text.contains(part), "{part:?} is not in {text:?}");
+        };
+        says(refusal(&problem(64), &ampere, Pass::Forward), "not F32");
+        says(refusal(&half(600), &ampere, Pass::Forward), "600");
+        says(refusal(&half(512), &ampere, Pass::Backward), "up to 256");
+        for (feature, name) in needed {
+            let mut lacking = ampere.clone();
+            lacking.features.retain(|it| *it != feature);
+            says(refusal(&half(64), &lacking, Pass::Forward), name);
+            says(refusal(&half(64), &lacking, Pass::Backward), name);
+        }
+    }
+}
+
+#[test]
 fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     let hopper = DeviceProfile {
         dtypes: vec![DType::F32, DType::F16, DType::BF16],

@@ -29,11 +29,8 @@ pub(super) fn forward(
         splits: plan.splits,
         together: plan.together,
     };
-    let ahead = match tiles {
-        ForwardTiles::SplitM(tiles) if tiles.fragments == 1 => BiasesAhead::ByTwos,
-        _ => BiasesAhead::Never,
-    };
-    let pass = ForwardPass::new(&inputs, problem, division, ahead);
+    // A block's biases would take the registers of its scores once more.
+    let pass = ForwardPass::new(&inputs, problem, division, BiasesAhead::Never);
     let cubes = pass.work_tiles as u32;
     macro_rules! launch {
         ($kernel:ident, $tiles:expr) => {

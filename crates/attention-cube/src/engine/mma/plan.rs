@@ -91,14 +91,11 @@ struct SplitMShape {
     warps: usize,
     fragments: usize,
     keys: usize,
-    key_stages: usize,
-    value_stages: usize,
 }
 
 const fn split_m(
     [head_dim, value_dim]: [usize; 2],
-    [warps, fragments]: [usize; 2],
-    [keys, key_stages, value_stages]: [usize; 3],
+    [warps, fragments, keys]: [usize; 3],
 ) -> SplitMShape {
     SplitMShape {
         head_dim,
@@ -106,8 +103,6 @@ const fn split_m(
         warps,
         fragments,
         keys,
-        key_stages,
-        value_stages,
     }
 }
 
@@ -115,10 +110,10 @@ const fn split_m(
 /// causal: two cubes share a multiprocessor wherever they fit.
 const SPLIT_M: &[SplitMShape] = &[
     // 301 (32 keys 294, 128 keys 302; 16 rows a warp 295, with 128 keys 289; one block of values 297).
-    split_m([64, 64], [4, 2], [64, 2, 2]),
+    split_m([64, 64], [4, 2, 64]),
     // 360; with copies that computed their places anew 330 (64 keys 341, all seen 369; with one block of values 326, one of either 317;
     // 16 rows a warp 295; 8 warps 306, of 16 rows 245).
-    split_m([128, 128], [4, 2], [32, 2, 2]),
+    split_m([128, 128], [4, 2, 32]),
 ];
 
 /// The part of [`SplitDTiles`] that is chosen.
@@ -286,8 +281,6 @@ impl SplitMShape {
             warps: self.warps,
             fragments: self.fragments,
             keys: self.keys,
-            key_stages: self.key_stages,
-            value_stages: self.value_stages,
         }
     }
 }

@@ -46,7 +46,7 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     .expect("tiles");
     println!("{name}: {tiles:?}, {} bytes", tiles.shared_memory());
     let mut kind = wanted.kind(Side::Queries);
-    if matches!(tiles, ForwardTiles::SplitD(_)) && kind.fragment.reads_ahead() {
+    if kind.fragment.reads_ahead() {
         kind.fragment.bias_reads = BiasReads::There;
     }
     macro_rules! definition {

@@ -215,7 +215,8 @@ pub(crate) fn copy_section(
         + (column * 2u32) as u64
         + comptime!(2 * section.first_column as u64);
     // Nothing is read for a row that does not exist, wherever it would be.
-    let existing = (source.end - source.first) as u32;
+    // A tile whose window has left the last key behind has a block, and no keys.
+    let existing = max(source.end - source.first, 0i32) as u32;
     let own = (position - source.first) as u32;
     #[unroll]
     for rows in 0..comptime!(section.rows / at_once) {

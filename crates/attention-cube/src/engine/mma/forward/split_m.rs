@@ -1,12 +1,12 @@
 //! The forward for values up to 128 wide: each warp has 16 or 32 queries and all columns of their output.
 //!
-//! Budget. Shared memory ([`SplitMTiles::shared_memory`]): the queries, and one or two blocks of keys and of values. Registers a
-//! thread, at head size 128 with 32 queries a warp and 64 keys: 128 of O, 64 of S, 32 of P. An `ldmatrix` of four matrices feeds
-//! four products of 16 × 8 × 16 where a warp has 32 rows, and two where it has 16: on an H200 the matrix unit then reaches 577 to
-//! 604 TFLOP/s and 460, of 646 alone, so shared memory bounds head size 128, and the exponentials 64.
+//! Budget. Shared memory ([`SplitMTiles::shared_memory`]): the queries, and two blocks of keys and of values. Registers a thread, at
+//! head size 128 with 32 queries a warp and 32 keys: 128 of O, 32 of S, 16 of P. An `ldmatrix` of four matrices feeds four products of
+//! 16 × 8 × 16 where a warp has 32 rows, and two where it has 16: on an H200 the matrix unit then reaches 577 to 604 TFLOP/s and 460,
+//! of 646 alone, so shared memory bounds head size 128, and the exponentials 64.
 //!
 //! Schedule. A cube a tile, two cubes a multiprocessor: one multiplies while the other is at its softmax. All warps copy; a block's
-//! copies are started a block ahead, or with one stage as soon as all have multiplied by what was there.
+//! copies start a block ahead, behind the one barrier of a block, which says that the last block has been read and the next is there.
 
 mod pass;
 mod softmax;

@@ -21,13 +21,12 @@ pub struct SplitMTiles {
     pub fragments: usize,
     /// Keys of a block: 32, 64 or 128.
     pub keys: usize,
-    /// Blocks of keys in shared memory, 1 or 2.
-    pub key_stages: usize,
-    /// Blocks of values, not more than of keys.
-    pub value_stages: usize,
 }
 
 impl SplitMTiles {
+    /// Blocks of keys, and of values, in shared memory: one is multiplied, the next is on its way.
+    const STAGES: usize = 2;
+
     /// Queries of a tile.
     pub const fn rows(&self) -> usize {
         self.warps * self.warp_rows()
@@ -60,12 +59,12 @@ impl SplitMTiles {
 
     /// Where the blocks of values start.
     pub const fn values_at(&self) -> usize {
-        self.keys_at() + self.key_stages * self.key_bytes()
+        self.keys_at() + Self::STAGES * self.key_bytes()
     }
 
     /// Bytes of shared memory.
     pub const fn shared_memory(&self) -> usize {
-        self.values_at() + self.value_stages * self.value_bytes()
+        self.values_at() + Self::STAGES * self.value_bytes()
     }
 
     /// Columns of the output in registers.

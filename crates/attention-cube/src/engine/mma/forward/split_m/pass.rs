@@ -1,12 +1,13 @@
 //! A warp's pass over the blocks that its tile visits.
 
-use super::softmax::{Seen, WarpStates, probabilities_of, rescaled_fragments, seen};
+use super::softmax::{WarpStates, probabilities_of, rescaled_fragments};
 use crate::engine::mma::forward::copies::{HeadRows, Sources, copy_queries, copy_rows};
 use crate::engine::mma::fragments::{fragment_of, used_by_warp};
 use crate::engine::mma::plan::split_m::SplitMTiles;
 use crate::fragment::RowPair;
 use crate::fragment::scoring::Scoring;
 use crate::fragment::softmax::empty_state;
+use crate::fragment::view::{View, view};
 use crate::fragment::visits::{next_block, tile_position};
 use crate::fragment::work_tile::{Tile, TileKind};
 use cube_kit::ampere::copy::{await_copies, commit_copies};
@@ -87,9 +88,7 @@ pub(super) fn attend<
             kind,
         );
         copy_keys::<E>(sources, head, block, places, 0u32, tiles);
-        if comptime!(tiles.value_stages == 2) {
-            copy_values::<E>(sources, head, block, places, 0u32, tiles);
-        }
+        copy_values::<E>(sources, head, block, places, 0u32, tiles);
         commit_copies();
     }
     while block < tile.end_block {
@@ -97,43 +96,39 @@ pub(super) fn attend<
         let other = 1u32 - stage;
         await_copies(0usize);
         sync_cube();
-        if comptime!(tiles.value_stages == 1) {
-            copy_values::<E>(sources, head, block, places, 0u32, tiles);
-            commit_copies();
+        if next < tile.end_block {
+            copy_keys::<E>(sources, head, next, places, other, tiles);
+            copy_values::<E>(sources, head, next, places, other, tiles);
         }
-        if comptime!(tiles.key_stages == 2) {
-            if next < tile.end_block {
-                copy_keys::<E>(sources, head, next, places, other, tiles);
-                if comptime!(tiles.value_stages == 2) {
-                    copy_values::<E>(sources, head, next, places, other, tiles);
-                }
-            }
-            commit_copies();
-        }
-        let mut key_block = key_at;
-        if comptime!(tiles.key_stages == 2) {
-            key_block += stage * comptime!(tiles.key_bytes() as u32);
-        }
-        let mut value_block = value_at;
-        if comptime!(tiles.value_stages == 2) {
-            value_block += stage * comptime!(tiles.value_bytes() as u32);
-        }
-        let seen_0 = seen::<F, NB>(&position, &rows.first, block, scoring, tiles, kind);
+        commit_copies();
+        let key_block = key_at + stage * comptime!(tiles.key_bytes() as u32);
+        let value_block = value_at + stage * comptime!(tiles.value_bytes() as u32);
+        // Asked for before the scores are there: the mask's words come while these are computed.
+        let seen_0 = view(
+            &position,
+            &rows.first,
+            block,
+            0u32,
+            masking,
+            tiles.keys,
+            tiles.keys,
+            kind,
+        );
         let seen_1 = if comptime!(tiles.fragments == 2) {
-            seen::<F, NB>(&position, &rows.second, block, scoring, tiles, kind)
+            view(
+                &position,
+                &rows.second,
+                block,
+                0u32,
+                masking,
+                tiles.keys,
+                tiles.keys,
+                kind,
+            )
         } else {
             seen_0
         };
         let s = scores::<AS>(query_at, key_block, comptime!(score_product(tiles)));
-        if comptime!(tiles.key_stages == 1) {
-            // All have multiplied by the keys, and see the values.
-            await_copies(0usize);
-            sync_cube();
-            if next < tile.end_block {
-                copy_keys::<E>(sources, head, next, places, 0u32, tiles);
-            }
-            commit_copies();
-        }
         let mut p = Vector::<u32, AP>::zeroed();
         #[unroll]
         for fragment in 0..tiles.fragments {
@@ -147,7 +142,7 @@ pub(super) fn attend<
             } else {
                 rows.second
             };
-            let own_seen: Seen = if comptime!(fragment == 0) {
+            let own_seen: View = if comptime!(fragment == 0) {
                 seen_0
             } else {
                 seen_1
@@ -173,13 +168,8 @@ pub(super) fn attend<
                 p.insert(comptime!(fragment * tiles.keys / 4 + i), made.p.extract(i));
             }
         }
-        if comptime!(tiles.key_stages == 2 && tiles.value_stages == 1) {
-            // The next keys are on their way.
-            await_copies(1usize);
-            sync_cube();
-        }
         o = rescaled_fragments::<AO>(o, &states, tiles);
-        o = with_values::<AO, AP>(o, p, value_block, seen_0.view.may_have_masked, tiles, kind);
+        o = with_values::<AO, AP>(o, p, value_block, seen_0.may_have_masked, tiles, kind);
         block = next;
         stage = other;
     }

@@ -2,12 +2,11 @@
 
 use crate::engine::mma::plan::split_m::SplitMTiles;
 use crate::fragment::RowPair;
-use crate::fragment::bias::{BiasWords, bias_words};
+use crate::fragment::bias::BiasWords;
 use crate::fragment::score::score;
 use crate::fragment::scoring::Scoring;
 use crate::fragment::softmax::{SoftmaxState, numerators, own_maxima, rescaled, softmax_state};
-use crate::fragment::view::{View, view};
-use crate::fragment::visits::TilePosition;
+use crate::fragment::view::View;
 use crate::fragment::work_tile::TileKind;
 use cube_kit::hopper::accumulator::{is_second, pair};
 use cube_kit::hopper::ptx::pack;
@@ -29,46 +28,13 @@ pub(super) struct Probabilities<NP: Size> {
     pub state: SoftmaxState,
 }
 
-/// How a fragment's rows see a block, and their biases of it.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Seen {
-    pub view: View,
-    biases: BiasWords,
-}
-
-/// Asked for before the scores are there: what it reads comes while these are computed.
-#[cube]
-pub(super) fn seen<F: Float, NB: Size>(
-    position: &TilePosition,
-    rows: &RowPair,
-    block: i32,
-    scoring: &Scoring<F, NB>,
-    #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: TileKind,
-) -> Seen {
-    let masking = &scoring.masking;
-    Seen {
-        view: view(
-            position, rows, block, 0u32, masking, tiles.keys, tiles.keys, kind,
-        ),
-        biases: bias_words::<F, NB>(
-            scoring,
-            rows,
-            block * comptime!(tiles.keys as i32),
-            tiles.keys,
-            kind.fragment,
-        ),
-    }
-}
-
 /// P of a fragment's dots, as the left operand of a product.
 #[cube]
 pub(super) fn probabilities_of<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
     before: SoftmaxState,
     block: i32,
-    seen: &Seen,
+    seen: &View,
     rows: &RowPair,
     scoring: &Scoring<F, NB>,
     power: f32,
@@ -78,9 +44,9 @@ pub(super) fn probabilities_of<F: Float, NB: Size, NS: Size, NP: Size>(
     let s = score::<F, NB, NS>(
         s,
         block * comptime!(tiles.keys as i32),
-        &seen.view,
+        seen,
         rows,
-        seen.biases,
+        BiasWords::zeroed(),
         scoring,
         tiles.keys,
         kind.fragment,
