@@ -48,6 +48,7 @@
 mod arguments;
 mod backend;
 pub mod device;
+pub mod division;
 pub mod engine;
 mod explain;
 #[cfg(feature = "cuda")]

@@ -9,7 +9,6 @@ use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
 };
-use cubecl::client::Client;
 
 impl AttentionBackend for CubeBackend {
     fn attention_forward(
@@ -21,7 +20,8 @@ impl AttentionBackend for CubeBackend {
         }
         let inputs = rows_of(inputs);
         let layouts = forward_layouts(&inputs);
-        choose(&inputs.query.client, &problem, layouts, Pass::Forward).forward(inputs, &problem)
+        let device = DeviceProfile::of_client(&inputs.query.client);
+        choose(&device, &problem, layouts, Pass::Forward).forward(inputs, &problem)
     }
 
     fn attention_backward(
@@ -53,8 +53,9 @@ impl AttentionBackend for CubeBackend {
             // It is read by threads.
             tma_bias: false,
         };
-        let kernel = choose(&inputs.query.client, &problem, layouts, Pass::Backward);
-        let saved = match own_logsumexp(kernel.engine(), &inputs, &problem) {
+        let device = DeviceProfile::of_client(&inputs.query.client);
+        let kernel = choose(&device, &problem, layouts, Pass::Backward);
+        let saved = match own_logsumexp(kernel.engine(), &inputs, &problem, &device) {
             Some(logsumexp) => AttentionSaved { logsumexp, ..saved },
             None => saved,
         };
@@ -82,25 +83,25 @@ fn own_logsumexp(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
+    device: &DeviceProfile,
 ) -> Option<FloatTensor<CubeBackend>> {
-    let device = DeviceProfile::of_client(&inputs.query.client);
     let layouts = forward_layouts(inputs);
-    let chosen = select(problem, Some(&device), layouts, Pass::Forward).kernel;
+    let chosen = select(problem, Some(device), layouts, Pass::Forward).kernel;
     if chosen.engine() == engine {
         return None;
     }
     // An engine without a forward of this problem has nothing better.
-    let own = engine.plan(problem, &device, layouts, Pass::Forward).ok()?;
+    let own = engine.plan(problem, device, layouts, Pass::Forward).ok()?;
     Some(own.forward(inputs.clone(), problem).logsumexp)
 }
 
-fn choose(client: &Client, problem: &AttentionProblem, layouts: Layouts, pass: Pass) -> Kernel {
-    let selection = select(
-        problem,
-        Some(&DeviceProfile::of_client(client)),
-        layouts,
-        pass,
-    );
+fn choose(
+    device: &DeviceProfile,
+    problem: &AttentionProblem,
+    layouts: Layouts,
+    pass: Pass,
+) -> Kernel {
+    let selection = select(problem, Some(device), layouts, pass);
     for (engine, reason) in &selection.refusals {
         log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
     }

@@ -1,17 +1,21 @@
-//! What the launch of a forward on fragments needs, whatever engine it is of.
+//! What launches on fragments need, whatever engine they are of: a forward's tensors and numbers, and a backward's kernels one after
+//! the other.
 
 use super::FragmentKind;
 use super::bias::BiasReads;
 use super::work_tile::TileKind;
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, is_in_vectors, score_kind, structure};
-use crate::backend::{AttentionInputs, AttentionOutput};
+use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::division::{BackwardPlan, HeldTiles};
 use crate::math::schedule::GridLaunch;
 use crate::math::side::Side;
 use crate::math::visibility::ExtentLaunch;
+use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::combine::join;
 use crate::passes::lengths::{Blocks, Places};
 use crate::passes::mask_bits::launch::{PackedMask, pack};
+use crate::select::BackwardRequest;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
@@ -20,6 +24,7 @@ use cube_kit::hopper::Half;
 use cube_kit::launch::{address_type, empty};
 use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::TensorArg;
+use std::fmt::Debug;
 
 /// Scales within which scores can stay unscaled until the exponential: beyond, f32 could overflow.
 const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
@@ -234,5 +239,77 @@ impl ForwardPass {
         } else {
             AttentionOutput { output, logsumexp }
         }
+    }
+}
+
+/// The gradients asked for: of each kernel of the plan what `launch` gives of dots and of values, and of the bias and the sinks.
+pub(crate) fn gradients<T: HeldTiles + Debug>(
+    inputs: AttentionInputs<CubeBackend>,
+    saved: AttentionSaved<CubeBackend>,
+    problem: &AttentionProblem,
+    plan: BackwardPlan<T>,
+    request: BackwardRequest,
+    launch: impl Fn(&BackwardPass, T, Places, PackedMask, usize) -> [Option<CubeTensor>; 2],
+) -> AttentionGradients<CubeBackend> {
+    let kernels = plan.kernels(request);
+    log::debug!("attention backward: {kernels:?} for {request:?}");
+    let of_kernels = kernels.iter().map(blocks_of);
+    let of_bias = blocks_of_bias(plan.bias, request);
+    let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
+    let (extras, places) = Extras::new(&inputs, problem, &blocks);
+    let pass = BackwardPass::new(
+        inputs,
+        saved,
+        extras,
+        problem,
+        plan.vector,
+        problem.bias.is_some(),
+    );
+
+    let mut gradients = Gradients::default();
+    // Kernels with the same blocks share their mask.
+    let mut last_mask: Option<(Blocks, PackedMask)> = None;
+    for (tiles, places) in kernels.into_iter().zip(&places) {
+        let side = tiles.side();
+        let blocks = blocks_of(&tiles);
+        let mask = match last_mask.take() {
+            Some((of, mask)) if of == blocks => mask,
+            _ => pack(
+                &pass.inputs,
+                problem,
+                side,
+                Some(tiles.rows()),
+                tiles.columns(),
+            ),
+        };
+        last_mask = Some((blocks, mask.clone()));
+        let together = match side {
+            Side::Queries => plan.queries_together,
+            Side::Keys => plan.keys_together,
+        };
+        let [dots, values] = launch(&pass, tiles, *places, mask, together);
+        match side {
+            Side::Queries => gradients.query = dots,
+            Side::Keys => {
+                gradients.key = dots.or(gradients.key);
+                gradients.value = values.or(gradients.value);
+            }
+        }
+    }
+    pass.with_rest(gradients, plan.bias, places.last(), request)
+}
+
+fn blocks_of<T: HeldTiles>(tiles: &T) -> Blocks {
+    match tiles.side() {
+        Side::Queries => Blocks {
+            queries: tiles.rows(),
+            keys: tiles.columns(),
+            held: Side::Queries,
+        },
+        Side::Keys => Blocks {
+            queries: tiles.columns(),
+            keys: tiles.rows(),
+            held: Side::Keys,
+        },
     }
 }

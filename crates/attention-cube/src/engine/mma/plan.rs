@@ -12,9 +12,10 @@ use self::split_d::SplitDTiles;
 use self::split_m::SplitMTiles;
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
+use crate::division::{check_sizes, heads_of_tile, query_tiles, splits};
 use crate::math::side::Side;
 use crate::passes::mask_bits::plan::check_mask;
-use crate::select::{Layouts, MAX_LENGTH, Operands, Pass, Refusal};
+use crate::select::{Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
 /// The kernel of the forward.
@@ -169,35 +170,13 @@ const SPLIT_D: &[SplitDShape] = &[
 /// The widest queries and keys that leave room for a ring.
 const WIDEST_DOTS: usize = 576;
 
-/// The narrowest operands: see [`Refusal::Narrow`].
-const NARROWEST: usize = 8;
-
-/// Bytes of keys and values whose tiles are in flight together under a causal mask: they share the L2 cache.
-const CACHE_BYTES: usize = 34 << 20;
-
-/// Blocks of keys that a part has at least where keys are split.
-const BLOCKS_PER_SPLIT: usize = 2;
-
 /// The precision of the problem's operands, where the engine takes it on this device at all.
 fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Refusal> {
     let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
     device.require(Feature::CopyAsync)?;
     device.require(Feature::Mma(problem.dtype))?;
     device.require(Feature::LoadMatrix(problem.dtype))?;
-    if problem.head_dim.min(problem.value_dim) < NARROWEST {
-        return Err(Refusal::Narrow {
-            narrowest: NARROWEST,
-            head_dim: problem.head_dim,
-            value_dim: problem.value_dim,
-        });
-    }
-    let length = problem.q_len.max(problem.kv_len);
-    if length > MAX_LENGTH {
-        return Err(Refusal::Length {
-            length,
-            limit: MAX_LENGTH,
-        });
-    }
+    check_sizes(problem)?;
     Ok(half)
 }
 
@@ -214,25 +193,20 @@ pub(super) fn forward(
         half,
         [device.shared_memory, device.units_per_cube],
     )?;
-    let group = problem.group().max(1);
-    // Two heads at least must fit for sharing a tile to save one.
-    let heads = match tiles.rows() / problem.q_len.max(1) {
-        0 | 1 => 1,
-        heads => heads.min(group),
-    };
-    let (planes, tile_count) = match heads {
-        1 => (
-            problem.batch * problem.q_heads,
-            problem.q_len.div_ceil(tiles.rows()),
-        ),
-        heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
-    };
+    let heads = heads_of_tile(problem, tiles.rows());
+    let query_tiles = query_tiles(problem, tiles.rows(), heads);
     check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
+    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
     Ok(ForwardPlan {
         tiles,
         heads,
-        splits: splits(problem, device, &tiles, planes * tile_count),
-        together: together(problem, planes, heads),
+        splits: splits(
+            problem,
+            [tiles.rows(), tiles.keys()],
+            query_tiles.all,
+            tiles.cubes_per_multiprocessor() * multiprocessors,
+        ),
+        together: query_tiles.together,
         copies: layouts.tma.others(Pass::Forward),
     })
 }
@@ -307,44 +281,10 @@ impl SplitDShape {
     }
 }
 
-/// Parts of the keys, where there are fewer tiles than the device runs at once.
-fn splits(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    tiles: &ForwardTiles,
-    cubes: usize,
-) -> usize {
-    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
-    let blocks = problem
-        .visible_keys(tiles.rows())
-        .div_ceil(tiles.keys())
-        .div_ceil(BLOCKS_PER_SPLIT);
-    (tiles.cubes_per_multiprocessor() * multiprocessors / cubes.max(1)).clamp(1, blocks.max(1))
-}
-
-/// Heads whose tiles alternate, so that what starts last under a causal mask is short. Where all tiles are equally long, a head's
-/// own come one after the other.
-fn together(problem: &AttentionProblem, planes: usize, heads: usize) -> usize {
-    if problem.causal.is_none() {
-        return 1;
-    }
-    let bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim);
-    let sharing = if heads == 1 {
-        problem.group().max(1)
-    } else {
-        1
-    };
-    cached(bytes, sharing, planes)
-}
-
-/// Heads of `planes` whose tiles pass over so many bytes, which every `sharing` of them have in common, and stay in the L2 cache.
-fn cached(bytes: usize, sharing: usize, planes: usize) -> usize {
-    (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::division::NARROWEST;
 
     /// Shared memory of an H100, an A100, and a GeForce.
     const SHARED_MEMORY: [usize; 3] = [232_448, 166_912, 101_376];

@@ -6,9 +6,9 @@ mod tiles;
 
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
+use crate::division::{check_sizes, heads_of_tile, query_tiles, splits};
 use crate::math::side::Side;
 use crate::passes::mask_bits::plan::check_mask;
-use crate::select::MAX_LENGTH;
 use crate::select::{Layouts, Operands, Pass, Refusal};
 use cube_kit::hopper::{ASSUMED_MULTIPROCESSORS, Half};
 
@@ -113,22 +113,11 @@ const SPLIT_M: &[SplitMShape] = &[
 /// Split-D: the widest keys, and how many stages fit beside them.
 const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
 
-/// The narrowest operands. With one column, gradients of values erred by 2.2 times what the definition in bf16 does (H200, 140
-/// queries, 270 keys): a key far from the others has most of the probability, which is rounded to half precision.
-const NARROWEST: usize = 8;
-
 /// The widest queries and keys that leave room for a ring.
 const WIDEST_DOTS: usize = 576;
 
 /// The widest values that two warpgroups hold by columns.
 const WIDEST_VALUES: usize = 512;
-
-/// Bytes of keys and values whose tiles are in flight together under a causal mask, where heads are
-/// interleaved so that what starts last is short: they share the L2 cache.
-const CACHE_BYTES: usize = 34 << 20;
-
-/// Blocks of keys that a part has at least where keys are split.
-const BLOCKS_PER_SPLIT: usize = 2;
 
 fn multiprocessors(device: &DeviceProfile) -> usize {
     device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
@@ -139,20 +128,7 @@ fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Ref
     device.require(Feature::Wgmma)?;
     device.require(Feature::Tma)?;
     let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
-    if problem.head_dim.min(problem.value_dim) < NARROWEST {
-        return Err(Refusal::Narrow {
-            narrowest: NARROWEST,
-            head_dim: problem.head_dim,
-            value_dim: problem.value_dim,
-        });
-    }
-    let length = problem.q_len.max(problem.kv_len);
-    if length > MAX_LENGTH {
-        return Err(Refusal::Length {
-            length,
-            limit: MAX_LENGTH,
-        });
-    }
+    check_sizes(problem)?;
     Ok(half)
 }
 
@@ -179,12 +155,7 @@ pub(super) fn forward(
             value_dim: problem.value_dim,
         })
     };
-    let group = problem.group().max(1);
-    // Two heads at least must fit for sharing a tile to save one.
-    let heads = match tiles(false)?.rows() / problem.q_len.max(1) {
-        0 | 1 => 1,
-        heads => heads.min(group),
-    };
+    let heads = heads_of_tile(problem, tiles(false)?.rows());
     let tiles = tiles(heads == 1 && layouts.tma_bias && has_box_of_biases(problem))?;
     let notices = if problem.segments { NOTICE_BYTES } else { 0 };
     let shared_memory = tiles.shared_memory() + notices;
@@ -196,21 +167,20 @@ pub(super) fn forward(
         });
     }
 
-    let (planes, tile_count) = match heads {
-        1 => (
-            problem.batch * problem.q_heads,
-            problem.q_len.div_ceil(tiles.rows()),
-        ),
-        heads => (problem.batch * problem.kv_heads, group.div_ceil(heads)),
-    };
+    let query_tiles = query_tiles(problem, tiles.rows(), heads);
     check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
-    let splits = splits(problem, device, &tiles, planes * tile_count);
+    let splits = splits(
+        problem,
+        [tiles.rows(), tiles.keys()],
+        query_tiles.all,
+        multiprocessors(device),
+    );
     Ok(ForwardPlan {
         tiles,
         heads,
         splits,
-        together: together(problem, planes, heads),
-        scheduler: scheduler(problem, device, planes * tile_count, splits),
+        together: query_tiles.together,
+        scheduler: scheduler(problem, device, query_tiles.all, splits),
         copies: layouts.tma.others(Pass::Forward),
     })
 }
@@ -269,21 +239,6 @@ pub(crate) fn forward_tiles(
     })
 }
 
-/// Parts of the keys, where there are fewer tiles than multiprocessors.
-fn splits(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    tiles: &ForwardTiles,
-    cubes: usize,
-) -> usize {
-    let multiprocessors = multiprocessors(device);
-    let blocks = problem
-        .visible_keys(tiles.rows())
-        .div_ceil(tiles.keys())
-        .div_ceil(BLOCKS_PER_SPLIT);
-    (multiprocessors / cubes.max(1)).clamp(1, blocks.max(1))
-}
-
 /// Cubes stay where tiles, or pairs of them, are equally heavy, or where segments come with a counter of taken ones.
 fn scheduler(
     problem: &AttentionProblem,
@@ -309,25 +264,6 @@ fn scheduler(
         }
         Some(_) => Scheduler::SingleTile,
     }
-}
-
-/// Heads whose tiles alternate. Where all tiles are equally long, a head's own come one after the other.
-fn together(problem: &AttentionProblem, planes: usize, heads: usize) -> usize {
-    if problem.causal.is_none() {
-        return 1;
-    }
-    let key_value_bytes = 2 * problem.kv_len * (problem.head_dim + problem.value_dim);
-    let sharing = if heads == 1 {
-        problem.group().max(1)
-    } else {
-        1
-    };
-    cached(key_value_bytes, sharing, planes)
-}
-
-/// Heads whose tiles' operands, `bytes` for every `sharing` of them, fit the cache together.
-fn cached(bytes: usize, sharing: usize, planes: usize) -> usize {
-    (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
 }
 
 #[cfg(test)]

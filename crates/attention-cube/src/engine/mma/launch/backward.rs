@@ -1,18 +1,18 @@
 //! Launches the backward: the queries' terms, then a kernel for each side, or two for that of keys.
 
 use crate::AttentionProblem;
-use crate::arguments::{Extras, grid, is_in_vectors, score_arguments};
+use crate::arguments::{grid, is_in_vectors, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
 use crate::engine::mma::backward::split_m::backward_split_m;
 use crate::engine::mma::plan::{BackwardPlan, GradientTiles};
 use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
-use crate::fragment::launch::fragment_kind;
+use crate::fragment::launch::{fragment_kind, gradients};
 use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
-use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
-use crate::passes::lengths::{Blocks, Places};
-use crate::passes::mask_bits::launch::{PackedMask, pack};
+use crate::passes::backward::BackwardPass;
+use crate::passes::lengths::Places;
+use crate::passes::mask_bits::launch::PackedMask;
 use crate::select::BackwardRequest;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::backend::ops::FloatTensorOps;
@@ -28,72 +28,17 @@ pub(crate) fn backward(
     plan: BackwardPlan,
     request: BackwardRequest,
 ) -> AttentionGradients<CubeBackend> {
-    let kernels = plan.kernels(request);
-    log::debug!("attention backward: {kernels:?} for {request:?}");
-    let of_kernels = kernels.iter().map(blocks_of);
-    let of_bias = blocks_of_bias(plan.bias, request);
-    let blocks: Vec<_> = of_kernels.chain(of_bias).collect();
-    let (extras, places) = Extras::new(&inputs, problem, &blocks);
-    let pass = BackwardPass::new(
-        inputs,
-        saved,
-        extras,
-        problem,
-        plan.vector,
-        problem.bias.is_some(),
-    );
-
-    let mut gradients = Gradients::default();
-    // Kernels with the same blocks share their mask.
-    let mut last_mask: Option<(Blocks, PackedMask)> = None;
-    for (tiles, places) in kernels.into_iter().zip(&places) {
-        let blocks = blocks_of(&tiles);
-        let mask = match last_mask.take() {
-            Some((of, mask)) if of == blocks => mask,
-            _ => pack(
-                &pass.inputs,
-                problem,
-                tiles.side,
-                Some(tiles.rows()),
-                tiles.columns,
-            ),
-        };
-        last_mask = Some((blocks, mask.clone()));
-        let [dots, values] = Gradient {
-            pass: &pass,
+    let launch = |pass: &BackwardPass, tiles, places, mask, together| {
+        Gradient {
+            pass,
             tiles,
-            places: *places,
+            places,
             mask,
-            together: match tiles.side {
-                Side::Queries => plan.queries_together,
-                Side::Keys => plan.keys_together,
-            },
+            together,
         }
-        .launch();
-        match tiles.side {
-            Side::Queries => gradients.query = dots,
-            Side::Keys => {
-                gradients.key = dots.or(gradients.key);
-                gradients.value = values.or(gradients.value);
-            }
-        }
-    }
-    pass.with_rest(gradients, plan.bias, places.last(), request)
-}
-
-fn blocks_of(tiles: &GradientTiles) -> Blocks {
-    match tiles.side {
-        Side::Queries => Blocks {
-            queries: tiles.rows(),
-            keys: tiles.columns,
-            held: Side::Queries,
-        },
-        Side::Keys => Blocks {
-            queries: tiles.columns,
-            keys: tiles.rows(),
-            held: Side::Keys,
-        },
-    }
+        .launch()
+    };
+    gradients(inputs, saved, problem, plan, request, launch)
 }
 
 /// One kernel's launch.

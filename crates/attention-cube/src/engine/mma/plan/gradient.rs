@@ -5,51 +5,18 @@
 //! products are the scores, queries and keys; *values* those whose products are the gradients of P, the output's gradients and the
 //! values.
 
+use super::check;
 use super::split_m::STEP;
-use super::{cached, check};
 use crate::AttentionProblem;
 use crate::device::DeviceProfile;
+use crate::division::{self, HeldTiles};
 use crate::math::side::{Side, Sums};
-use crate::passes::bias_gradient::plan::BiasGradientPlan;
-use crate::passes::mask_bits::plan::check_mask;
-use crate::select::{BackwardRequest, Layouts, Operands, Pass, Refusal};
+use crate::select::{Layouts, Refusal};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, registers};
 
 /// The kernels of the backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BackwardPlan {
-    /// Holds queries, and sums their gradient.
-    pub query: GradientTiles,
-    /// Holds keys, and sums their gradient; the values' too, if these have no kernel of their own.
-    pub key: GradientTiles,
-    /// Holds keys, and sums the values' gradient.
-    pub value: Option<GradientTiles>,
-    /// Heads of queries, counted through the sequences, whose tiles are in flight together.
-    pub queries_together: usize,
-    /// Heads of keys likewise.
-    pub keys_together: usize,
-    /// Elements of a load of the queries' terms.
-    pub vector: usize,
-    /// The bias's gradient, if there is one.
-    pub bias: Option<BiasGradientPlan>,
-    /// Operands that are copied first, to rows of whole pieces of 16 bytes.
-    pub copies: Operands,
-}
-
-impl BackwardPlan {
-    /// The kernels that are launched for the gradients asked for.
-    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientTiles> {
-        let key = request.key || (request.value && self.value.is_none());
-        let value = self.value.filter(|_| request.value);
-        let kernels = [
-            request.query.then_some(self.query),
-            key.then_some(self.key),
-            value,
-        ];
-        kernels.into_iter().flatten().collect()
-    }
-}
+pub type BackwardPlan = division::BackwardPlan<GradientTiles>;
 
 /// Each warp has rows, and all columns of their gradients: `backward/split_m.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -72,6 +39,20 @@ pub struct GradientTiles {
     pub fragments: usize,
     /// Rows of a block of the other side, the columns of the scores: 16, 32 or 64.
     pub columns: usize,
+}
+
+impl HeldTiles for GradientTiles {
+    fn side(&self) -> Side {
+        self.side
+    }
+
+    fn rows(&self) -> usize {
+        self.rows()
+    }
+
+    fn columns(&self) -> usize {
+        self.columns
+    }
 }
 
 impl GradientTiles {
@@ -221,47 +202,14 @@ pub(crate) fn backward(
     layouts: Layouts,
 ) -> Result<BackwardPlan, Refusal> {
     let half = check(problem, device)?;
-    let AttentionProblem {
-        head_dim,
-        value_dim,
-        ..
-    } = *problem;
-    let (query, key, value) =
-        gradient_tiles(head_dim, value_dim, half, problem.bias.is_some(), device)?;
-    // Rows that can be copied by pieces, copied before or not, can be read in vectors of four where these divide them.
-    let readable = Layouts {
-        vectors: true,
-        ..layouts
-    };
-    let vector = readable.vector(problem);
-    let kernels = [Some(query), Some(key), value].into_iter().flatten();
-    let packed = kernels.map(|tiles| (tiles.side, tiles.rows(), tiles.columns));
-    check_mask(problem, packed)?;
-    // Bytes of what a head's tiles pass over.
-    let bytes = |length: usize| 2 * length * (head_dim + value_dim);
-    let group = problem.group().max(1);
-    let together = |bytes, sharing, planes| match problem.causal {
-        None => 1,
-        Some(_) => cached(bytes, sharing, planes),
-    };
-    Ok(BackwardPlan {
-        query,
-        key,
-        value,
-        queries_together: together(
-            bytes(problem.kv_len),
-            group,
-            problem.batch * problem.q_heads,
-        ),
-        keys_together: together(
-            bytes(problem.q_len) * group,
-            1,
-            problem.batch * problem.kv_heads,
-        ),
-        vector,
-        bias: BiasGradientPlan::new(problem, device, vector)?,
-        copies: layouts.tma.others(Pass::Backward),
-    })
+    let kernels = gradient_tiles(
+        problem.head_dim,
+        problem.value_dim,
+        half,
+        problem.bias.is_some(),
+        device,
+    )?;
+    BackwardPlan::new(problem, device, layouts, kernels)
 }
 
 /// Tiles of queries, of keys, and of values where these have a kernel of their own.

@@ -10,50 +10,17 @@ mod split_m;
 
 pub use self::split_d::GradientSplitDTiles;
 pub use self::split_m::GradientSplitMTiles;
+use super::check;
 use super::tiles::{SHARED_MEMORY, SplitDTiles};
-use super::{cached, check};
 use crate::AttentionProblem;
 use crate::device::DeviceProfile;
+use crate::division::{self, HeldTiles};
 use crate::math::side::{Side, Sums};
-use crate::passes::bias_gradient::plan::BiasGradientPlan;
-use crate::passes::mask_bits::plan::check_mask;
-use crate::select::{BackwardRequest, Layouts, Operands, Pass, Refusal};
+use crate::select::{Layouts, Refusal};
 use cube_kit::hopper::Half;
 
 /// The kernels of the backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BackwardPlan {
-    /// Holds queries, and sums their gradient.
-    pub query: GradientTiles,
-    /// Holds keys, and sums their gradient; the values' too, if these have no kernel of their own.
-    pub key: GradientTiles,
-    /// Holds keys, and sums the values' gradient.
-    pub value: Option<GradientTiles>,
-    /// Heads of queries, counted through the sequences, whose tiles are in flight together.
-    pub queries_together: usize,
-    /// Heads of keys likewise.
-    pub keys_together: usize,
-    /// Elements of a load of the queries' terms.
-    pub vector: usize,
-    /// The bias's gradient, if there is one.
-    pub bias: Option<BiasGradientPlan>,
-    /// Operands that are copied first, to rows that the copy engine can read.
-    pub copies: Operands,
-}
-
-impl BackwardPlan {
-    /// The kernels that are launched for the gradients asked for.
-    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientTiles> {
-        let key = request.key || (request.value && self.value.is_none());
-        let value = self.value.filter(|_| request.value);
-        let kernels = [
-            request.query.then_some(self.query),
-            key.then_some(self.key),
-            value,
-        ];
-        kernels.into_iter().flatten().collect()
-    }
-}
+pub type BackwardPlan = division::BackwardPlan<GradientTiles>;
 
 /// How the warpgroups of a cube divide a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -62,6 +29,20 @@ pub enum GradientTiles {
     SplitM(GradientSplitMTiles),
     /// Split-D: each warpgroup has columns of the gradient.
     SplitD(GradientSplitDTiles),
+}
+
+impl HeldTiles for GradientTiles {
+    fn side(&self) -> Side {
+        self.side()
+    }
+
+    fn rows(&self) -> usize {
+        self.rows()
+    }
+
+    fn columns(&self) -> usize {
+        self.columns()
+    }
 }
 
 impl GradientTiles {
@@ -179,7 +160,7 @@ pub(crate) fn backward(
         });
     };
     let kernels = [Some(query), Some(key), value].into_iter().flatten();
-    for tiles in kernels.clone() {
+    for tiles in kernels {
         if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
             return Err(Refusal::Tiles {
                 width: head_dim.max(value_dim),
@@ -188,39 +169,7 @@ pub(crate) fn backward(
             });
         }
     }
-    // Rows that the copy engine can read, copied or not, can be read in vectors of four where these divide them.
-    let readable = Layouts {
-        vectors: true,
-        ..layouts
-    };
-    let vector = readable.vector(problem);
-    let packed = kernels.map(|tiles| (tiles.side(), tiles.rows(), tiles.columns()));
-    check_mask(problem, packed)?;
-    // Bytes of what a head's tiles pass over.
-    let bytes = |length: usize| 2 * length * (head_dim + value_dim);
-    let group = problem.group().max(1);
-    let together = |bytes, sharing, planes| match problem.causal {
-        None => 1,
-        Some(_) => cached(bytes, sharing, planes),
-    };
-    Ok(BackwardPlan {
-        query,
-        key,
-        value,
-        queries_together: together(
-            bytes(problem.kv_len),
-            group,
-            problem.batch * problem.q_heads,
-        ),
-        keys_together: together(
-            bytes(problem.q_len) * group,
-            1,
-            problem.batch * problem.kv_heads,
-        ),
-        vector,
-        bias: BiasGradientPlan::new(problem, device, vector)?,
-        copies: layouts.tma.others(Pass::Backward),
-    })
+    BackwardPlan::new(problem, device, layouts, (query, key, value))
 }
 
 /// The widest operands, of which a tile of 64 rows and five chunks fit.

@@ -1,0 +1,193 @@
+//! How engines on a matrix unit divide a problem among cubes: heads that share a tile, parts of the keys, heads whose tiles are in
+//! flight together, and the kernels of a backward.
+
+use crate::AttentionProblem;
+use crate::device::DeviceProfile;
+use crate::math::side::Side;
+use crate::passes::bias_gradient::plan::BiasGradientPlan;
+use crate::passes::mask_bits::plan::check_mask;
+use crate::select::{BackwardRequest, Layouts, MAX_LENGTH, Operands, Pass, Refusal};
+
+/// The narrowest operands. With one column, gradients of values erred by 2.2 times what the definition in bf16 does (H200, 140
+/// queries, 270 keys): a key far from the others has most of the probability, which is rounded to half precision.
+pub(crate) const NARROWEST: usize = 8;
+
+/// Bytes of keys and values whose tiles are in flight together under a causal mask, where heads are
+/// interleaved so that what starts last is short: they share the L2 cache.
+const CACHE_BYTES: usize = 34 << 20;
+
+/// Blocks of keys that a part has at least where keys are split.
+const BLOCKS_PER_SPLIT: usize = 2;
+
+/// Refuses operands that are too narrow for half precision, and sequences that are too long for positions.
+pub(crate) fn check_sizes(problem: &AttentionProblem) -> Result<(), Refusal> {
+    if problem.head_dim.min(problem.value_dim) < NARROWEST {
+        return Err(Refusal::Narrow {
+            narrowest: NARROWEST,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+        });
+    }
+    let length = problem.q_len.max(problem.kv_len);
+    if length > MAX_LENGTH {
+        return Err(Refusal::Length {
+            length,
+            limit: MAX_LENGTH,
+        });
+    }
+    Ok(())
+}
+
+/// Query heads of a group that share a tile of so many rows: 1 where a tile has one head.
+pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
+    // Two heads at least must fit for sharing a tile to save one.
+    match rows / problem.q_len.max(1) {
+        0 | 1 => 1,
+        heads => heads.min(problem.group().max(1)),
+    }
+}
+
+/// The tiles of a forward's queries.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueryTiles {
+    /// Of all heads and sequences.
+    pub all: usize,
+    /// Heads whose tiles alternate.
+    pub together: usize,
+}
+
+/// The tiles of so many rows, which `heads` heads share.
+pub(crate) fn query_tiles(problem: &AttentionProblem, rows: usize, heads: usize) -> QueryTiles {
+    let group = problem.group().max(1);
+    let (planes, each, sharing) = match heads {
+        1 => (
+            problem.batch * problem.q_heads,
+            problem.q_len.div_ceil(rows),
+            group,
+        ),
+        heads => (problem.batch * problem.kv_heads, group.div_ceil(heads), 1),
+    };
+    QueryTiles {
+        all: planes * each,
+        together: together(
+            problem,
+            bytes_of_rows(problem, problem.kv_len),
+            sharing,
+            planes,
+        ),
+    }
+}
+
+/// Parts of the keys, where there are fewer `tiles` of so many rows than cubes that run at once.
+pub(crate) fn splits(
+    problem: &AttentionProblem,
+    [rows, keys]: [usize; 2],
+    tiles: usize,
+    cubes: usize,
+) -> usize {
+    let blocks = problem
+        .visible_keys(rows)
+        .div_ceil(keys)
+        .div_ceil(BLOCKS_PER_SPLIT);
+    (cubes / tiles.max(1)).clamp(1, blocks.max(1))
+}
+
+/// Bytes of so many rows of both operands that a head's tiles pass over.
+fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
+    2 * rows * (problem.head_dim + problem.value_dim)
+}
+
+/// Heads, of `planes`, whose tiles alternate: their operands, `bytes` for every `sharing` of them, fit the cache together. Where all tiles
+/// are equally long, a head's own come one after the other.
+fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
+    if problem.causal.is_none() {
+        return 1;
+    }
+    (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
+}
+
+/// The tiles of a backward's kernel, which hold rows of one side and pass over blocks of the other.
+pub trait HeldTiles: Copy {
+    /// What the rows are.
+    fn side(&self) -> Side;
+
+    /// Rows of a tile.
+    fn rows(&self) -> usize;
+
+    /// Rows of a block of the other side.
+    fn columns(&self) -> usize;
+}
+
+/// The kernels of a backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardPlan<T> {
+    /// Holds queries, and sums their gradient.
+    pub query: T,
+    /// Holds keys, and sums their gradient; the values' too, if these have no kernel of their own.
+    pub key: T,
+    /// Holds keys, and sums the values' gradient.
+    pub value: Option<T>,
+    /// Heads of queries, counted through the sequences, whose tiles are in flight together.
+    pub queries_together: usize,
+    /// Heads of keys likewise.
+    pub keys_together: usize,
+    /// Elements of a load of the queries' terms.
+    pub vector: usize,
+    /// The bias's gradient, if there is one.
+    pub bias: Option<BiasGradientPlan>,
+    /// Operands that are copied first, to rows of whole pieces of 16 bytes.
+    pub copies: Operands,
+}
+
+impl<T: HeldTiles> BackwardPlan<T> {
+    /// With tiles of queries, of keys, and of values where these have a kernel of their own.
+    pub(crate) fn new(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+        (query, key, value): (T, T, Option<T>),
+    ) -> Result<Self, Refusal> {
+        // Rows that can be copied by pieces, copied before or not, can be read in vectors of four where these divide them.
+        let readable = Layouts {
+            vectors: true,
+            ..layouts
+        };
+        let vector = readable.vector(problem);
+        let kernels = [Some(query), Some(key), value].into_iter().flatten();
+        let packed = kernels.map(|tiles| (tiles.side(), tiles.rows(), tiles.columns()));
+        check_mask(problem, packed)?;
+        let group = problem.group().max(1);
+        Ok(Self {
+            query,
+            key,
+            value,
+            queries_together: together(
+                problem,
+                bytes_of_rows(problem, problem.kv_len),
+                group,
+                problem.batch * problem.q_heads,
+            ),
+            keys_together: together(
+                problem,
+                bytes_of_rows(problem, problem.q_len) * group,
+                1,
+                problem.batch * problem.kv_heads,
+            ),
+            vector,
+            bias: BiasGradientPlan::new(problem, device, vector)?,
+            copies: layouts.tma.others(Pass::Backward),
+        })
+    }
+
+    /// The kernels that are launched for the gradients asked for.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<T> {
+        let key = request.key || (request.value && self.value.is_none());
+        let value = self.value.filter(|_| request.value);
+        let kernels = [
+            request.query.then_some(self.query),
+            key.then_some(self.key),
+            value,
+        ];
+        kernels.into_iter().flatten().collect()
+    }
+}
