@@ -2,6 +2,7 @@
 
 mod ci;
 mod fuzz;
+mod kernels;
 mod process;
 mod test;
 
@@ -22,6 +23,7 @@ Usage: cargo xtask <command>
 
   test [CARGO_TEST_ARGS...]  set this machine up, then run the tests of the whole workspace
   fuzz [FORMATS...]          read broken files of every format for a minute each, or --seconds N, by --seed N
+  kernels                    have nvcc compile the mma engine's kernels for cards that are not here: docs/mma-compiled.md
   llvm                       lay Debian's LLVM out for builds with the feature `cuda` or `rocm`
   ci                         run every check that continuous integration runs
   help                       show this text
@@ -51,9 +53,10 @@ fn main() -> ExitCode {
         }
         ("test", args) => test::run(args).map(ExitCode::from),
         ("fuzz", args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
+        ("kernels", []) => kernels::run().map(|()| ExitCode::SUCCESS),
         ("llvm", []) => setup::llvm().map(|()| ExitCode::SUCCESS),
         ("ci", []) => ci::run().map(|()| ExitCode::SUCCESS),
-        ("llvm" | "ci", [extra, ..]) => {
+        ("kernels" | "llvm" | "ci", [extra, ..]) => {
             return usage_error(&format!(
                 "`{command}` takes no arguments, but got `{extra}`"
             ));

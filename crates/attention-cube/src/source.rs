@@ -202,7 +202,8 @@ pub(crate) fn properties() -> Arc<DeviceProperties> {
     ))
 }
 
-pub(crate) fn save(folder: &Path, name: &str, definition: KernelDefinition) {
+/// Writes a kernel's source, whose first line says how much shared memory a cube of it takes.
+pub(crate) fn save(folder: &Path, name: &str, shared_memory: usize, definition: KernelDefinition) {
     let options = CompilationOptions {
         warp_size: 32,
         supports_features: CppSupportedFeatures {
@@ -219,6 +220,10 @@ pub(crate) fn save(folder: &Path, name: &str, definition: KernelDefinition) {
     let compiled = cubecl::Compiler::compile(&mut compiler, definition, &options)
         .unwrap_or_else(|error| panic!("{name}: {error:?}"));
     let path = folder.join(format!("{name}.cu"));
-    fs::write(&path, compiled.source).expect("a file");
+    let source = format!(
+        "// {shared_memory} bytes of shared memory\n{}",
+        compiled.source
+    );
+    fs::write(&path, source).expect("a file");
     println!("{}", path.display());
 }

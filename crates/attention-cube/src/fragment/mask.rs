@@ -112,44 +112,80 @@ pub(crate) fn words_of_segments(
             min(rows.position_1, last_row),
             side,
         );
-        let is_one = documents.first == documents.last;
-        let shift = UNIT_POS % 4u32 * 2u32;
-        let mut all_0 = u32::new(0);
-        let mut all_1 = u32::new(0);
-        if is_one {
-            all_0 = select(documents.first == id_0, 0xffff_ffffu32, 0u32);
-            all_1 = select(documents.first == id_1, 0xffff_ffffu32, 0u32);
-        }
-        #[unroll]
-        for word in 0..columns.div_ceil(32) {
-            let mut own_0 = all_0;
-            let mut own_1 = all_1;
-            if !is_one {
-                // A thread has two neighbours of every 8 columns.
-                #[unroll]
-                for index in 0..comptime!((columns - 32 * word).min(32) / 4) {
-                    let bit = comptime!(index / 2 * 8 + index % 2);
-                    let own = first_column + shift as i32 + comptime!((32 * word + bit) as i32);
-                    let id = id_of(
-                        extent,
-                        lengths_and_ids,
-                        rows.batch,
-                        min(own, last_column),
-                        other,
-                    );
-                    own_0 |= select(id == id_0, comptime!(1u32 << bit), 0u32);
-                    own_1 |= select(id == id_1, comptime!(1u32 << bit), 0u32);
-                }
-                own_0 <<= shift;
-                own_1 <<= shift;
+        if documents.first == documents.last {
+            let all_0 = select(documents.first == id_0, 0xffff_ffffu32, 0u32);
+            let all_1 = select(documents.first == id_1, 0xffff_ffffu32, 0u32);
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                words = restricted(words, all_0, all_1, word);
             }
-            let word_0 = words.extract(comptime!(2 * word));
-            let word_1 = words.extract(comptime!(2 * word + 1));
-            words.insert(comptime!(2 * word), word_0 & own_0);
-            words.insert(comptime!(2 * word + 1), word_1 & own_1);
+        } else {
+            // A lane reads one column's id of every 32, and the warp compares them for all of its rows that are of one document:
+            // these are few documents, most often one.
+            let lane = UNIT_POS % 32u32;
+            let mut ids = Vector::<i32, Const<4>>::zeroed();
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                let column = first_column + lane as i32 + comptime!(32 * word as i32);
+                let column = min(column, last_column);
+                ids.insert(
+                    word,
+                    id_of(extent, lengths_and_ids, rows.batch, column, other),
+                );
+            }
+            let mut own = MaskWords::zeroed();
+            let mut waits_0 = true.runtime();
+            let mut waits_1 = true.runtime();
+            let mut waiting = ballot(true.runtime());
+            while waiting != 0u32 {
+                let id = plane_shuffle(select(waits_0, id_0, id_1), waiting.trailing_zeros());
+                let is_0 = id_0 == id;
+                let is_1 = id_1 == id;
+                #[unroll]
+                for word in 0..columns.div_ceil(32) {
+                    let seen = ballot(ids.extract(word) == id);
+                    own.insert(
+                        comptime!(2 * word),
+                        select(is_0, seen, own.extract(comptime!(2 * word))),
+                    );
+                    own.insert(
+                        comptime!(2 * word + 1),
+                        select(is_1, seen, own.extract(comptime!(2 * word + 1))),
+                    );
+                }
+                waits_0 = waits_0 && !is_0;
+                waits_1 = waits_1 && !is_1;
+                waiting = ballot(waits_0 || waits_1);
+            }
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                words = restricted(
+                    words,
+                    own.extract(comptime!(2 * word)),
+                    own.extract(comptime!(2 * word + 1)),
+                    word,
+                );
+            }
         }
     }
     words
+}
+
+/// The words with only these bits left of the `word`-th of each row.
+#[cube]
+fn restricted(words: MaskWords, bits_0: u32, bits_1: u32, #[comptime] word: usize) -> MaskWords {
+    let mut words = words;
+    let word_0 = words.extract(comptime!(2 * word));
+    let word_1 = words.extract(comptime!(2 * word + 1));
+    words.insert(comptime!(2 * word), word_0 & bits_0);
+    words.insert(comptime!(2 * word + 1), word_1 & bits_1);
+    words
+}
+
+/// A bit for every lane of the warp that says so.
+#[cube]
+fn ballot(says: bool) -> u32 {
+    plane_ballot(says).extract(0usize)
 }
 
 /// Pairs of registers that the keys of a word of the mask take: two rows, and a quarter of the columns.

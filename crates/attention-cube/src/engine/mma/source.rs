@@ -44,7 +44,6 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
         [shared_memory, 1024],
     )
     .expect("tiles");
-    println!("{name}: {tiles:?}, {} bytes", tiles.shared_memory());
     let mut kind = wanted.kind(Side::Queries);
     if kind.fragment.reads_ahead() {
         kind.fragment.bias_reads = BiasReads::There;
@@ -88,7 +87,7 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
         ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles),
         ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
     };
-    save(folder, name, definition);
+    save(folder, name, tiles.shared_memory(), definition);
 }
 
 fn backward(wanted: &Wanted, folder: &Path, name: &str) {
@@ -131,6 +130,7 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
             tiles.vectors(),
         )
         .define();
-        save(folder, &format!("{name}-{summed}"), definition);
+        let name = format!("{name}-{summed}");
+        save(folder, &name, tiles.shared_memory(), definition);
     }
 }

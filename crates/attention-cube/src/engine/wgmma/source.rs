@@ -83,7 +83,7 @@ impl Wanted {
             ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles, [(), (), (), ()]),
             ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles, [(), (), ()]),
         };
-        save(folder, name, definition);
+        save(folder, name, tiles.shared_memory(), definition);
     }
 
     fn backward(&self, folder: &Path, name: &str) {
@@ -137,7 +137,12 @@ impl Wanted {
                     [(), tensor()]
                 ),
             };
-            save(folder, &format!("{name}-{sums}"), definition);
+            save(
+                folder,
+                &format!("{name}-{sums}"),
+                tiles.shared_memory(),
+                definition,
+            );
         }
     }
 }
