@@ -1,10 +1,12 @@
 //! The CUDA C++ of the engine's kernels: see [`source`](crate::source).
 
+use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
 use super::plan::gradient_tiles;
-use super::plan::{ForwardTiles, forward_tiles};
+use super::plan::{ForwardTiles, GradientTiles, forward_tiles};
+use crate::division::HeldTiles;
 use crate::fragment::bias::BiasReads;
 use crate::math::side::Side;
 use crate::source::{
@@ -103,34 +105,46 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
     .unwrap_or_else(|refusal| panic!("{name}: {refusal}"));
     for (tiles, summed) in [(Some(query), "query"), (Some(key), "key"), (value, "value")] {
         let Some(tiles) = tiles else { continue };
-        let definition = BackwardSplitM::new(
-            settings(tiles.units()),
-            properties(),
-            Arc::default(),
-            tensor(),
-            tensor(),
-            tensor(),
-            tensor(),
-            tensor(),
-            optional!(wanted.structure.mask),
-            optional!(wanted.score.bias),
-            optional!(wanted.structure.segments || wanted.structure.lengths),
-            tensor(),
-            tensor(),
-            GRID,
-            EXTENT,
-            ARGUMENTS,
-            MASK_PLACES,
-            (),
-            tiles,
-            wanted.kind(tiles.side),
-            ELEMENT,
-            ELEMENT,
-            2,
-            2,
-            tiles.vectors(),
-        )
-        .define();
+        println!(
+            "{name}-{summed}: {tiles:?}, {} bytes",
+            tiles.shared_memory()
+        );
+        macro_rules! definition {
+            ($kernel:ident, $tiles:expr) => {
+                $kernel::new(
+                    settings(tiles.units()),
+                    properties(),
+                    Arc::default(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    optional!(wanted.structure.mask),
+                    optional!(wanted.score.bias),
+                    optional!(wanted.structure.segments || wanted.structure.lengths),
+                    tensor(),
+                    tensor(),
+                    GRID,
+                    EXTENT,
+                    ARGUMENTS,
+                    MASK_PLACES,
+                    (),
+                    $tiles,
+                    wanted.kind(tiles.side()),
+                    ELEMENT,
+                    ELEMENT,
+                    2,
+                    2,
+                    $tiles.vectors(),
+                )
+                .define()
+            };
+        }
+        let definition = match tiles {
+            GradientTiles::SplitM(tiles) => definition!(BackwardSplitM, tiles),
+            GradientTiles::SplitD(tiles) => definition!(BackwardSplitD, tiles),
+        };
         save(folder, &format!("{name}-{summed}"), definition);
     }
 }
