@@ -8,6 +8,7 @@ use super::plan::gradient_tiles;
 use super::plan::{ForwardTiles, GradientTiles, forward_tiles};
 use crate::division::HeldTiles;
 use crate::fragment::bias::BiasReads;
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::source::{
     ARGUMENTS, ELEMENT, EXTENT, GRID, MASK_PLACES, SCHEDULE, Wanted, optional, properties, save,
@@ -36,6 +37,15 @@ fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY").map_or(232_448, |bytes| bytes.parse().expect("a number"))
 }
 
+/// What is wanted; biases are never read ahead.
+fn kind(wanted: &Wanted, side: Side) -> TileKind {
+    let mut kind = wanted.kind(side);
+    if kind.fragment.reads_ahead() {
+        kind.fragment.bias_reads = BiasReads::There;
+    }
+    kind
+}
+
 fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     let half = Half::Bf16;
     let shared_memory = shared_memory();
@@ -47,10 +57,7 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     )
     .expect("tiles");
     println!("{name}: {tiles:?}, {} bytes", tiles.shared_memory());
-    let mut kind = wanted.kind(Side::Queries);
-    if kind.fragment.reads_ahead() {
-        kind.fragment.bias_reads = BiasReads::There;
-    }
+    let kind = kind(wanted, Side::Queries);
     macro_rules! definition {
         ($kernel:ident, $tiles:expr) => {
             $kernel::new(
@@ -131,7 +138,7 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
                     MASK_PLACES,
                     (),
                     $tiles,
-                    wanted.kind(tiles.side()),
+                    kind(wanted, tiles.side()),
                     ELEMENT,
                     ELEMENT,
                     2,

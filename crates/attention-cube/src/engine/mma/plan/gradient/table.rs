@@ -52,7 +52,7 @@ const ROWS: &[Row] = &[
     row([128, 99], Rows([8, 1, 32]), Rows([8, 1, 32]), None),
     row(
         [256, 227],
-        Columns(All, [128, 64, 128, 32, 5]),
+        Columns(All, [128, 64, 64, 16, 6]),
         Columns(All, [64, 128, 128, 32, 4]),
         None,
     ),
@@ -70,8 +70,8 @@ const ROWS: &[Row] = &[
     ),
     row(
         [512, 227],
-        Columns(All, [64, 128, 64, 16, 5]),
-        Columns(All, [64, 128, 64, 16, 5]),
+        Columns(All, [64, 128, 64, 16, 6]),
+        Columns(All, [64, 128, 64, 16, 6]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
     row(
@@ -176,16 +176,22 @@ pub(crate) fn gradient_tiles(
     ))
 }
 
-/// The tiles with as many slots as fit `shared_memory`, of those that they have: a bias has a number more of each query. Of narrow
-/// operands a block has few chunks.
+/// The tiles with as many slots of those that they have as fit `shared_memory`: a bias has a number more of each query. Rather with
+/// fewer, if these divide a block's chunks: each chunk then has the same place in every block, and it is known beforehand.
 fn with_slots(tiles: GradientSplitDTiles, shared_memory: usize) -> GradientSplitDTiles {
-    let beside = tiles.shared_memory() - tiles.slots * tiles.slot_bytes();
-    let fit = (shared_memory - beside) / tiles.slot_bytes();
+    let per_slot = tiles.slot_bytes() + GradientSplitDTiles::SLOT_BARRIERS;
+    let beside = tiles.shared_memory() - tiles.slots * per_slot;
+    let fit = (shared_memory - beside) / per_slot;
+    let most = tiles.slots.min(fit).min(tiles.chunks());
+    let even = (LEAST_SLOTS..=most).rfind(|slots| tiles.chunks().is_multiple_of(*slots));
     GradientSplitDTiles {
-        slots: tiles.slots.min(fit).min(tiles.chunks()),
+        slots: even.unwrap_or(most),
         ..tiles
     }
 }
+
+/// One is read, one has been read by some, and one is filled.
+const LEAST_SLOTS: usize = 3;
 
 #[cfg(test)]
 mod tests {
@@ -256,8 +262,8 @@ mod tests {
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");
         assert!(tiles.sum_rows.is_multiple_of(FRAGMENT_ROWS), "{tiles:?}");
         assert!(tiles.columns.is_multiple_of(tiles.sum_rows), "{tiles:?}");
-        // A slot is filled while another is read, and a pass fills slots of itself and of the next one.
-        assert!(tiles.slots >= 3, "{tiles:?}");
+        // A pass fills slots of itself and of the next one.
+        assert!(tiles.slots >= LEAST_SLOTS, "{tiles:?}");
         assert!(tiles.slots <= tiles.chunks(), "{tiles:?}");
         let places = [
             tiles.stationary_values_at(),
