@@ -215,14 +215,16 @@ pub(crate) struct Seen {
     pub view: View,
 }
 
-/// How rows `row` and `row + 8` of the tile see a block of `columns` columns.
+/// How rows `row` and `row + 8` of the tile see `columns` columns of a block of `size`, from its `first_word`-th 32 on.
 #[cube]
 pub(crate) fn seen_by<F: Float, NB: Size>(
     tile: &Stationary,
     row: i32,
     head: u32,
     block: i32,
+    first_word: u32,
     scoring: &Scoring<F, NB>,
+    #[comptime] size: usize,
     #[comptime] columns: usize,
     #[comptime] kind: TileKind,
 ) -> Seen {
@@ -234,9 +236,9 @@ pub(crate) fn seen_by<F: Float, NB: Size>(
             &tile_position,
             &rows,
             block,
-            0u32,
+            first_word,
             &scoring.masking,
-            columns,
+            size,
             columns,
             kind,
         ),

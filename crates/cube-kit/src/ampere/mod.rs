@@ -10,9 +10,14 @@
 )]
 
 #[cfg(feature = "cuda")]
+pub mod barriers;
+#[cfg(feature = "cuda")]
 pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod product;
 
 /// Rows of a product's left operand, and so of an accumulator's fragment.
 pub const FRAGMENT_ROWS: usize = 16;
+
+/// Bytes of a barrier in shared memory, which starts at a multiple of as many.
+pub const BARRIER_BYTES: usize = 8;

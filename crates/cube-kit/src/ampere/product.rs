@@ -346,9 +346,9 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 /// Stores fragments of 32 columns where [`SharedSums`] has its left operand: the first 8 of `stride` registers a fragment are pairs of
 /// halves, whatever their type says, in the order of a left operand's registers. No two lanes meet in a bank.
 #[cube]
-pub fn store_fragments<N: Size>(
+pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,
-    pairs: Vector<f32, N>,
+    pairs: Vector<P, N>,
     #[comptime] fragments: usize,
     #[comptime] stride: usize,
 ) {
@@ -356,7 +356,7 @@ pub fn store_fragments<N: Size>(
     gpu_asm!(
         "{text} // {address} {pairs}\n",
         address = in(_) value_of::<u32>(address),
-        pairs = in(_) value_of::<Vector<f32, N>>(pairs)
+        pairs = in(_) value_of::<Vector<P, N>>(pairs)
     );
 }
 

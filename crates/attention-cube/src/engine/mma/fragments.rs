@@ -1,5 +1,6 @@
 //! The registers of a warp's fragments, which follow each other in one vector.
 
+use cube_kit::hopper::ptx::load_shared;
 use cubecl::prelude::*;
 
 /// The registers of one of the fragments.
@@ -17,14 +18,14 @@ pub(crate) fn fragment_of<A: Size, N: Size>(
     own
 }
 
-/// The left operands of one or two fragments as one.
+/// The registers of one or two fragments as one.
 #[cube]
-pub(crate) fn joined<N: Size, A: Size>(
-    first: Vector<u32, N>,
-    second: Vector<u32, N>,
+pub(crate) fn joined<P: Numeric, N: Size, A: Size>(
+    first: Vector<P, N>,
+    second: Vector<P, N>,
     #[comptime] fragments: usize,
-) -> Vector<u32, A> {
-    let mut all = Vector::<u32, A>::zeroed();
+) -> Vector<P, A> {
+    let mut all = Vector::<P, A>::zeroed();
     let count = first.vector_size();
     #[unroll]
     for i in 0..count {
@@ -62,5 +63,23 @@ pub(crate) fn used_by_warp<A: Size>(
     used |= plane_shuffle_xor(used, 4u32);
     used |= plane_shuffle_xor(used, 8u32);
     used |= plane_shuffle_xor(used, 16u32);
+    used
+}
+
+/// The columns of a block that some of the `warps` from the first at `table` on use, which all told of theirs in four words each, of
+/// those that this lane multiplies by. `groups` warps with the same rows have 32 columns each.
+#[cube]
+pub(crate) fn used_by_warps(
+    table: u32,
+    #[comptime] warps: usize,
+    #[comptime] groups: usize,
+) -> u32 {
+    let start = table + UNIT_POS % 4u32 * 4u32;
+    let mut used = 0u32;
+    #[unroll]
+    for warp in 0..warps {
+        let own = load_shared(start + comptime!(16 * warp as u32));
+        used |= own << comptime!((warp % groups * 8) as u32);
+    }
     used
 }

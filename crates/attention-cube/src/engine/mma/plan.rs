@@ -7,7 +7,9 @@ pub mod split_m;
 pub(super) use self::gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use self::gradient::gradient_tiles;
-pub use self::gradient::{BackwardPlan, GradientTiles};
+pub use self::gradient::{
+    BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Held,
+};
 use self::split_d::SplitDTiles;
 use self::split_m::SplitMTiles;
 use crate::AttentionProblem;

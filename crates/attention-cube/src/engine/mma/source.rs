@@ -1,11 +1,14 @@
 //! The CUDA C++ of the engine's kernels: see [`source`](crate::source).
 
+use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
 use super::plan::gradient_tiles;
-use super::plan::{ForwardTiles, forward_tiles};
+use super::plan::{ForwardTiles, GradientTiles, forward_tiles};
+use crate::division::HeldTiles;
 use crate::fragment::bias::BiasReads;
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::source::{
     ARGUMENTS, ELEMENT, EXTENT, GRID, MASK_PLACES, SCHEDULE, Wanted, optional, properties, save,
@@ -34,6 +37,15 @@ fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY").map_or(232_448, |bytes| bytes.parse().expect("a number"))
 }
 
+/// What is wanted; biases are never read ahead.
+fn kind(wanted: &Wanted, side: Side) -> TileKind {
+    let mut kind = wanted.kind(side);
+    if kind.fragment.reads_ahead() {
+        kind.fragment.bias_reads = BiasReads::There;
+    }
+    kind
+}
+
 fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     let half = Half::Bf16;
     let shared_memory = shared_memory();
@@ -44,10 +56,8 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
         [shared_memory, 1024],
     )
     .expect("tiles");
-    let mut kind = wanted.kind(Side::Queries);
-    if kind.fragment.reads_ahead() {
-        kind.fragment.bias_reads = BiasReads::There;
-    }
+    println!("{name}: {tiles:?}");
+    let kind = kind(wanted, Side::Queries);
     macro_rules! definition {
         ($kernel:ident, $tiles:expr) => {
             $kernel::new(
@@ -102,34 +112,43 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
     .unwrap_or_else(|refusal| panic!("{name}: {refusal}"));
     for (tiles, summed) in [(Some(query), "query"), (Some(key), "key"), (value, "value")] {
         let Some(tiles) = tiles else { continue };
-        let definition = BackwardSplitM::new(
-            settings(tiles.units()),
-            properties(),
-            Arc::default(),
-            tensor(),
-            tensor(),
-            tensor(),
-            tensor(),
-            tensor(),
-            optional!(wanted.structure.mask),
-            optional!(wanted.score.bias),
-            optional!(wanted.structure.segments || wanted.structure.lengths),
-            tensor(),
-            tensor(),
-            GRID,
-            EXTENT,
-            ARGUMENTS,
-            MASK_PLACES,
-            (),
-            tiles,
-            wanted.kind(tiles.side),
-            ELEMENT,
-            ELEMENT,
-            2,
-            2,
-            tiles.vectors(),
-        )
-        .define();
+        println!("{name}-{summed}: {tiles:?}");
+        macro_rules! definition {
+            ($kernel:ident, $tiles:expr) => {
+                $kernel::new(
+                    settings(tiles.units()),
+                    properties(),
+                    Arc::default(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    tensor(),
+                    optional!(wanted.structure.mask),
+                    optional!(wanted.score.bias),
+                    optional!(wanted.structure.segments || wanted.structure.lengths),
+                    tensor(),
+                    tensor(),
+                    GRID,
+                    EXTENT,
+                    ARGUMENTS,
+                    MASK_PLACES,
+                    (),
+                    $tiles,
+                    kind(wanted, tiles.side()),
+                    ELEMENT,
+                    ELEMENT,
+                    2,
+                    2,
+                    $tiles.vectors(),
+                )
+                .define()
+            };
+        }
+        let definition = match tiles {
+            GradientTiles::SplitM(tiles) => definition!(BackwardSplitM, tiles),
+            GradientTiles::SplitD(tiles) => definition!(BackwardSplitD, tiles),
+        };
         let name = format!("{name}-{summed}");
         save(folder, &name, tiles.shared_memory(), definition);
     }

@@ -1,6 +1,6 @@
 //! The backward for heads up to 256 wide: each warp has 16 or 32 rows, of queries or of keys, and all columns of their gradients.
 //!
-//! Budget. Shared memory ([`GradientTiles::shared_memory`]): the dots and values of the tile, and two blocks of dots, values and
+//! Budget. Shared memory ([`GradientSplitMTiles::shared_memory`]): the dots and values of the tile, and two blocks of dots, values and
 //! the queries' terms. Registers a thread, at head size 128 with keys held, 16 a warp, and blocks of 64 queries: 128 of the two
 //! gradients, 32 of S, 32 of dP, which become 16 of P and 16 of dS. A warp of 16 rows reads from shared memory 4 KB of what
 //! it holds and 16 KB of a block for each of S and dP, and 16 KB for each gradient; where a gradient is summed alone, warps of 32
@@ -15,9 +15,10 @@ mod blocks;
 mod weights;
 
 use self::blocks::{copy_block, copy_stationary};
-use self::weights::{seen_by_warp, terms_of_warp, weigh};
+use self::weights::weigh;
+use super::part::{Part, alike, seen_by_warp, terms_of_warp};
 use crate::engine::mma::fragments::{fragment_of, used_by_warp};
-use crate::engine::mma::plan::GradientTiles;
+use crate::engine::mma::plan::GradientSplitMTiles;
 use crate::fragment::gradient::p_scale;
 use crate::fragment::output::{OutputPart, without_blind};
 use crate::fragment::scoring::{Scoring, scoring};
@@ -29,7 +30,7 @@ use crate::fragment::work_tile::TileKind;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
-use crate::math::visibility::{Extent, Run, Sight};
+use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::copy::{await_copies, commit_copies};
@@ -68,7 +69,7 @@ pub(crate) fn backward_split_m<
     arguments: ScoreArguments,
     mask_places: MaskPlaces,
     group: u32,
-    #[comptime] tiles: GradientTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: TileKind,
     #[define(E)] _element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -151,37 +152,6 @@ pub(crate) fn backward_split_m<
     }
 }
 
-/// The tile, known to be the same for all lanes where it was read from memory: it then takes none of a thread's own registers.
-#[cube]
-fn alike(tile: Stationary) -> Stationary {
-    let sight = tile.sight;
-    let run = tile.run;
-    Stationary {
-        sight: Sight {
-            length: uniform(sight.length as u32) as i32,
-            offset: uniform(sight.offset as u32) as i32,
-            q_len: sight.q_len,
-            left: sight.left,
-            right: sight.right,
-        },
-        run: Run {
-            first: uniform(run.first as u32) as i32,
-            end: uniform(run.end as u32) as i32,
-            common_first: uniform(run.common_first as u32) as i32,
-            common_end: uniform(run.common_end as u32) as i32,
-        },
-        first_block: uniform(tile.first_block as u32) as i32,
-        end_block: uniform(tile.end_block as u32) as i32,
-        batch: tile.batch,
-        head: tile.head,
-        first_row: tile.first_row,
-        rows: tile.rows,
-        row_block: tile.row_block,
-        first_head: tile.first_head,
-        heads: tile.heads,
-    }
-}
-
 /// A warp's gradients, of which only those that are asked for are used.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -202,7 +172,7 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     row: i32,
     scoring: &Scoring<F, NB>,
     start: u32,
-    #[comptime] tiles: GradientTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Gradients<AD, AV> {
     let masking = &scoring.masking;
@@ -214,7 +184,12 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     let summed_at = left_address(blocks, 0u32);
     let to_values = comptime!(tiles.block_values_at() as u32);
 
-    let row_terms = terms_of_warp(terms, tile, row, &masking.extent, tiles, kind.fragment);
+    let part = comptime!(Part {
+        fragments: tiles.fragments,
+        columns: tiles.columns,
+        block: tiles.columns,
+    });
+    let row_terms = terms_of_warp(terms, tile, row, &masking.extent, part, kind.fragment);
     let mut dot_sums = Vector::<f32, AD>::zeroed();
     let mut value_sums = Vector::<f32, AV>::zeroed();
     let mut head = first.head;
@@ -230,7 +205,7 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
         let other = comptime!(tiles.block_bytes() as u32) - stage;
         await_copies(0usize);
         sync_cube();
-        let seen = seen_by_warp::<F, NB>(tile, row, head, block, scoring, tiles, kind);
+        let seen = seen_by_warp::<F, NB>(tile, row, head, block, 0u32, scoring, part, kind);
         let s = scores::<AS>(
             stationary_dots,
             scored_at + stage,
@@ -312,7 +287,7 @@ fn with_block<A: Size, AP: Size>(
     right: u32,
     may_have_masked: bool,
     #[comptime] columns: usize,
-    #[comptime] tiles: GradientTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Vector<f32, A> {
     let mut sums = sums;
@@ -332,7 +307,7 @@ fn with_block<A: Size, AP: Size>(
 }
 
 /// The product that makes S or dP, whose operands have `depth` columns.
-const fn score_product(tiles: GradientTiles, depth: usize) -> Scores {
+const fn score_product(tiles: GradientSplitMTiles, depth: usize) -> Scores {
     Scores {
         fragments: tiles.fragments,
         columns: tiles.columns,
@@ -344,7 +319,7 @@ const fn score_product(tiles: GradientTiles, depth: usize) -> Scores {
 }
 
 /// The product that adds to a gradient of so many columns.
-const fn sum_product(tiles: GradientTiles, columns: usize, masked: bool) -> Sums {
+const fn sum_product(tiles: GradientSplitMTiles, columns: usize, masked: bool) -> Sums {
     Sums {
         fragments: tiles.fragments,
         columns,

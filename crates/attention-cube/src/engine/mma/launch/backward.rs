@@ -3,6 +3,8 @@
 use crate::AttentionProblem;
 use crate::arguments::{grid, is_in_vectors, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
+use crate::division::HeldTiles;
+use crate::engine::mma::backward::split_d::backward_split_d;
 use crate::engine::mma::backward::split_m::backward_split_m;
 use crate::engine::mma::plan::{BackwardPlan, GradientTiles};
 use crate::fragment::FragmentKind;
@@ -63,7 +65,7 @@ impl Gradient<'_> {
         } = self.pass;
         let client = terms.client.clone();
         let tiles = self.tiles;
-        let (side, sums) = (tiles.side, tiles.sums);
+        let (side, sums) = (tiles.side(), tiles.sums());
         let (stationary_dots, stationary_values, dots, values) = match side {
             Side::Queries => (&inputs.query, output_gradient, &inputs.key, &inputs.value),
             Side::Keys => (&inputs.key, &inputs.value, &inputs.query, output_gradient),
@@ -129,37 +131,45 @@ impl Gradient<'_> {
             .chain(&self.mask.bits)
             .chain(extras.beside_mask()),
         );
-        // SAFETY: copies and everything else stay inside the shapes that the kernel was given; what stands for a gradient that is
-        // not summed is not written.
-        unsafe {
-            backward_split_m::launch_unchecked(
-                &client,
-                cube_count(&client, cubes),
-                CubeDim::new_1d(tiles.units() as u32),
-                addresses,
-                BackwardPass::arg(stationary_dots),
-                BackwardPass::arg(stationary_values),
-                BackwardPass::arg(dots),
-                BackwardPass::arg(values),
-                BackwardPass::arg(terms),
-                self.mask.argument().into(),
-                bias.map(CubeTensor::into_tensor_arg).into(),
-                extras.lengths_and_ids().into(),
-                dot_target.into_tensor_arg(),
-                value_target.into_tensor_arg(),
-                grid,
-                self.places.extent(problem),
-                score_arguments(problem),
-                self.mask.places(),
-                problem.group() as u32,
-                tiles,
-                kind,
-                dtype_to_storage_type(problem.dtype),
-                extras.bias_element,
-                vector,
-                bias_vector,
-                tiles.vectors(),
-            );
+        macro_rules! launch {
+            ($kernel:ident, $tiles:expr) => {
+                // SAFETY: copies and everything else stay inside the shapes that the kernel was given; what stands for a gradient
+                // that is not summed is not written.
+                unsafe {
+                    $kernel::launch_unchecked(
+                        &client,
+                        cube_count(&client, cubes),
+                        CubeDim::new_1d(tiles.units() as u32),
+                        addresses,
+                        BackwardPass::arg(stationary_dots),
+                        BackwardPass::arg(stationary_values),
+                        BackwardPass::arg(dots),
+                        BackwardPass::arg(values),
+                        BackwardPass::arg(terms),
+                        self.mask.argument().into(),
+                        bias.map(CubeTensor::into_tensor_arg).into(),
+                        extras.lengths_and_ids().into(),
+                        dot_target.into_tensor_arg(),
+                        value_target.into_tensor_arg(),
+                        grid,
+                        self.places.extent(problem),
+                        score_arguments(problem),
+                        self.mask.places(),
+                        problem.group() as u32,
+                        $tiles,
+                        kind,
+                        dtype_to_storage_type(problem.dtype),
+                        extras.bias_element,
+                        vector,
+                        bias_vector,
+                        $tiles.vectors(),
+                    )
+                }
+            };
+        }
+        match tiles {
+            GradientTiles::SplitM(tiles) => launch!(backward_split_m, tiles),
+            GradientTiles::SplitD(tiles) => launch!(backward_split_d, tiles),
         }
         [dot_gradient, value_gradient]
     }

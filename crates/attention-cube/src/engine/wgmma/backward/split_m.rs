@@ -249,7 +249,17 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
         await_values(places, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
-        let seen = seen_by::<F, NB>(tile, row, first.head, block, scoring, tiles.columns, kind);
+        let seen = seen_by::<F, NB>(
+            tile,
+            row,
+            first.head,
+            block,
+            0u32,
+            scoring,
+            tiles.columns,
+            tiles.columns,
+            kind,
+        );
         let made = weigh::<F, NB, NS, NP>(
             s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
         );
@@ -286,7 +296,9 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 row,
                 next_head,
                 next_block,
+                0u32,
                 scoring,
+                tiles.columns,
                 tiles.columns,
                 kind,
             );

@@ -1,73 +1,13 @@
-//! How a warp's fragments see a block, and P and dS of it.
+//! P and dS of a warp's fragments.
 
+use crate::engine::mma::backward::part::{WarpSeen, WarpTerms};
 use crate::engine::mma::fragments::{fragment_of, joined};
-use crate::engine::mma::plan::GradientTiles;
+use crate::engine::mma::plan::GradientSplitMTiles;
 use crate::fragment::FragmentKind;
-use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, terms_of_rows, weights};
+use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, weights};
 use crate::fragment::scoring::Scoring;
-use crate::fragment::stationary::{Seen, Stationary, seen_by};
-use crate::fragment::work_tile::TileKind;
-use crate::math::visibility::Extent;
-use cube_kit::ampere::FRAGMENT_ROWS;
+use crate::fragment::stationary::Seen;
 use cubecl::prelude::*;
-
-/// The terms of both fragments' rows; of one alone, twice.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct WarpTerms {
-    first: Terms,
-    second: Terms,
-}
-
-/// The terms of the thread's rows, of which `row` of the tile is the first, where these are queries.
-#[cube]
-pub(super) fn terms_of_warp(
-    terms: &Tensor<f32>,
-    tile: &Stationary,
-    row: i32,
-    extent: &Extent,
-    #[comptime] tiles: GradientTiles,
-    #[comptime] kind: FragmentKind,
-) -> WarpTerms {
-    let row = tile.first_row + row;
-    let first = terms_of_rows(terms, tile.batch, tile.head, row, extent, kind);
-    let second = if comptime!(tiles.fragments == 2) {
-        let row = row + comptime!(FRAGMENT_ROWS as i32);
-        terms_of_rows(terms, tile.batch, tile.head, row, extent, kind)
-    } else {
-        first
-    };
-    WarpTerms { first, second }
-}
-
-/// How both fragments see a block; one alone, twice.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct WarpSeen {
-    pub first: Seen,
-    second: Seen,
-}
-
-/// How the thread's rows see a block, of which `row` of the tile is the first.
-#[cube]
-pub(super) fn seen_by_warp<F: Float, NB: Size>(
-    tile: &Stationary,
-    row: i32,
-    head: u32,
-    block: i32,
-    scoring: &Scoring<F, NB>,
-    #[comptime] tiles: GradientTiles,
-    #[comptime] kind: TileKind,
-) -> WarpSeen {
-    let first = seen_by::<F, NB>(tile, row, head, block, scoring, tiles.columns, kind);
-    let second = if comptime!(tiles.fragments == 2) {
-        let row = row + comptime!(FRAGMENT_ROWS as i32);
-        seen_by::<F, NB>(tile, row, head, block, scoring, tiles.columns, kind)
-    } else {
-        first
-    };
-    WarpSeen { first, second }
-}
 
 /// P and dS of a warp's rows, as left operands of products; each only where it is needed.
 #[derive(CubeType, Clone, Copy)]
@@ -87,7 +27,7 @@ pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     terms_at: u32,
     block: i32,
     scoring: &Scoring<F, NB>,
-    #[comptime] tiles: GradientTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: FragmentKind,
 ) -> Made<AP> {
     let first = weigh_fragment::<F, NB, NS, NP>(
@@ -117,8 +57,8 @@ pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
         first
     };
     Made::<AP> {
-        p: joined::<NP, AP>(first.p, second.p, tiles.fragments),
-        ds: joined::<NP, AP>(first.ds, second.ds, tiles.fragments),
+        p: joined::<u32, NP, AP>(first.p, second.p, tiles.fragments),
+        ds: joined::<u32, NP, AP>(first.ds, second.ds, tiles.fragments),
     }
 }
 
@@ -132,7 +72,7 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
     terms_at: u32,
     block: i32,
     scoring: &Scoring<F, NB>,
-    #[comptime] tiles: GradientTiles,
+    #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: FragmentKind,
 ) -> Made<NP> {
     let terms = terms_of_block(terms, terms_at, tiles.columns);

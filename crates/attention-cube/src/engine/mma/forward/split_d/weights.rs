@@ -2,6 +2,7 @@
 
 use super::Places;
 use super::roles::Roles;
+use crate::engine::mma::fragments::used_by_warps;
 use crate::engine::mma::plan::split_d::SplitDTiles;
 use crate::fragment::softmax::{
     SoftmaxState, maxima, numerators, own_maxima, rescaled, softmax_state,
@@ -180,7 +181,7 @@ pub(super) fn share<AS: Size>(
     #[comptime] tiles: SplitDTiles,
     #[comptime] kind: TileKind,
 ) {
-    store_fragments::<AS>(
+    store_fragments::<f32, AS>(
         pair_address(
             places.probabilities,
             roles.score_row,
@@ -228,16 +229,11 @@ fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: SplitDTiles) 
 /// The keys of a block that some row of a warp's output uses, of those that this lane multiplies by.
 #[cube]
 pub(super) fn told_used(places: &Places, roles: &Roles, #[comptime] tiles: SplitDTiles) -> u32 {
-    let lane = UNIT_POS % 4u32;
     let first_warp = roles.output_row / comptime!(tiles.score_rows() as u32)
         * comptime!(tiles.key_groups() as u32);
-    let start = places.used + first_warp * 16u32 + lane * 4u32;
-    let mut used = 0u32;
-    #[unroll]
-    for warp in 0..comptime!(tiles.output_rows().div_ceil(tiles.score_rows()) * tiles.key_groups())
-    {
-        let own = load_shared(start + comptime!(16 * warp as u32));
-        used |= own << comptime!((warp % tiles.key_groups() * 8) as u32);
-    }
-    used
+    used_by_warps(
+        places.used + first_warp * 16u32,
+        comptime!(tiles.output_rows().div_ceil(tiles.score_rows()) * tiles.key_groups()),
+        tiles.key_groups(),
+    )
 }
