@@ -12,6 +12,8 @@
 #[cfg(feature = "cuda")]
 pub mod copy;
 #[cfg(feature = "cuda")]
+pub mod exchange;
+#[cfg(feature = "cuda")]
 pub mod product;
 
 /// Rows of a product's left operand, and so of an accumulator's fragment.

@@ -3,9 +3,11 @@
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
+use super::forward::split_n::forward_split_n::ForwardSplitN;
 use super::plan::gradient_tiles;
-use super::plan::{ForwardTiles, forward_tiles};
+use super::plan::{ForwardTiles, few_rows_tiles, forward_tiles};
 use crate::fragment::bias::BiasReads;
+use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
 use crate::source::{
     ARGUMENTS, ELEMENT, EXTENT, GRID, MASK_PLACES, SCHEDULE, Wanted, optional, properties, save,
@@ -23,8 +25,13 @@ fn write() {
         "forward-128-128 backward-128-128",
         |wanted, folder, name| match name.split('-').next() {
             Some("forward") => forward(wanted, folder, name),
+            Some("decode16") => few_rows(wanted, folder, name, 16),
+            Some("decode32") => few_rows(wanted, folder, name, 32),
+            Some("decode64") => few_rows(wanted, folder, name, 64),
             Some("backward") => backward(wanted, folder, name),
-            _ => panic!("{name} begins with neither forward nor backward"),
+            _ => {
+                panic!("{name} begins with none of forward, decode16, decode32, decode64, backward")
+            }
         },
     );
 }
@@ -44,8 +51,41 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
         [shared_memory, 1024],
     )
     .expect("tiles");
+    let kind = wanted.kind(Side::Queries);
+    write_forward(wanted, folder, name, tiles, kind);
+}
+
+/// The forward for so many rows, of heads that share a tile, and with keys that are split.
+fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
+    let Wanted {
+        head_dim,
+        value_dim,
+        ..
+    } = *wanted;
+    let tiles = few_rows_tiles(
+        rows,
+        head_dim,
+        value_dim,
+        Half::Bf16,
+        [shared_memory(), 1024],
+    )
+    .expect("tiles");
+    let kind = TileKind {
+        heads: 8,
+        split: true,
+        ..wanted.kind(Side::Queries)
+    };
+    write_forward(wanted, folder, name, tiles, kind);
+}
+
+fn write_forward(
+    wanted: &Wanted,
+    folder: &Path,
+    name: &str,
+    tiles: ForwardTiles,
+    mut kind: TileKind,
+) {
     println!("{name}: {tiles:?}, {} bytes", tiles.shared_memory());
-    let mut kind = wanted.kind(Side::Queries);
     if kind.fragment.reads_ahead() {
         kind.fragment.bias_reads = BiasReads::There;
     }
@@ -86,6 +126,7 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     }
     let definition = match tiles {
         ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles),
+        ForwardTiles::SplitN(tiles) => definition!(ForwardSplitN, tiles),
         ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
     };
     save(folder, name, definition);
