@@ -25,9 +25,12 @@ fn write() {
         "forward-128-128 backward-128-128",
         |wanted, folder, name| match name.split('-').next() {
             Some("forward") => forward(wanted, folder, name),
-            Some("decode16") => few_rows(wanted, folder, name, 16),
-            Some("decode32") => few_rows(wanted, folder, name, 32),
-            Some("decode64") => few_rows(wanted, folder, name, 64),
+            Some("decode16") => few_rows(wanted, folder, name, 16, true),
+            Some("decode32") => few_rows(wanted, folder, name, 32, true),
+            Some("decode64") => few_rows(wanted, folder, name, 64, true),
+            Some("rows16") => few_rows(wanted, folder, name, 16, false),
+            Some("rows32") => few_rows(wanted, folder, name, 32, false),
+            Some("rows64") => few_rows(wanted, folder, name, 64, false),
             Some("backward") => backward(wanted, folder, name),
             _ => {
                 panic!("{name} begins with none of forward, decode16, decode32, decode64, backward")
@@ -55,8 +58,8 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     write_forward(wanted, folder, name, tiles, kind);
 }
 
-/// The forward for so many rows, of heads that share a tile, and with keys that are split.
-fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
+/// The forward for so many rows: of one head, or of eight that share a tile, and whose keys are split.
+fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: bool) {
     let Wanted {
         head_dim,
         value_dim,
@@ -71,8 +74,8 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
     )
     .expect("tiles");
     let kind = TileKind {
-        heads: 8,
-        split: true,
+        heads: if shared { 8 } else { 1 },
+        split: shared,
         ..wanted.kind(Side::Queries)
     };
     write_forward(wanted, folder, name, tiles, kind);

@@ -48,7 +48,7 @@ enum Shape {
 /// What counts is the bytes on their way to a multiprocessor: of its time on the bus an H200 wants 30 KB and twice as many against
 /// everything that waits, an A100 10, cards for games 5.
 const FEW_ROWS: &[Shape] = &[
-    split_n([64, 64], [1, 1, 4], [16, 4, 2]),
+    split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
     split_n([128, 128], [1, 1, 4], [16, 3, 2]),
     split_n([128, 128], [1, 1, 4], [16, 2, 2]),
@@ -62,7 +62,7 @@ const FEW_ROWS: &[Shape] = &[
     split_n([576, 512], [1, 2, 2], [16, 2, 1]),
     split_n([576, 512], [1, 2, 1], [16, 3, 1]),
     split_n([576, 512], [1, 2, 1], [16, 2, 1]),
-    split_n([64, 64], [2, 1, 4], [16, 4, 2]),
+    split_n([64, 64], [2, 1, 4], [32, 3, 2]),
     split_n([64, 64], [2, 1, 4], [16, 2, 2]),
     split_n([128, 128], [2, 1, 4], [16, 3, 2]),
     split_n([128, 128], [2, 1, 4], [16, 2, 2]),
