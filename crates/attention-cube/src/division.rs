@@ -92,6 +92,33 @@ pub(crate) fn splits(
     (cubes / tiles.max(1)).clamp(1, blocks.max(1))
 }
 
+/// Rounds of cubes that run at once, up to which keys are split to fill the last one.
+const MOST_ROUNDS: usize = 4;
+
+/// Blocks in whose time a cube begins and ends.
+const BLOCKS_OF_A_CUBE: usize = 2;
+
+/// Parts of the keys of few rows, whose blocks take the time that their copies take: the fewest by which all rounds of `cubes` cubes
+/// together take hardly longer than by any other number.
+pub(crate) fn splits_in_rounds(
+    problem: &AttentionProblem,
+    [rows, keys]: [usize; 2],
+    tiles: usize,
+    cubes: usize,
+) -> usize {
+    let blocks = problem.visible_keys(rows).div_ceil(keys).max(1);
+    let tiles = tiles.max(1);
+    let most = blocks
+        .div_ceil(BLOCKS_PER_SPLIT)
+        .min((MOST_ROUNDS * cubes / tiles).max(1));
+    let time = |splits: usize| {
+        (tiles * splits).div_ceil(cubes.max(1)) * (blocks.div_ceil(splits) + BLOCKS_OF_A_CUBE)
+    };
+    let best = (1..=most).map(time).min().unwrap_or_default();
+    let is_near = |splits: &usize| time(*splits) * 20 <= best * 21;
+    (1..=most).find(is_near).unwrap_or(1)
+}
+
 /// Bytes of so many rows of both operands that a head's tiles pass over.
 fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
     2 * rows * (problem.head_dim + problem.value_dim)
@@ -189,5 +216,53 @@ impl<T: HeldTiles> BackwardPlan<T> {
             value,
         ];
         kernels.into_iter().flatten().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::DType;
+
+    fn problem(batch: usize, kv_heads: usize, kv_len: usize) -> AttentionProblem {
+        AttentionProblem {
+            batch,
+            q_heads: 8 * kv_heads,
+            kv_heads,
+            q_len: 1,
+            kv_len,
+            head_dim: 128,
+            value_dim: 128,
+            dtype: DType::BF16,
+            scale: 1.0,
+            softcap: None,
+            causal: None,
+            window_left: None,
+            window_right: None,
+            mask: None,
+            bias: None,
+            kv_lengths: false,
+            segments: false,
+            sinks: None,
+            deterministic: false,
+        }
+    }
+
+    /// As many parts as fill the card once or a few times, fewer where keys are few, and one where tiles fill it.
+    #[test]
+    fn parts_fill_rounds() {
+        for (tiles, kv_len, expected) in [
+            (1, 32_768, 256),
+            (1, 1, 1),
+            (1, 200, 2),
+            (8, 32_768, 32),
+            (128, 32_768, 2),
+            (140, 32_768, 5),
+            (1024, 32_768, 1),
+            (100_000, 64, 1),
+        ] {
+            let splits = splits_in_rounds(&problem(tiles, 1, kv_len), [16, 64], tiles, 264);
+            assert_eq!(splits, expected, "{tiles} tiles, {kv_len} keys");
+        }
     }
 }

@@ -8,8 +8,7 @@ use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
 use attention_cube::device::DeviceProfile;
-use attention_cube::engine::wgmma::plan::{ForwardTiles, Scheduler};
-use attention_cube::engine::{Kernel, Plan};
+use attention_cube::engine::{Kernel, Plan, mma, wgmma};
 use attention_cube::select::{Layouts, Pass, select};
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
@@ -162,22 +161,35 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     }
     let problem = problem(case);
     let layouts = Layouts::contiguous(&problem);
-    let plan = match select(&problem, device, layouts, Pass::Forward).kernel {
-        Kernel::Wgmma(Plan::Forward(plan)) => plan,
-        kernel => return kernel.engine().to_string(),
-    };
-    let tiles = match plan.tiles {
-        ForwardTiles::SplitM(_) => "split-M",
-        ForwardTiles::SplitD(_) => "split-D",
+    let kernel = select(&problem, device, layouts, Pass::Forward).kernel;
+    let engine = kernel.engine();
+    let (tiles, heads, splits, stay) = match kernel {
+        Kernel::Wgmma(Plan::Forward(plan)) => {
+            let tiles = match plan.tiles {
+                wgmma::plan::ForwardTiles::SplitM(_) => "split-M",
+                wgmma::plan::ForwardTiles::SplitD(_) => "split-D",
+            };
+            let stay = plan.scheduler != wgmma::plan::Scheduler::SingleTile;
+            (tiles, plan.heads, plan.splits, stay)
+        }
+        Kernel::Mma(Plan::Forward(plan)) => {
+            let tiles = match plan.tiles {
+                mma::plan::ForwardTiles::SplitM(_) => "split-M",
+                mma::plan::ForwardTiles::SplitN(_) => "split-N",
+                mma::plan::ForwardTiles::SplitD(_) => "split-D",
+            };
+            (tiles, plan.heads, plan.splits, false)
+        }
+        _ => return engine.to_string(),
     };
     let particulars = [
-        (plan.heads > 1, ", heads share a tile"),
-        (plan.splits > 1, ", keys are split"),
-        (plan.scheduler != Scheduler::SingleTile, ", cubes stay"),
+        (heads > 1, ", heads share a tile"),
+        (splits > 1, ", keys are split"),
+        (stay, ", cubes stay"),
     ];
     let particulars = particulars.into_iter().filter(|(is_so, _)| *is_so);
     let particulars: String = particulars.map(|(_, what)| what).collect();
-    format!("wgmma {tiles}{particulars}")
+    format!("{engine} {tiles}{particulars}")
 }
 
 /// What a choice of kernels depends on.

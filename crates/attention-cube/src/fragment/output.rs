@@ -64,6 +64,26 @@ pub(crate) struct OutputPart<NO: Size> {
     pub factors: Pair,
 }
 
+/// Registers of 16 columns of a fragment.
+pub(crate) const STEP_REGISTERS: usize = 8;
+
+/// The `step`-th 16 columns of a fragment.
+#[cube]
+pub(crate) fn step_of<NO: Size, N: Size>(
+    part: OutputPart<NO>,
+    #[comptime] step: usize,
+) -> OutputPart<N> {
+    let mut o = Vector::<f32, N>::zeroed();
+    #[unroll]
+    for i in 0..STEP_REGISTERS {
+        o.insert(i, part.o.extract(comptime!(STEP_REGISTERS * step + i)));
+    }
+    OutputPart::<N> {
+        o,
+        factors: part.factors,
+    }
+}
+
 /// Normalises the rows of `columns` columns, and writes their logsumexps, where that is this thread's to do.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(

@@ -37,6 +37,18 @@ pub(crate) fn next_block(
     masking: &Masking,
     #[comptime] kind: TileKind,
 ) -> i32 {
+    next_block_in_steps(tile, block, masking, 1usize, kind)
+}
+
+/// The first of `block` and every `step`-th after it that the tile visits, or one from `end_block` on.
+#[cube]
+pub(crate) fn next_block_in_steps(
+    tile: &Tile,
+    block: i32,
+    masking: &Masking,
+    #[comptime] step: usize,
+    #[comptime] kind: TileKind,
+) -> i32 {
     let mut block = block;
     if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
         let tile_position = tile_position(tile);
@@ -45,7 +57,7 @@ pub(crate) fn next_block(
             if meets(&tile_position, block, masking, kind) {
                 searching = false;
             } else {
-                block += 1i32;
+                block += comptime!(step as i32);
                 searching = block < tile.end_block;
             }
         }

@@ -14,6 +14,8 @@ pub mod barriers;
 #[cfg(feature = "cuda")]
 pub mod copy;
 #[cfg(feature = "cuda")]
+pub mod exchange;
+#[cfg(feature = "cuda")]
 pub mod product;
 
 /// Rows of a product's left operand, and so of an accumulator's fragment.

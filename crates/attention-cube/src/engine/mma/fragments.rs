@@ -1,6 +1,7 @@
-//! The registers of a warp's fragments, which follow each other in one vector.
+//! The registers of a warp's fragments, which follow each other in one vector, and what warps tell each other of their rows.
 
-use cube_kit::hopper::ptx::load_shared;
+use cube_kit::hopper::accumulator::Pair;
+use cube_kit::hopper::ptx::{load_shared, store_shared};
 use cubecl::prelude::*;
 
 /// The registers of one of the fragments.
@@ -82,4 +83,28 @@ pub(crate) fn used_by_warps(
         used |= own << comptime!((warp % groups * 8) as u32);
     }
     used
+}
+
+/// Bytes from a thread's row to its second, 8 below, where rows have a word each.
+const TO_SECOND: u32 = 4 * 8;
+
+/// Writes two rows' numbers to a table of words.
+#[cube]
+pub(crate) fn tell_rows(own: Pair, table: u32, row: u32) {
+    let lane_of_row = UNIT_POS % 4u32;
+    if lane_of_row == 0u32 {
+        let at = table + row * 4u32;
+        store_shared(at, u32::reinterpret(own.first));
+        store_shared(at + TO_SECOND, u32::reinterpret(own.second));
+    }
+}
+
+/// Two rows' numbers of a table of words.
+#[cube]
+pub(crate) fn told_rows(table: u32, row: u32) -> Pair {
+    let at = table + row * 4u32;
+    Pair {
+        first: f32::reinterpret(load_shared(at)),
+        second: f32::reinterpret(load_shared(at + TO_SECOND)),
+    }
 }

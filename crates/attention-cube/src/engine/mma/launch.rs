@@ -4,6 +4,7 @@ pub(super) mod backward;
 
 use super::forward::split_d::forward_split_d;
 use super::forward::split_m::forward_split_m;
+use super::forward::split_n::forward_split_n;
 use super::plan::{ForwardPlan, ForwardTiles};
 use crate::AttentionProblem;
 use crate::arguments::score_arguments;
@@ -72,6 +73,7 @@ pub(super) fn forward(
     }
     match tiles {
         ForwardTiles::SplitM(tiles) => launch!(forward_split_m, tiles),
+        ForwardTiles::SplitN(tiles) => launch!(forward_split_n, tiles),
         ForwardTiles::SplitD(tiles) => launch!(forward_split_d, tiles),
     }
     pass.results(problem)

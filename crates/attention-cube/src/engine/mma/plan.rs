@@ -1,9 +1,13 @@
 //! The plan of the `mma` engine: tiles from tables by head size and by the shared memory that the device has.
 
+mod few_rows;
 mod gradient;
 pub mod split_d;
 pub mod split_m;
+pub mod split_n;
+pub mod warp;
 
+pub(crate) use self::few_rows::few_rows_tiles;
 pub(super) use self::gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use self::gradient::gradient_tiles;
@@ -12,9 +16,10 @@ pub use self::gradient::{
 };
 use self::split_d::SplitDTiles;
 use self::split_m::SplitMTiles;
+use self::split_n::SplitNTiles;
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
-use crate::division::{check_sizes, heads_of_tile, query_tiles, splits};
+use crate::division::{check_sizes, heads_of_tile, query_tiles, splits, splits_in_rounds};
 use crate::math::side::Side;
 use crate::passes::mask_bits::plan::check_mask;
 use crate::select::{Layouts, Operands, Pass, Refusal};
@@ -40,6 +45,8 @@ pub struct ForwardPlan {
 pub enum ForwardTiles {
     /// Warps have rows, and all columns of their output.
     SplitM(SplitMTiles),
+    /// Warps have keys, of few rows.
+    SplitN(SplitNTiles),
     /// Warps have rows, and a part of the columns of their output.
     SplitD(SplitDTiles),
 }
@@ -49,6 +56,7 @@ impl ForwardTiles {
     pub const fn rows(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.rows(),
+            Self::SplitN(tiles) => tiles.rows(),
             Self::SplitD(tiles) => tiles.rows,
         }
     }
@@ -57,6 +65,7 @@ impl ForwardTiles {
     pub const fn keys(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.keys,
+            Self::SplitN(tiles) => tiles.keys,
             Self::SplitD(tiles) => tiles.keys,
         }
     }
@@ -65,6 +74,7 @@ impl ForwardTiles {
     pub const fn units(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.units(),
+            Self::SplitN(tiles) => tiles.units(),
             Self::SplitD(tiles) => tiles.units(),
         }
     }
@@ -73,17 +83,38 @@ impl ForwardTiles {
     pub const fn shared_memory(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.shared_memory(),
+            Self::SplitN(tiles) => tiles.shared_memory(),
             Self::SplitD(tiles) => tiles.shared_memory(),
         }
     }
 
-    /// Cubes that a multiprocessor runs side by side.
-    const fn cubes_per_multiprocessor(&self) -> usize {
+    /// Keys that a cube multiplies side by side.
+    const fn keys_at_once(&self) -> usize {
         match self {
-            Self::SplitM(_) => 2,
-            Self::SplitD(_) => 1,
+            Self::SplitN(tiles) => tiles.keys * tiles.key_groups,
+            Self::SplitM(_) | Self::SplitD(_) => self.keys(),
         }
     }
+
+    /// Cubes that a multiprocessor runs side by side, of a device whose cubes may take so much shared memory.
+    fn cubes_per_multiprocessor(&self, shared_memory: usize) -> usize {
+        let by_registers = REGISTERS / (REGISTERS_PER_THREAD * self.units());
+        by_registers
+            .min(cubes_that_fit(self.shared_memory(), shared_memory))
+            .max(1)
+    }
+}
+
+/// Registers of a multiprocessor, and the most of a thread, which the kernels' may come near.
+const REGISTERS: usize = 65_536;
+const REGISTERS_PER_THREAD: usize = 256;
+
+/// Bytes of shared memory that the driver takes of every cube.
+const DRIVERS_BYTES: usize = 1024;
+
+/// Cubes with so many bytes that fit a multiprocessor's shared memory, of which a cube alone may have what `shared_memory` says.
+const fn cubes_that_fit(bytes: usize, shared_memory: usize) -> usize {
+    (shared_memory + DRIVERS_BYTES) / (bytes + DRIVERS_BYTES)
 }
 
 /// The part of [`SplitMTiles`] that is chosen.
@@ -189,25 +220,32 @@ pub(super) fn forward(
     layouts: Layouts,
 ) -> Result<ForwardPlan, Refusal> {
     let half = check(problem, device)?;
-    let tiles = forward_tiles(
-        problem.head_dim,
-        problem.value_dim,
-        half,
-        [device.shared_memory, device.units_per_cube],
-    )?;
+    let AttentionProblem {
+        head_dim,
+        value_dim,
+        ..
+    } = *problem;
+    let limits = [device.shared_memory, device.units_per_cube];
+    let rows = problem.q_len * problem.group().max(1);
+    let few_rows = few_rows_tiles(rows, head_dim, value_dim, half, limits);
+    let tiles = match few_rows {
+        Some(tiles) => tiles,
+        None => forward_tiles(head_dim, value_dim, half, limits)?,
+    };
     let heads = heads_of_tile(problem, tiles.rows());
     let query_tiles = query_tiles(problem, tiles.rows(), heads);
     check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
     let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
+    let cubes = tiles.cubes_per_multiprocessor(device.shared_memory) * multiprocessors;
+    let block = [tiles.rows(), tiles.keys_at_once()];
+    let splits = match few_rows {
+        Some(_) => splits_in_rounds(problem, block, query_tiles.all, cubes),
+        None => splits(problem, block, query_tiles.all, cubes),
+    };
     Ok(ForwardPlan {
         tiles,
         heads,
-        splits: splits(
-            problem,
-            [tiles.rows(), tiles.keys()],
-            query_tiles.all,
-            tiles.cubes_per_multiprocessor() * multiprocessors,
-        ),
+        splits,
         together: query_tiles.together,
         copies: layouts.tma.others(Pass::Forward),
     })

@@ -4,8 +4,9 @@ use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
+use super::forward::split_n::forward_split_n::ForwardSplitN;
 use super::plan::gradient_tiles;
-use super::plan::{ForwardTiles, GradientTiles, forward_tiles};
+use super::plan::{ForwardTiles, GradientTiles, few_rows_tiles, forward_tiles};
 use crate::division::HeldTiles;
 use crate::fragment::bias::BiasReads;
 use crate::fragment::work_tile::TileKind;
@@ -26,8 +27,16 @@ fn write() {
         "forward-128-128 backward-128-128",
         |wanted, folder, name| match name.split('-').next() {
             Some("forward") => forward(wanted, folder, name),
+            Some("decode16") => few_rows(wanted, folder, name, 16, true),
+            Some("decode32") => few_rows(wanted, folder, name, 32, true),
+            Some("decode64") => few_rows(wanted, folder, name, 64, true),
+            Some("rows16") => few_rows(wanted, folder, name, 16, false),
+            Some("rows32") => few_rows(wanted, folder, name, 32, false),
+            Some("rows64") => few_rows(wanted, folder, name, 64, false),
             Some("backward") => backward(wanted, folder, name),
-            _ => panic!("{name} begins with neither forward nor backward"),
+            _ => {
+                panic!("{name} begins with none of forward, decode16, decode32, decode64, backward")
+            }
         },
     );
 }
@@ -56,8 +65,40 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
         [shared_memory, 1024],
     )
     .expect("tiles");
+    write_forward(wanted, folder, name, tiles, kind(wanted, Side::Queries));
+}
+
+/// The forward for so many rows: of one head, or of eight that share a tile, and whose keys are split.
+fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: bool) {
+    let Wanted {
+        head_dim,
+        value_dim,
+        ..
+    } = *wanted;
+    let tiles = few_rows_tiles(
+        rows,
+        head_dim,
+        value_dim,
+        Half::Bf16,
+        [shared_memory(), 1024],
+    )
+    .expect("tiles");
+    let kind = TileKind {
+        heads: if shared { 8 } else { 1 },
+        split: shared,
+        ..kind(wanted, Side::Queries)
+    };
+    write_forward(wanted, folder, name, tiles, kind);
+}
+
+fn write_forward(
+    wanted: &Wanted,
+    folder: &Path,
+    name: &str,
+    tiles: ForwardTiles,
+    kind: TileKind,
+) {
     println!("{name}: {tiles:?}");
-    let kind = kind(wanted, Side::Queries);
     macro_rules! definition {
         ($kernel:ident, $tiles:expr) => {
             $kernel::new(
@@ -95,6 +136,7 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     }
     let definition = match tiles {
         ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles),
+        ForwardTiles::SplitN(tiles) => definition!(ForwardSplitN, tiles),
         ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
     };
     save(folder, name, tiles.shared_memory(), definition);

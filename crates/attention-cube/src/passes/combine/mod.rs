@@ -2,7 +2,7 @@
 
 mod kernel;
 
-use self::kernel::combine;
+use self::kernel::{UNITS, combine};
 use crate::AttentionProblem;
 use crate::backend::AttentionOutput;
 use burn::backend::cubecl::dtype_to_storage_type;
@@ -11,6 +11,11 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
+
+/// Units that share the parts of a row's columns at most, and parts that each has before another joins.
+const MOST_SHARING: usize = 16;
+const PARTS_OF_A_UNIT: usize = 4;
+
 /// Combines `splits` parts.
 pub(crate) fn join(
     partial_output: CubeTensor,
@@ -25,14 +30,16 @@ pub(crate) fn join(
     let client = output.client.clone();
     let rows = problem.batch * problem.q_heads * problem.q_len;
     let row_vectors = problem.value_dim / vector;
-    let units = 128;
+    let sharing = (splits / PARTS_OF_A_UNIT)
+        .next_power_of_two()
+        .min(MOST_SHARING);
     let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
-    // SAFETY: one unit a vector of the output, the rest stops at once; the parts have the same rows.
+    // SAFETY: a vector of the output has one unit, or several; the rest reads and writes nothing; the parts have the same rows.
     unsafe {
         combine::launch_unchecked(
             &client,
-            cube_count(&client, (rows * row_vectors).div_ceil(units)),
-            CubeDim::new_1d(units as u32),
+            cube_count(&client, (rows * row_vectors * sharing).div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
             address_type([&partial_output, &output]),
             partial_output.into_tensor_arg(),
             partial_logsumexp.into_tensor_arg(),
@@ -45,6 +52,7 @@ pub(crate) fn join(
             problem.q_heads as u32,
             row_vectors as u32,
             f32::NEG_INFINITY,
+            sharing,
             dtype_to_storage_type(problem.dtype),
             dtype_to_storage_type(sink_dtype),
             vector,

@@ -114,27 +114,12 @@ pub(crate) fn copy_queries<E: Float>(
     #[comptime] kind: TileKind,
 ) {
     if comptime!(kind.heads > 1) {
-        let pieces = comptime!(pieces(columns));
-        let total = comptime!((rows * pieces) as u32);
-        let start = tile.batch as usize * query.stride(0);
-        let mut index = UNIT_POS;
-        while index < total {
-            let row = index / comptime!(pieces as u32);
-            let piece = index % comptime!(pieces as u32);
-            let readable = min(row as i32, tile.rows - 1i32);
-            let head = tile.first_head + (readable / tile.head_rows) as u32;
-            let position = readable % tile.head_rows;
-            let at = start
-                + head as usize * query.stride(1)
-                + position as usize * query.stride(2)
-                + (piece * comptime!(PIECE as u32)) as usize;
-            copy_piece(
-                piece_address(target, row, piece, rows),
-                half_address::<E>(query, at as u64),
-                select((row as i32) < tile.rows, bytes_of(piece, columns), 0u32),
-            );
-            index += comptime!(units as u32);
-        }
+        let all = comptime!(Columns {
+            first: 0,
+            count: columns.next_multiple_of(2 * PIECE),
+            width: columns,
+        });
+        copy_query_columns::<E>(query, tile, target, rows, all, units, kind);
     } else {
         let head = HeadRows {
             batch: tile.batch,
@@ -143,6 +128,62 @@ pub(crate) fn copy_queries<E: Float>(
             end: tile.first_query + tile.rows,
         };
         copy_rows::<E>(query, head, tile.first_query, target, rows, columns, units);
+    }
+}
+
+/// Some columns of an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Columns {
+    /// The first of them.
+    pub first: usize,
+    /// How many, whole steps of a product: zeros behind the operand's last.
+    pub count: usize,
+    /// Columns that the operand has.
+    pub width: usize,
+}
+
+/// Starts to copy columns of a tile's queries, of one head or of several that share the tile; rows that do not exist become zeros.
+#[cube]
+pub(crate) fn copy_query_columns<E: Float>(
+    query: &Tensor<E>,
+    tile: &Tile,
+    target: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: Columns,
+    #[comptime] units: usize,
+    #[comptime] kind: TileKind,
+) {
+    let pieces = comptime!((columns.count / PIECE) as u32);
+    let total = comptime!((rows * columns.count / PIECE) as u32);
+    let start = tile.batch as usize * query.stride(0);
+    let mut index = UNIT_POS;
+    while index < total {
+        let row = index / pieces;
+        let piece = index % pieces;
+        let readable = min(row as i32, tile.rows - 1i32);
+        let mut head = tile.first_head;
+        let mut position = tile.first_query + readable;
+        if comptime!(kind.heads > 1) {
+            head = tile.first_head + (readable / tile.head_rows) as u32;
+            position = readable % tile.head_rows;
+        }
+        let column = piece * comptime!(PIECE as u32);
+        let at = start
+            + head as usize * query.stride(1)
+            + position as usize * query.stride(2)
+            + comptime!(columns.first)
+            + column as usize;
+        let mut bytes = u32::new(comptime!(PIECE_BYTES as i64));
+        if comptime!(columns.first + columns.count > columns.width) {
+            let left = comptime!(columns.width as i32 - columns.first as i32) - column as i32;
+            bytes = (clamp(left, 0i32, comptime!(PIECE as i32)) * 2i32) as u32;
+        }
+        copy_piece(
+            piece_address(target, row, piece, rows),
+            half_address::<E>(query, at as u64),
+            select((row as i32) < tile.rows, bytes, 0u32),
+        );
+        index += comptime!(units as u32);
     }
 }
 
@@ -245,5 +286,70 @@ pub(crate) fn copy_section(
             }
         }
         from += source.row_bytes * comptime!(at_once as u64);
+    }
+}
+
+/// A warp's part of a block of an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct WarpSection {
+    /// Rows, also of its subtiles in shared memory.
+    pub rows: usize,
+    /// Columns, whole steps of a product.
+    pub columns: usize,
+    /// Columns that the operand has.
+    pub width: usize,
+    /// Whether the operand has all columns of every warp.
+    pub is_whole: bool,
+}
+
+/// Rows that a warp copies a piece of at once.
+const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
+
+/// Starts to copy a warp's part of an operand, the columns from `first_column` on of the rows from `first_row` on, by its own lanes; rows
+/// that the head does not have, and columns behind the operand's last, become zeros.
+#[cube]
+pub(crate) fn copy_warp_section(
+    source: HeadSource,
+    first_row: i32,
+    first_column: u32,
+    target: u32,
+    #[comptime] section: WarpSection,
+) {
+    let lane = UNIT_POS % 32u32;
+    let row = lane / comptime!(SUBTILE_PIECES as u32);
+    let piece = lane % comptime!(SUBTILE_PIECES as u32);
+    let to = piece_address(target, row, piece, section.rows);
+    // A row 4 below has its pieces permuted the other way by 4.
+    let to_odd = to ^ comptime!((WARP_ROWS * PIECE_BYTES) as u32);
+    let column = first_column + piece * comptime!(PIECE as u32);
+    let position = first_row + row as i32;
+    let mut from = source.address + position as u64 * source.row_bytes + (column * 2u32) as u64;
+    let existing = max(source.end - source.first, 0i32) as u32;
+    let own = (position - source.first) as u32;
+    #[unroll]
+    for step in 0..comptime!(section.rows / WARP_ROWS) {
+        let exists = own + comptime!((step * WARP_ROWS) as u32) < existing;
+        let place = if comptime!(step % 2 == 0) { to } else { to_odd };
+        #[unroll]
+        for subtile in 0..comptime!(section.columns.div_ceil(SUBTILE)) {
+            let pieces = comptime!((section.columns - subtile * SUBTILE) / PIECE);
+            if comptime!(pieces >= SUBTILE_PIECES) || piece < comptime!(pieces as u32) {
+                let mut bytes = u32::new(comptime!(PIECE_BYTES as i64));
+                if comptime!(!section.is_whole) {
+                    let left = comptime!(section.width as i32 - (subtile * SUBTILE) as i32)
+                        - column as i32;
+                    bytes = (clamp(left, 0i32, comptime!(PIECE as i32)) * 2i32) as u32;
+                }
+                copy_piece(
+                    place
+                        + comptime!(
+                            ((subtile * section.rows + step * WARP_ROWS) * ROW_BYTES) as u32
+                        ),
+                    from + comptime!((subtile * ROW_BYTES) as u64),
+                    select(exists, bytes, 0u32),
+                );
+            }
+        }
+        from += source.row_bytes * comptime!(WARP_ROWS as u64);
     }
 }

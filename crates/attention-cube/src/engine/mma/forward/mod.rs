@@ -3,3 +3,5 @@
 pub(crate) mod copies;
 pub(crate) mod split_d;
 pub(crate) mod split_m;
+pub(crate) mod split_n;
+pub(crate) mod warp;

@@ -20,10 +20,12 @@ mod weights;
 use self::chunks::Operands;
 use self::pass::{Attended, attend};
 use self::roles::{Roles, warp_roles};
-use self::weights::{tell_rows, told_rows};
 use super::copies::{HeadRows, copy_queries, head_source};
+use crate::engine::mma::fragments::{tell_rows, told_rows};
 use crate::engine::mma::plan::split_d::SplitDTiles;
-use crate::fragment::output::{Finished, OutputPart, normalised, output_rows, write_rows};
+use crate::fragment::output::{
+    Finished, STEP_REGISTERS, normalised, output_rows, step_of, write_rows,
+};
 use crate::fragment::scoring::scoring;
 use crate::fragment::softmax::totals;
 use crate::fragment::work_tile::{TileKind, TileScheduler, assigned_tile, row_pair};
@@ -35,9 +37,6 @@ use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::accumulator::pair;
 use cube_kit::hopper::ptx::shared_address;
 use cubecl::prelude::*;
-
-/// Registers of 16 columns of a fragment.
-const STEP_REGISTERS: usize = 8;
 
 /// Where everything lies in shared memory, but for the ring.
 #[derive(CubeType, Clone, Copy)]
@@ -241,20 +240,6 @@ fn finished<AO: Size, NO: Size>(
         o,
         reference: told_rows(places.factors, row),
         sums: pair(sum_0, sum_1),
-    }
-}
-
-/// The `step`-th 16 columns of a fragment.
-#[cube]
-fn step_of<NO: Size, N: Size>(part: OutputPart<NO>, #[comptime] step: usize) -> OutputPart<N> {
-    let mut o = Vector::<f32, N>::zeroed();
-    #[unroll]
-    for i in 0..STEP_REGISTERS {
-        o.insert(i, part.o.extract(comptime!(STEP_REGISTERS * step + i)));
-    }
-    OutputPart::<N> {
-        o,
-        factors: part.factors,
     }
 }
 

@@ -9,16 +9,16 @@
 //! copies start a block ahead, behind the one barrier of a block, which says that the last block has been read and the next is there.
 
 mod pass;
-mod softmax;
 
-use self::pass::{WarpRows, attend};
+use self::pass::attend;
 use super::copies::sources;
+use super::warp::warp_rows;
 use crate::engine::mma::fragments::fragment_of;
 use crate::engine::mma::plan::split_m::SplitMTiles;
 use crate::fragment::output::{Finished, normalised, output_rows, write_rows};
 use crate::fragment::scoring::scoring;
 use crate::fragment::softmax::totals;
-use crate::fragment::work_tile::{TileKind, TileScheduler, assigned_tile, row_pair};
+use crate::fragment::work_tile::{TileKind, TileScheduler, assigned_tile};
 use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
@@ -94,10 +94,7 @@ pub(crate) fn forward_split_m<
         let warp_row = warp * comptime!(tiles.warp_rows() as u32);
         // The row of the thread's first register, in the tile.
         let row = (warp_row + UNIT_POS % 32u32 / 4u32) as i32;
-        let rows = WarpRows {
-            first: row_pair::<F, NB>(&tile, &scoring, row, kind),
-            second: row_pair::<F, NB>(&tile, &scoring, row + comptime!(FRAGMENT_ROWS as i32), kind),
-        };
+        let rows = warp_rows::<F, NB>(&tile, &scoring, row, kind);
         let attended = attend::<E, F, NB, NS, NP, AS, AP, AO>(
             &sources::<E>(query, key, value),
             &tile,
@@ -136,7 +133,7 @@ pub(crate) fn forward_split_m<
                 logsumexp,
                 true,
                 &arguments,
-                comptime!(tiles.value_columns()),
+                comptime!(tiles.warp().columns),
                 kind.fragment,
             );
             write_rows::<O, N, NO>(
@@ -144,7 +141,7 @@ pub(crate) fn forward_split_m<
                 output,
                 &places,
                 0u32,
-                comptime!(tiles.value_columns()),
+                comptime!(tiles.warp().columns),
                 tiles.value_dim,
             );
         }

@@ -16,7 +16,7 @@ pub struct SplitDTiles {
     pub value_dim: usize,
     /// Their precision.
     pub half: Half,
-    /// Queries of a tile: 64 or 128.
+    /// Queries of a tile: 32, 64 or 128.
     pub rows: usize,
     /// Keys of a block: 64 or 128.
     pub keys: usize,

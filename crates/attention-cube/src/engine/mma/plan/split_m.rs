@@ -1,7 +1,7 @@
 //! The tiles of the forward whose warps have rows, and what follows from them.
 
-use cube_kit::ampere::FRAGMENT_ROWS;
-use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, registers};
+use super::warp::WarpTiles;
+use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE};
 
 /// Columns of a step of a product, to which operands are filled up with zeros.
 pub(super) const STEP: usize = 16;
@@ -34,7 +34,18 @@ impl SplitMTiles {
 
     /// Queries of a warp.
     pub const fn warp_rows(&self) -> usize {
-        FRAGMENT_ROWS * self.fragments
+        self.warp().rows()
+    }
+
+    /// A warp's part of a block.
+    pub const fn warp(&self) -> WarpTiles {
+        WarpTiles {
+            fragments: self.fragments,
+            keys: self.keys,
+            depth: self.head_dim,
+            columns: self.value_dim.next_multiple_of(STEP),
+            half: self.half,
+        }
     }
 
     /// Threads of a cube.
@@ -67,16 +78,10 @@ impl SplitMTiles {
         self.values_at() + Self::STAGES * self.value_bytes()
     }
 
-    /// Columns of the output in registers.
-    pub const fn value_columns(&self) -> usize {
-        self.value_dim.next_multiple_of(STEP)
-    }
-
     /// Sizes of the vectors of registers of S, P and O of a fragment, and of all of a warp's.
     pub const fn vectors(&self) -> [usize; 6] {
-        let (s, p) = (registers(self.keys / 2), registers(self.keys / 4));
-        let o = registers(self.value_columns() / 2);
-        let all = self.fragments;
-        [s, p, o, all * s, all * p, all * o]
+        let [s, p, o] = self.warp().fragment_vectors();
+        let [all_s, all_p, all_o] = self.warp().vectors();
+        [s, p, o, all_s, all_p, all_o]
     }
 }

@@ -3,7 +3,8 @@
 use super::Places;
 use super::chunks::{Operands, Pass, fill, slot, slot_after};
 use super::roles::Roles;
-use super::weights::{score_fragment, share, tell_maxima, told_rows, told_used, weigh};
+use super::weights::{score_fragment, share, tell_maxima, told_used, weigh};
+use crate::engine::mma::fragments::told_rows;
 use crate::engine::mma::plan::split_d::SplitDTiles;
 use crate::fragment::RowPair;
 use crate::fragment::bias::BiasWords;

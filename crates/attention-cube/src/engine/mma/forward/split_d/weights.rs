@@ -2,7 +2,7 @@
 
 use super::Places;
 use super::roles::Roles;
-use crate::engine::mma::fragments::used_by_warps;
+use crate::engine::mma::fragments::{tell_rows, told_rows, used_by_warps};
 use crate::engine::mma::plan::split_d::SplitDTiles;
 use crate::fragment::softmax::{
     SoftmaxState, maxima, numerators, own_maxima, rescaled, softmax_state,
@@ -11,11 +11,8 @@ use crate::fragment::work_tile::TileKind;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::product::{pair_address, store_fragments};
 use cube_kit::hopper::accumulator::{Pair, pair};
-use cube_kit::hopper::ptx::{load_shared, pack, store_shared};
+use cube_kit::hopper::ptx::{pack, store_shared};
 use cubecl::prelude::*;
-
-/// Bytes from a thread's row to its second, 8 below, where rows have a word each.
-const TO_SECOND: u32 = 4 * 8;
 
 /// The registers of one of a warp's fragments.
 #[cube]
@@ -50,27 +47,6 @@ pub(super) fn tell_maxima<NS: Size>(
         places.maxima + roles.key_group * comptime!(4 * tiles.rows as u32),
         row,
     );
-}
-
-/// Writes two rows' numbers to a table of words.
-#[cube]
-pub(super) fn tell_rows(own: Pair, table: u32, row: u32) {
-    let lane_of_row = UNIT_POS % 4u32;
-    if lane_of_row == 0u32 {
-        let at = table + row * 4u32;
-        store_shared(at, u32::reinterpret(own.first));
-        store_shared(at + TO_SECOND, u32::reinterpret(own.second));
-    }
-}
-
-/// Two rows' numbers of a table of words.
-#[cube]
-pub(super) fn told_rows(table: u32, row: u32) -> Pair {
-    let at = table + row * 4u32;
-    Pair {
-        first: f32::reinterpret(load_shared(at)),
-        second: f32::reinterpret(load_shared(at + TO_SECOND)),
-    }
 }
 
 /// The largest scores of a fragment's rows that any warp told.

@@ -1,34 +1,17 @@
 //! A warp's pass over the blocks that its tile visits.
 
-use super::softmax::{WarpStates, probabilities_of, rescaled_fragments};
 use crate::engine::mma::forward::copies::{HeadRows, Sources, copy_queries, copy_rows};
-use crate::engine::mma::fragments::{fragment_of, used_by_warp};
+use crate::engine::mma::forward::warp::{
+    Attended, WarpRows, empty_states, rescaled_fragments, score_product, warp_views, weights,
+    with_values,
+};
 use crate::engine::mma::plan::split_m::SplitMTiles;
-use crate::fragment::RowPair;
 use crate::fragment::scoring::Scoring;
-use crate::fragment::softmax::empty_state;
-use crate::fragment::view::{View, view};
 use crate::fragment::visits::{next_block, tile_position};
 use crate::fragment::work_tile::{Tile, TileKind};
 use cube_kit::ampere::copy::{await_copies, commit_copies};
-use cube_kit::ampere::product::{Scores, Sums, add_product, left_address, right_address, scores};
+use cube_kit::ampere::product::{left_address, right_address, scores};
 use cubecl::prelude::*;
-
-/// The rows of a warp's two fragments; where it has one, the second's are not used.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct WarpRows {
-    pub first: RowPair,
-    pub second: RowPair,
-}
-
-/// What a warp's rows have of their blocks.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Attended<AO: Size> {
-    pub o: Vector<f32, AO>,
-    pub states: WarpStates,
-}
 
 /// Visits a tile's blocks from the `first` on. Shared memory is the cube's from `start` on, the warp's rows are the tile's from
 /// `warp_row` on.
@@ -71,10 +54,7 @@ pub(super) fn attend<
     let position = tile_position(tile);
     let hidden = scoring.arguments.negative_infinity;
     let mut o = Vector::<f32, AO>::zeroed();
-    let mut states = WarpStates {
-        first: empty_state(hidden),
-        second: empty_state(hidden),
-    };
+    let mut states = empty_states(hidden);
     let mut block = first;
     let mut stage = 0u32;
     if block < tile.end_block {
@@ -103,104 +83,44 @@ pub(super) fn attend<
         commit_copies();
         let key_block = key_at + stage * comptime!(tiles.key_bytes() as u32);
         let value_block = value_at + stage * comptime!(tiles.value_bytes() as u32);
-        // Asked for before the scores are there: the mask's words come while these are computed.
-        let seen_0 = view(
+        let seen = warp_views(
             &position,
-            &rows.first,
+            rows,
             block,
-            0u32,
             masking,
-            tiles.keys,
-            tiles.keys,
+            comptime!(tiles.warp()),
             kind,
         );
-        let seen_1 = if comptime!(tiles.fragments == 2) {
-            view(
-                &position,
-                &rows.second,
-                block,
-                0u32,
-                masking,
-                tiles.keys,
-                tiles.keys,
-                kind,
-            )
-        } else {
-            seen_0
-        };
-        let s = scores::<AS>(query_at, key_block, comptime!(score_product(tiles)));
-        let mut p = Vector::<u32, AP>::zeroed();
-        #[unroll]
-        for fragment in 0..tiles.fragments {
-            let before = if comptime!(fragment == 0) {
-                states.first
-            } else {
-                states.second
-            };
-            let own_rows = if comptime!(fragment == 0) {
-                rows.first
-            } else {
-                rows.second
-            };
-            let own_seen: View = if comptime!(fragment == 0) {
-                seen_0
-            } else {
-                seen_1
-            };
-            let made = probabilities_of::<F, NB, NS, NP>(
-                fragment_of::<AS, NS>(s, fragment),
-                before,
-                block,
-                &own_seen,
-                &own_rows,
-                scoring,
-                power,
-                tiles,
-                kind,
-            );
-            if comptime!(fragment == 0) {
-                states.first = made.state;
-            } else {
-                states.second = made.state;
-            }
-            #[unroll]
-            for i in 0..comptime!(tiles.keys / 4) {
-                p.insert(comptime!(fragment * tiles.keys / 4 + i), made.p.extract(i));
-            }
-        }
-        o = rescaled_fragments::<AO>(o, &states, tiles);
-        o = with_values::<AO, AP>(o, p, value_block, seen_0.may_have_masked, tiles, kind);
+        let s = scores::<AS>(
+            query_at,
+            key_block,
+            comptime!(score_product(tiles.warp(), tiles.rows())),
+        );
+        let made = weights::<F, NB, NS, NP, AS, AP>(
+            s,
+            states,
+            block,
+            &seen,
+            rows,
+            scoring,
+            power,
+            comptime!(tiles.warp()),
+            kind,
+        );
+        states = made.states;
+        o = rescaled_fragments::<AO>(o, &states, comptime!(tiles.warp()));
+        o = with_values::<AO, AP>(
+            o,
+            made.p,
+            value_block,
+            seen.first.may_have_masked,
+            comptime!(tiles.warp()),
+            kind,
+        );
         block = next;
         stage = other;
     }
     Attended::<AO> { o, states }
-}
-
-/// O with a block's values.
-#[cube]
-#[allow(
-    clippy::collapsible_if,
-    reason = "the outer condition is the compiler's, the inner the kernel's"
-)]
-fn with_values<AO: Size, AP: Size>(
-    o: Vector<f32, AO>,
-    p: Vector<u32, AP>,
-    values: u32,
-    may_have_masked: bool,
-    #[comptime] tiles: SplitMTiles,
-    #[comptime] kind: TileKind,
-) -> Vector<f32, AO> {
-    let product = comptime!(sum_product(tiles, false));
-    if comptime!(kind.leaves_masked()) {
-        if may_have_masked {
-            let used = used_by_warp::<AP>(p, tiles.keys, tiles.fragments);
-            add_product::<AO, AP>(o, p, values, used, comptime!(sum_product(tiles, true)))
-        } else {
-            add_product::<AO, AP>(o, p, values, 0u32, product)
-        }
-    } else {
-        add_product::<AO, AP>(o, p, values, 0u32, product)
-    }
 }
 
 /// Where the stages start in shared memory.
@@ -251,28 +171,4 @@ fn copy_values<E: Float>(
         tiles.value_dim,
         comptime!(tiles.units()),
     );
-}
-
-/// The product that makes S.
-const fn score_product(tiles: SplitMTiles) -> Scores {
-    Scores {
-        fragments: tiles.fragments,
-        columns: tiles.keys,
-        depth: tiles.head_dim,
-        left_rows: tiles.rows(),
-        right_rows: tiles.keys,
-        half: tiles.half,
-    }
-}
-
-/// The product that adds to O.
-const fn sum_product(tiles: SplitMTiles, masked: bool) -> Sums {
-    Sums {
-        fragments: tiles.fragments,
-        columns: tiles.value_columns(),
-        depth: tiles.keys,
-        right_rows: tiles.keys,
-        masked,
-        half: tiles.half,
-    }
 }

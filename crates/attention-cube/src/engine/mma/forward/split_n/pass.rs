@@ -1,0 +1,128 @@
+//! A warp's pass over the blocks that are its group's of those that its tile visits.
+
+use super::stages::{Operands, Roles, fill};
+use crate::engine::mma::forward::warp::{
+    Attended, WarpRows, empty_states, rescaled_fragments, score_product, warp_views, weights,
+    with_values,
+};
+use crate::engine::mma::plan::split_n::SplitNTiles;
+use crate::fragment::scoring::Scoring;
+use crate::fragment::visits::{next_block_in_steps, tile_position};
+use crate::fragment::work_tile::{AssignedTile, TileKind};
+use cube_kit::ampere::copy::{await_copies, warp_barrier};
+use cube_kit::ampere::exchange::{exchange_address, load_registers, store_registers};
+use cube_kit::ampere::product::{left_address, right_address, scores};
+use cube_kit::hopper::ptx::named_barrier;
+use cubecl::prelude::*;
+
+/// Visits every so many-th block of a tile, from that on whose turn is the warp's group's. The copies of the queries have been started,
+/// and are a group of their own.
+#[cube]
+pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AO: Size>(
+    assigned: &AssignedTile,
+    rows: &WarpRows,
+    scoring: &Scoring<F, NB>,
+    operands: &Operands,
+    roles: &Roles,
+    exchange: u32,
+    power: f32,
+    #[comptime] tiles: SplitNTiles,
+    #[comptime] kind: TileKind,
+) -> Attended<AO> {
+    let masking = &scoring.masking;
+    let tile = &assigned.tile;
+    let end = tile.end_block;
+    let warp = comptime!(tiles.warp());
+    let groups = comptime!(tiles.key_groups);
+    let step = comptime!(tiles.key_groups as i32);
+    let position = tile_position(tile);
+    let query_at = left_address(roles.queries, 0u32);
+    let key_at = right_address(roles.stages);
+    let value_at = left_address(roles.stages + comptime!(tiles.key_bytes() as u32), 0u32);
+    let mut o = Vector::<f32, AO>::zeroed();
+    let mut states = empty_states(scoring.arguments.negative_infinity);
+    let own = assigned.first + roles.key_group as i32;
+    let mut block = next_block_in_steps(tile, own, masking, groups, kind);
+    let mut ahead = block;
+    #[unroll]
+    for stage in 0..comptime!(tiles.stages - 1) {
+        fill(operands, roles, ahead, u32::new(stage as i64), tiles);
+        ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
+    }
+    await_copies(comptime!(2 * (tiles.stages - 1)));
+    sync_cube();
+    let mut stage = 0u32;
+    let mut turn = 0u32;
+    while block < end {
+        // Of the copies after these keys, the values' and those of further stages may be on their way.
+        await_copies(comptime!(2 * tiles.stages - 3));
+        warp_barrier();
+        fill(operands, roles, ahead, last_stage(stage, tiles), tiles);
+        let seen = warp_views(&position, rows, block, masking, warp, kind);
+        let offset = stage * comptime!(tiles.stage_bytes() as u32);
+        let mut s = scores::<AS>(
+            query_at,
+            key_at + offset,
+            comptime!(score_product(warp, tiles.rows())),
+        );
+        if comptime!(tiles.column_groups == 2) {
+            s = summed::<AS>(s, roles, exchange, turn, tiles);
+            turn = 1u32 - turn;
+        }
+        let made = weights::<F, NB, NS, NP, AS, AP>(
+            s, states, block, &seen, rows, scoring, power, warp, kind,
+        );
+        states = made.states;
+        o = rescaled_fragments::<AO>(o, &states, warp);
+        await_copies(comptime!(2 * (tiles.stages - 1)));
+        warp_barrier();
+        o = with_values::<AO, AP>(
+            o,
+            made.p,
+            value_at + offset,
+            seen.first.may_have_masked,
+            warp,
+            kind,
+        );
+        block = next_block_in_steps(tile, block + step, masking, groups, kind);
+        ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
+        stage = next_stage(stage, tiles);
+    }
+    Attended::<AO> { o, states }
+}
+
+/// The stage after this one.
+#[cube]
+fn next_stage(stage: u32, #[comptime] tiles: SplitNTiles) -> u32 {
+    let is_last = stage == comptime!(tiles.stages as u32 - 1);
+    select(is_last, 0u32, stage + 1u32)
+}
+
+/// The stage before this one, which the block before it has left.
+#[cube]
+fn last_stage(stage: u32, #[comptime] tiles: SplitNTiles) -> u32 {
+    select(
+        stage == 0u32,
+        comptime!(tiles.stages as u32 - 1),
+        stage - 1u32,
+    )
+}
+
+/// The dots of all columns, of which the warp has those of its own, and its neighbour the others. Both add the same two numbers, so that
+/// they go on with the same scores. They take turns at two places: who writes to one again has met the other after it read there.
+#[cube]
+fn summed<AS: Size>(
+    s: Vector<f32, AS>,
+    roles: &Roles,
+    exchange: u32,
+    turn: u32,
+    #[comptime] tiles: SplitNTiles,
+) -> Vector<f32, AS> {
+    let count = comptime!(tiles.vectors()[3]);
+    let bytes = comptime!(tiles.exchange_bytes() as u32);
+    let start = exchange_address(exchange) + turn * comptime!(tiles.warps() as u32) * bytes;
+    store_registers::<AS>(start + roles.warp * bytes, s, 0usize, count);
+    named_barrier(roles.key_group + 1u32, 64usize);
+    let other = load_registers::<AS>(start + (roles.warp ^ 1u32) * bytes, count);
+    s + other
+}

@@ -1,0 +1,242 @@
+//! The tiles of the forward for few rows: queries of a group's heads that together fit a tile smaller than those of prompts.
+
+use super::split_n::SplitNTiles;
+use super::{ForwardTiles, SplitDShape, SplitMShape, cubes_that_fit, split_d, split_m};
+use cube_kit::hopper::Half;
+
+/// The part of [`SplitNTiles`] that is chosen.
+struct SplitNShape {
+    /// The widest keys and values it is for.
+    head_dim: usize,
+    value_dim: usize,
+    fragments: usize,
+    column_groups: usize,
+    key_groups: usize,
+    keys: usize,
+    stages: usize,
+    /// Cubes that a multiprocessor has room for, where the tiles are chosen.
+    cubes: usize,
+}
+
+const fn split_n(
+    [head_dim, value_dim]: [usize; 2],
+    [fragments, column_groups, key_groups]: [usize; 3],
+    [keys, stages, cubes]: [usize; 3],
+) -> Shape {
+    Shape::N(SplitNShape {
+        head_dim,
+        value_dim,
+        fragments,
+        column_groups,
+        key_groups,
+        keys,
+        stages,
+        cubes,
+    })
+}
+
+/// Tiles of any kind.
+enum Shape {
+    M(SplitMShape),
+    N(SplitNShape),
+    D(SplitDShape),
+}
+
+/// The first that has the rows, is wide enough and fits. For 16 rows, then 32, then 64, and of each width for 227, 163 and 99 KB; wider
+/// operands of 64 rows have the tiles that prompts have.
+///
+/// What counts is the bytes on their way to a multiprocessor: of its time on the bus an H200 wants 30 KB and twice as many against
+/// everything that waits, an A100 10, cards for games 5.
+const FEW_ROWS: &[Shape] = &[
+    split_n([64, 64], [1, 1, 4], [32, 3, 2]),
+    split_n([64, 64], [1, 1, 4], [16, 2, 2]),
+    split_n([128, 128], [1, 1, 4], [16, 3, 2]),
+    split_n([128, 128], [1, 1, 4], [16, 2, 2]),
+    split_n([128, 128], [1, 1, 4], [16, 2, 1]),
+    split_n([256, 256], [1, 1, 4], [16, 3, 1]),
+    split_n([256, 256], [1, 1, 4], [16, 2, 1]),
+    split_n([256, 256], [1, 1, 2], [16, 2, 1]),
+    split_n([512, 512], [1, 2, 2], [16, 3, 1]),
+    split_n([512, 512], [1, 2, 2], [16, 2, 1]),
+    split_n([512, 512], [1, 2, 1], [16, 2, 1]),
+    split_n([576, 512], [1, 2, 2], [16, 2, 1]),
+    split_n([576, 512], [1, 2, 1], [16, 3, 1]),
+    split_n([576, 512], [1, 2, 1], [16, 2, 1]),
+    split_n([64, 64], [2, 1, 4], [32, 3, 2]),
+    split_n([64, 64], [2, 1, 4], [16, 2, 2]),
+    split_n([128, 128], [2, 1, 4], [16, 3, 2]),
+    split_n([128, 128], [2, 1, 4], [16, 2, 2]),
+    split_n([128, 128], [2, 1, 4], [16, 2, 1]),
+    split_n([256, 256], [2, 2, 4], [16, 2, 1]),
+    split_n([256, 256], [2, 2, 2], [16, 3, 1]),
+    split_n([256, 256], [2, 2, 2], [16, 2, 1]),
+    Shape::D(split_d([512, 512], [32, 128, 1], [128, 32, 1, 5])),
+    Shape::D(split_d([512, 512], [32, 128, 1], [128, 32, 1, 3])),
+    Shape::D(split_d([512, 512], [32, 128, 1], [64, 16, 1, 3])),
+    Shape::D(split_d([576, 512], [32, 128, 1], [128, 32, 1, 4])),
+    Shape::D(split_d([576, 512], [32, 128, 1], [128, 32, 1, 3])),
+    Shape::D(split_d([576, 512], [32, 128, 1], [64, 16, 1, 3])),
+    Shape::M(split_m([128, 128], [4, 1, 64])),
+    Shape::D(split_d([256, 256], [64, 128, 2], [128, 64, 1, 5])),
+    Shape::D(split_d([256, 256], [64, 128, 2], [128, 64, 1, 3])),
+    Shape::D(split_d([256, 256], [64, 64, 2], [128, 32, 1, 3])),
+];
+
+impl Shape {
+    fn is_for(&self, head_dim: usize, value_dim: usize) -> bool {
+        let (widest_head, widest_value) = match self {
+            Self::M(shape) => (shape.head_dim, shape.value_dim),
+            Self::N(shape) => (shape.head_dim, shape.value_dim),
+            Self::D(shape) => (shape.head_dim, shape.value_dim),
+        };
+        head_dim <= widest_head && value_dim <= widest_value
+    }
+
+    fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> ForwardTiles {
+        match self {
+            Self::M(shape) => ForwardTiles::SplitM(shape.tiles(head_dim, value_dim, half)),
+            Self::N(shape) => ForwardTiles::SplitN(SplitNTiles {
+                head_dim,
+                value_dim,
+                half,
+                fragments: shape.fragments,
+                key_groups: shape.key_groups,
+                column_groups: shape.column_groups,
+                keys: shape.keys,
+                stages: shape.stages,
+            }),
+            Self::D(shape) => ForwardTiles::SplitD(shape.tiles(head_dim, value_dim, half)),
+        }
+    }
+
+    /// Cubes that should fit a multiprocessor.
+    fn cubes(&self) -> usize {
+        match self {
+            Self::N(shape) => shape.cubes,
+            Self::M(_) | Self::D(_) => 1,
+        }
+    }
+}
+
+/// The tiles for so many rows and operands of this width that fit so many bytes of shared memory and units of a cube, if there are any.
+pub(crate) fn few_rows_tiles(
+    rows: usize,
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+    [shared_memory, units]: [usize; 2],
+) -> Option<ForwardTiles> {
+    FEW_ROWS
+        .iter()
+        .filter(|shape| shape.is_for(head_dim, value_dim))
+        .map(|shape| (shape, shape.tiles(head_dim, value_dim, half)))
+        .find(|(shape, tiles)| {
+            rows <= tiles.rows()
+                && tiles.units() <= units
+                && shape.cubes() <= cubes_that_fit(tiles.shared_memory(), shared_memory)
+        })
+        .map(|(_, tiles)| tiles)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::division::NARROWEST;
+
+    /// Shared memory of an H100, an A100, and a GeForce.
+    const SHARED_MEMORY: [usize; 3] = [232_448, 166_912, 101_376];
+
+    fn tiles(
+        rows: usize,
+        [head_dim, value_dim]: [usize; 2],
+        shared_memory: usize,
+    ) -> Option<ForwardTiles> {
+        few_rows_tiles(rows, head_dim, value_dim, Half::Bf16, [shared_memory, 1024])
+    }
+
+    /// Every width has a small tile on every card, and every tile whose warps have keys divides as its kernel assumes.
+    #[test]
+    fn every_width_has_a_small_tile() {
+        for head_dim in NARROWEST..=576 {
+            for value_dim in [head_dim.min(512), 8, 80, 257, 512] {
+                for shared_memory in SHARED_MEMORY {
+                    for rows in [1, 16, 17, 32] {
+                        let found = tiles(rows, [head_dim, value_dim], shared_memory);
+                        let found = found.unwrap_or_else(|| {
+                            panic!("{rows} rows of {head_dim}, {value_dim}: {shared_memory}")
+                        });
+                        assert_eq!(found.rows(), rows.next_multiple_of(16));
+                        assert!(found.shared_memory() <= shared_memory, "{found:?}");
+                        if let ForwardTiles::SplitN(tiles) = found {
+                            check(&tiles);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(tiles: &SplitNTiles) {
+        let context = format!("{tiles:?}");
+        assert!(matches!(tiles.fragments, 1 | 2), "{context}");
+        assert!(matches!(tiles.column_groups, 1 | 2), "{context}");
+        // A word of the mask is of one block.
+        assert!(matches!(tiles.keys, 16 | 32), "{context}");
+        assert!(tiles.stages >= 2, "{context}");
+        // Barriers of their own for groups of two warps.
+        assert!(tiles.key_groups < 16, "{context}");
+        // The output is exchanged where the stages were, four registers of all lanes at a time.
+        assert!(tiles.output_bytes() <= tiles.warp_bytes(), "{context}");
+        for place in [tiles.stages_at(), tiles.warp_bytes(), tiles.key_bytes()] {
+            assert_eq!(place % 128, 0, "{context}");
+        }
+        for place in [tiles.exchange_at(), tiles.exchange_bytes()] {
+            assert_eq!(place % 16, 0, "{context}");
+        }
+        assert!(
+            tiles.key_columns() * tiles.column_groups >= tiles.head_dim
+                && tiles.value_columns() * tiles.column_groups >= tiles.value_dim,
+            "{context}"
+        );
+        assert!(
+            tiles.part_steps() * tiles.key_groups >= tiles.warp().steps(),
+            "{context}"
+        );
+        assert!(
+            tiles.vectors().iter().all(|&registers| registers <= 128),
+            "{context}"
+        );
+    }
+
+    /// Tiles of 64 rows where those of prompts have more, and none for more rows.
+    #[test]
+    fn more_rows_have_larger_tiles() {
+        for width in [64, 128, 256] {
+            for shared_memory in SHARED_MEMORY {
+                let found = tiles(33, [width, width], shared_memory);
+                assert_eq!(found.map(|tiles| tiles.rows()), Some(64), "{width}");
+                assert_eq!(tiles(65, [width, width], shared_memory), None, "{width}");
+            }
+        }
+        assert_eq!(tiles(33, [512, 512], SHARED_MEMORY[0]), None);
+    }
+
+    /// On every card there are bytes enough on their way while a block is multiplied: the blocks of a warp but one.
+    #[test]
+    fn enough_is_on_its_way() {
+        for (shared_memory, least) in SHARED_MEMORY
+            .into_iter()
+            .zip([60 << 10, 30 << 10, 15 << 10])
+        {
+            for width in [64, 128, 256, 512] {
+                let found = tiles(16, [width, width], shared_memory);
+                let Some(ForwardTiles::SplitN(tiles)) = found else {
+                    panic!("{width}: {found:?}");
+                };
+                let cubes = ForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
+                let ahead = (tiles.stages - 1) * tiles.stage_bytes();
+                assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
+            }
+        }
+    }
+}
