@@ -364,7 +364,7 @@ fn ampere_serves_half_precision_and_says_what_it_lacks() {
             let forward = refusal(&half(head_dim), &ampere, Pass::Forward);
             assert_eq!(forward, None, "{head_dim} in {shared_memory}");
         }
-        for head_dim in [8, 64, 128, 256] {
+        for head_dim in [8, 64, 128, 192, 256, 320, 512] {
             let backward = refusal(&half(head_dim), &ampere, Pass::Backward);
             assert_eq!(backward, None, "{head_dim} in {shared_memory}");
         }
@@ -374,7 +374,7 @@ fn ampere_serves_half_precision_and_says_what_it_lacks() {
         };
         says(refusal(&problem(64), &ampere, Pass::Forward), "not F32");
         says(refusal(&half(600), &ampere, Pass::Forward), "600");
-        says(refusal(&half(512), &ampere, Pass::Backward), "up to 256");
+        says(refusal(&half(520), &ampere, Pass::Backward), "up to 512");
         for (feature, name) in needed {
             let mut lacking = ampere.clone();
             lacking.features.retain(|it| *it != feature);

@@ -1,4 +1,4 @@
-//! The backward for heads up to 256 wide: each warp has 16 or 32 rows, of queries or of keys, and all columns of their gradients.
+//! The backward for heads up to 128 wide: each warp has 16 or 32 rows, of queries or of keys, and all columns of their gradients.
 //!
 //! Budget. Shared memory ([`GradientSplitMTiles::shared_memory`]): the dots and values of the tile, and two blocks of dots, values and
 //! the queries' terms. Registers a thread, at head size 128 with keys held, 16 a warp, and blocks of 64 queries: 128 of the two
