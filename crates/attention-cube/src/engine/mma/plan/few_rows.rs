@@ -141,7 +141,11 @@ pub(crate) fn few_rows_tiles(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::AttentionProblem;
+    use crate::device::{DeviceProfile, Feature};
     use crate::division::NARROWEST;
+    use crate::select::Layouts;
+    use burn::tensor::DType;
 
     /// Shared memory of an H100, an A100, and a GeForce.
     const SHARED_MEMORY: [usize; 3] = [232_448, 166_912, 101_376];
@@ -206,6 +210,79 @@ mod tests {
             tiles.vectors().iter().all(|&registers| registers <= 128),
             "{context}"
         );
+    }
+
+    fn problem(
+        [q_heads, kv_heads, q_len, kv_len]: [usize; 4],
+        head_dim: usize,
+    ) -> AttentionProblem {
+        AttentionProblem {
+            batch: 2,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            value_dim: head_dim,
+            dtype: DType::BF16,
+            scale: 1.0,
+            softcap: None,
+            causal: None,
+            window_left: None,
+            window_right: None,
+            mask: None,
+            bias: None,
+            kv_lengths: false,
+            segments: false,
+            sinks: None,
+            deterministic: false,
+        }
+    }
+
+    /// An H200, which serves the engine's problems.
+    fn h200() -> DeviceProfile {
+        DeviceProfile {
+            name: "test".into(),
+            dtypes: vec![DType::BF16],
+            shared_memory: SHARED_MEMORY[0],
+            units_per_cube: 1024,
+            bindings: 1024,
+            largest_buffer: 1 << 36,
+            cube_count: u32::MAX >> 1,
+            processors: None,
+            multiprocessors: Some(132),
+            features: vec![
+                Feature::CopyAsync,
+                Feature::Mma(DType::BF16),
+                Feature::LoadMatrix(DType::BF16),
+            ],
+            left_out: Vec::new(),
+        }
+    }
+
+    /// Heads of a group share the smallest tile that has them all, and keys are split where tiles do not fill the card; prompts
+    /// have the tiles of prompts.
+    #[test]
+    fn the_plan_has_the_smallest_tile() {
+        for (sizes, head_dim, rows, heads, splits) in [
+            ([32, 4, 1, 32_768], 512, 16, 8, 16),
+            ([32, 16, 1, 32_768], 256, 16, 2, 4),
+            ([32, 32, 1, 32_768], 128, 16, 1, 4),
+            ([8, 1, 2, 32_768], 256, 16, 8, 64),
+            ([8, 1, 4, 32_768], 256, 32, 8, 64),
+            ([8, 1, 8, 32_768], 256, 64, 8, 64),
+            ([8, 1, 8, 32_768], 512, 64, 8, 66),
+            ([8, 8, 16, 100], 64, 16, 1, 1),
+            ([8, 1, 9, 32_768], 128, 128, 8, 132),
+            ([8, 8, 4096, 4096], 128, 128, 1, 1),
+        ] {
+            let problem = problem(sizes, head_dim);
+            let layouts = Layouts::contiguous(&problem);
+            let plan = super::super::forward(&problem, &h200(), layouts);
+            let plan = plan.unwrap_or_else(|refusal| panic!("{sizes:?}: {refusal}"));
+            let found = (plan.tiles.rows(), plan.heads, plan.splits);
+            assert_eq!(found, (rows, heads, splits), "{sizes:?} {head_dim}");
+        }
     }
 
     /// Tiles of 64 rows where those of prompts have more, and none for more rows.
