@@ -38,7 +38,7 @@ const CARDS: &[Cards] = &[
     },
 ];
 
-/// Head sizes of keys and values: each has tiles of its own.
+/// Passes, and head sizes of keys and values: each has tiles of its own.
 const WIDTHS: &[(&str, &str)] = &[
     ("forward", "64-64"),
     ("forward", "128-128"),
@@ -49,6 +49,10 @@ const WIDTHS: &[(&str, &str)] = &[
     ("backward", "64-64"),
     ("backward", "128-128"),
     ("backward", "256-256"),
+    ("backward", "512-512"),
+    ("decode16", "128-128"),
+    ("decode16", "512-512"),
+    ("decode64", "256-256"),
 ];
 
 /// The fewest options, and the most that meet.
@@ -186,6 +190,10 @@ fn compile_all(nvcc: &Path, jobs: Vec<(PathBuf, &'static str)>) -> Result<Kernel
 
 fn compile(nvcc: &Path, source: &Path, architecture: &str) -> Result<Compiled> {
     let cubin = source.with_extension(format!("{architecture}.cubin"));
+    let text = text_of(source)?;
+    let own = source.with_extension(format!("{architecture}.cu"));
+    fs::write(&own, integers_of_nvcc(&text))
+        .map_err(|error| format!("{}: {error}", own.display()))?;
     let failed = |what: &Path, error: String| {
         format!("`{}` of {}: {error}", what.display(), source.display())
     };
@@ -198,7 +206,7 @@ fn compile(nvcc: &Path, source: &Path, architecture: &str) -> Result<Compiled> {
         ])
         .arg("-o")
         .arg(&cubin)
-        .arg(source)
+        .arg(&own)
         .output()
         .map_err(|error| failed(nvcc, error.to_string()))?;
     let log = String::from_utf8_lossy(&output.stderr);
@@ -214,7 +222,8 @@ fn compile(nvcc: &Path, source: &Path, architecture: &str) -> Result<Compiled> {
     };
     Ok(Compiled {
         registers: number("Used", "registers")?,
-        shared_memory: shared_memory_of(source)?,
+        shared_memory: number_between(&text, "// ", " bytes of shared memory")
+            .ok_or_else(|| format!("{} does not begin with its shared memory", source.display()))?,
         spilled_bytes: number("bytes stack frame,", "bytes spill stores")?
             + number("bytes spill stores,", "bytes spill loads")?,
         hot_spills: hot_spills(&sass),
@@ -227,12 +236,13 @@ fn number_between(log: &str, after: &str, before: &str) -> Option<usize> {
     rest[..rest.find(before)?].trim().parse().ok()
 }
 
-/// What the first line of a written kernel says.
-fn shared_memory_of(source: &Path) -> Result<usize> {
-    let text =
-        fs::read_to_string(source).map_err(|error| format!("{}: {error}", source.display()))?;
-    number_between(&text, "// ", " bytes of shared memory")
-        .ok_or_else(|| format!("{} does not begin with its shared memory", source.display()))
+fn text_of(source: &Path) -> Result<String> {
+    fs::read_to_string(source).map_err(|error| format!("{}: {error}", source.display()))
+}
+
+/// The source without a name that NVRTC lacks, and that nvcc has for another type of the same size.
+fn integers_of_nvcc(source: &str) -> String {
+    source.replace("typedef signed long long int int64_t;\n", "")
 }
 
 /// Instructions on spilled registers in loops that multiply: between a branch backward and its target.
@@ -315,6 +325,12 @@ mod tests {
     fn spills_are_hot_in_loops_that_multiply() {
         assert_eq!(hot_spills(SASS), 1);
         assert_eq!(hot_spills(&SASS.replace("HMMA.16816.F32.BF16", "FADD")), 0);
+    }
+
+    #[test]
+    fn integers_are_named_once() {
+        let source = "typedef signed long long int int64_t;\nint64_t f() { return 0; }";
+        assert_eq!(integers_of_nvcc(source), "int64_t f() { return 0; }");
     }
 
     #[test]
