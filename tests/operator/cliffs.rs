@@ -300,7 +300,8 @@ fn frozen_inputs_get_no_gradient() {
             let (output, lse) =
                 attention_with_lse(query, key, value, AttentionOptions::new().causal())
                     .unwrap_or_else(|error| panic!("{case:?}: {error}"));
-            let gradients = ((output * tensors[3].clone()).sum() + lse.sum()).backward();
+            let weighed = (output * tensors[3].clone()).sum().cast(DType::F32);
+            let gradients = (weighed + lse.sum()).backward();
             operands.map(|operand| operand.grad(&gradients).map(read))
         };
         let all = gradients([true; 3]);
