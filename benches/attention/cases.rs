@@ -102,7 +102,7 @@ const D128_FULL: Case = case("d128-full", [4, 32, 32, 4096, 128], false, None);
 const D256_FULL: Case = case("d256-full", [4, 16, 16, 4096, 256], false, None);
 const D512_FULL: Case = case("d512-full", [4, 8, 8, 4096, 512], false, None);
 
-pub const CASES: [Case; 41] = [
+pub const CASES: [Case; 45] = [
     case("d64-causal", [4, 64, 64, 4096, 64], true, None),
     case("d128-causal", [4, 32, 32, 4096, 128], true, None),
     D128_FULL,
@@ -121,6 +121,8 @@ pub const CASES: [Case; 41] = [
         true,
         Some(1024),
     ),
+    decode("decode-d64-32k", [8, 64, 8, 32768, 64]),
+    decode("decode-d128-32k", [8, 32, 8, 32768, 128]),
     decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
     decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     decode("decode-d512-gqa8-32k", [1, 8, 1, 32768, 512]),
@@ -128,6 +130,14 @@ pub const CASES: [Case; 41] = [
     Case {
         q_len: 8,
         ..decode("decode-d512-gqa8-32k-queries8", [1, 8, 1, 32768, 512])
+    },
+    Case {
+        q_len: 4,
+        ..decode("decode-d256-32k-queries4", [8, 32, 4, 32768, 256])
+    },
+    Case {
+        q_len: 4,
+        ..decode("decode-d512-32k-queries4", [8, 32, 4, 32768, 512])
     },
     // What options cost.
     softcapped("option-d128-softcap", D128_FULL),

@@ -53,6 +53,41 @@ fn large_groups() {
     }
 }
 
+/// Tiles of 16, 32 and 64 rows in half precision, full and not, of widths that warps have whole, by halves and in parts of a step, with
+/// all that hides keys. Behind a sequence's length nothing is a number.
+#[test]
+fn small_tiles() {
+    for (q_heads, kv_heads, q_len) in [(4, 1, 3), (2, 2, 16), (8, 1, 4), (8, 1, 7)] {
+        for (head_dim, value_dim) in [(24, 40), (64, 64), (128, 128), (256, 256), (300, 272)] {
+            let lengths = [311, 0];
+            let plain = Case {
+                dtype: DType::BF16,
+                kv_lengths: Some(lengths.map(|length| length as i64).to_vec()),
+                ..Case::new([2, q_heads, kv_heads, q_len, 350, head_dim, value_dim])
+            };
+            let hiding = Case {
+                mask: Some(FULL),
+                bias: Some([false, true, false, true]),
+                softcap: Some(5.0),
+                ..plain.clone()
+            };
+            let causal = Case {
+                causal: Some(CausalAlignment::BottomRight),
+                sinks: true,
+                ..plain
+            };
+            for case in [causal, hiding] {
+                let clean = case.inputs();
+                let mut given = clean.clone();
+                for operand in [&mut given.key, &mut given.value] {
+                    operand.fill_rows(f64::NAN, |[batch, _, key]| key >= lengths[batch]);
+                }
+                case.check_inputs(&given, &clean);
+            }
+        }
+    }
+}
+
 /// No keys, fewer than a part, fewer than there are queries, all.
 #[test]
 fn lengths() {

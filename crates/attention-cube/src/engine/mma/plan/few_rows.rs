@@ -45,8 +45,8 @@ enum Shape {
 /// The first that has the rows, is wide enough and fits. For 16 rows, then 32, then 64, and of each width for 227, 163 and 99 KB; wider
 /// operands of 64 rows have the tiles that prompts have.
 ///
-/// What counts is the bytes on their way to a multiprocessor: of its time on the bus an H200 wants 30 KB and twice as many against
-/// everything that waits, an A100 10, cards for games 5.
+/// What counts is how much is on its way to a multiprocessor. By the memory's rate and 800 ns an H200 needs 30 KB, an A100 12, cards for
+/// games 5, and more where something waits.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
