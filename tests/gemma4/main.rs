@@ -17,6 +17,7 @@ mod decode;
 mod endings;
 mod foreign;
 mod generation;
+mod gguf;
 mod gradients;
 mod half;
 mod loading;

@@ -1,6 +1,9 @@
 //! A model into a checkpoint as Hugging Face has it.
 
-use super::{HEAD, Names, files::TensorFiles};
+use super::{
+    files::TensorFiles,
+    names::{HEAD, Names},
+};
 use crate::{Gemma4Config, Gemma4Error, Gemma4Model, config::name_of, error::read};
 use burn::{
     module::{Module, ModuleVisitor, Param},

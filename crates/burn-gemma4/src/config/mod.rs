@@ -3,7 +3,7 @@
 mod foreign;
 mod json;
 mod presets;
-mod validate;
+pub(crate) mod validate;
 mod write;
 
 pub(crate) use json::Tokens;
