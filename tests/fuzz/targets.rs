@@ -5,7 +5,7 @@ use attention_workspace::training::{conversations, rows};
 use burn::tensor::{Device, Int, Tensor};
 use burn_gemma4::{
     ChatOptions, ChatTemplate, Gemma4, Gemma4Config, Gemma4Model, GenerationDefaults, LayerType,
-    LoadOptions, Message, Tokenizer,
+    LoadOptions, Message, Prompt, Tokenizer,
 };
 use std::{fs, path::Path};
 use tempfile::TempDir;
@@ -28,6 +28,11 @@ pub const TARGETS: &[Target] = &[
         name: "safetensors",
         format: Format::Safetensors,
         prepare: safetensors,
+    },
+    Target {
+        name: "gguf",
+        format: Format::Gguf,
+        prepare: gguf,
     },
     Target {
         name: "index",
@@ -128,6 +133,22 @@ fn with_config() -> TempDir {
 fn safetensors() -> Read {
     let folder = with_config();
     Box::new(move |input| load(&folder, "model.safetensors", input))
+}
+
+/// A whole checkpoint. Its template and its tokens are used, too.
+fn gguf() -> Read {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    Box::new(move |input| {
+        write(&path, input);
+        let _holds = &folder;
+        let gemma = said(Gemma4::load(&path, &Device::flex(), LoadOptions::new()))?;
+        logits(gemma.model())?;
+        let chat = Prompt::Chat(vec![Message::user("the <|turn> cat\n")]);
+        let tokens = said(gemma.tokens(&chat, ChatOptions::default()))?;
+        said(gemma.tokenizer().decode(&tokens, false))?;
+        Ok("a model".into())
+    })
 }
 
 /// Indices of the files `first.safetensors` and `second.safetensors`, which are a model together.

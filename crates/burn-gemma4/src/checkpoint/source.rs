@@ -97,6 +97,10 @@ impl<'a> Source<'a> {
                 let bytes = part(bytes, self.shape[0], range).to_vec();
                 TensorData::from_bytes_vec(bytes, shape, *written)
             }
+            // A row is whole blocks, a part of it is not.
+            Numbers::Blocks { format, bytes } if shape.len() == 1 => {
+                TensorData::new(format.dequantize(bytes)[range].to_vec(), shape)
+            }
             Numbers::Blocks { format, bytes } => {
                 let blocks = part(bytes, self.shape[0], range);
                 TensorData::new(format.dequantize(blocks), shape)
@@ -217,6 +221,10 @@ mod tests {
         for portion in [1, 256, 600] {
             assert_eq!(load(&source, portion), whole, "{portion} bytes at a time");
         }
+        let vector = Source::blocks(vec![192], BlockFormat::Q8_0, &bytes);
+        let numbers = |range| -> Vec<f32> { vector.slices(range, DType::F32).iter().collect() };
+        assert_eq!(numbers(0..192), whole);
+        assert_eq!(numbers(30..70), whole[30..70]);
     }
 
     #[test]
