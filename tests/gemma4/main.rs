@@ -22,6 +22,7 @@ mod gradients;
 mod half;
 mod loading;
 mod not_numbers;
+mod packed;
 mod packing;
 mod products;
 mod programs;

@@ -107,6 +107,14 @@ pub enum TensorProblem {
         /// The file's dtype.
         found: String,
     },
+    /// It is packed in another way than the configuration says.
+    #[error("{name}: {reason}")]
+    Packing {
+        /// Its name in the file.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
     /// It is quantized in a way that is not read.
     #[error(
         "{name} is in {found}, which is none of F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"

@@ -95,16 +95,6 @@ fn logits(gemma: &Gemma4, prompt: &[u32]) -> Vec<f32> {
     logits[logits.len() - gemma.config().vocab_size..].to_vec()
 }
 
-/// The checksum of zlib.
-fn crc32(bytes: &[u8]) -> u32 {
-    let step = |crc: u32, byte: &u8| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
-            (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())
-        })
-    };
-    !bytes.iter().fold(u32::MAX, step)
-}
-
 #[test]
 fn numbers_are_those_of_the_formats_own_package() {
     for (name, _) in FILES {
@@ -117,7 +107,11 @@ fn numbers_are_those_of_the_formats_own_package() {
         assert_eq!(saved.len(), expected.len(), "{name}");
         for (tensor, (kind, crc)) in expected {
             let found = saved.tensor(&tensor).expect(&tensor);
-            assert_eq!(crc32(found.data()), crc, "{name}: {tensor} in {kind}");
+            assert_eq!(
+                fixture::crc32(found.data()),
+                crc,
+                "{name}: {tensor} in {kind}"
+            );
         }
     }
 }

@@ -5,8 +5,10 @@ pub(crate) mod adapter;
 pub(crate) mod gguf;
 
 mod files;
+mod folder;
 mod foreign;
 mod names;
+mod packed;
 mod save;
 mod source;
 
@@ -14,17 +16,20 @@ pub(crate) use foreign::missing;
 pub(crate) use save::{create, stored, write_file, write_tensors};
 pub(crate) use source::upload_f32;
 
-use crate::{Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem};
+use crate::{
+    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, config::quantization::schemes_of,
+};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
     tensor::{DType, Device, Tensor},
 };
 use files::TensorFiles;
+use folder::Folder;
 use gguf::Gguf;
-use names::Folder;
 use source::{PORTION, Weights, upload};
 use std::{
     collections::BTreeSet,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -77,7 +82,7 @@ impl std::fmt::Debug for LoadOptions<'_> {
 
 impl Gemma4Model {
     /// Loads the weights at `path`: a folder as Hugging Face has it, with `config.json` and `model.safetensors`, or an index
-    /// and several files, or a GGUF file. Of a multimodal checkpoint, the text model.
+    /// and several files, perhaps with weights that compressed-tensors has packed into integers of 4 or 8 bits; or a GGUF file. Of a multimodal checkpoint, the text model.
     ///
     /// Files are mapped into memory and go to the device tensor by tensor, so that the host holds about one tensor at a time. Quantized
     /// weights are dequantized on their way.
@@ -105,7 +110,10 @@ impl Gemma4Model {
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        load_folder(folder, &TensorFiles::open(folder)?, config, device, options)
+        let path = folder.join("config.json");
+        let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
+        let files = TensorFiles::open(folder)?;
+        load_folder(folder, &files, &json, config, device, options)
     }
 
     /// [`load`](Self::load) of a GGUF file with the configuration already read.
@@ -129,20 +137,28 @@ impl Gemma4Model {
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        let config = Gemma4Config::from_json(config)?;
         let files = TensorFiles::embedded("model.safetensors", weights)?;
-        load_folder(Path::new("embedded"), &files, &config, device, options)
+        let shape = Gemma4Config::from_json(config)?;
+        load_folder(
+            Path::new("embedded"),
+            &files,
+            config,
+            &shape,
+            device,
+            options,
+        )
     }
 }
 
 fn load_folder(
     folder: &Path,
     files: &TensorFiles,
+    json: &str,
     config: &Gemma4Config,
     device: &Device,
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
-    let weights = Folder::of(files);
+    let weights = Folder::of(files, schemes_of(json)?);
     weights.refuse_mlx(folder)?;
     load(folder, &weights, config, device, options)
 }

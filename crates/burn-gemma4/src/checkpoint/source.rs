@@ -1,6 +1,9 @@
 //! Parameters as their checkpoint writes them, and their way to a device.
 
-use crate::{Gemma4Config, TensorProblem, quantized::blocks::BlockFormat};
+use crate::{
+    Gemma4Config, TensorProblem,
+    quantized::{blocks::BlockFormat, packed::Packed},
+};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
@@ -33,6 +36,9 @@ enum Numbers<'a> {
         format: BlockFormat,
         bytes: &'a [u8],
     },
+    Packed(Packed<'a>),
+    /// A matrix for each slice.
+    Joined(Vec<Source<'a>>),
     /// Two tensors of the same shape: of each slice first the one's rows and then the other's.
     Stacked(Box<[Source<'a>; 2]>),
 }
@@ -50,22 +56,47 @@ impl<'a> Source<'a> {
         Self { shape, numbers }
     }
 
-    /// `[slices, rows, columns]` twice, as `[slices, 2 · rows, columns]`. Where the two do not fit, the shape is the second one's, so
-    /// that it is the model's no more.
-    pub fn stacked(first: Self, second: Self) -> Self {
-        if first.shape != second.shape || first.shape.len() < 2 {
-            return second;
+    /// A packed matrix.
+    pub fn packed(packed: Packed<'a>) -> Self {
+        Self {
+            shape: vec![packed.rows, packed.columns],
+            numbers: Numbers::Packed(packed),
         }
+    }
+
+    /// Matrices of the same shape, by their names in the file, as one tensor of all of them.
+    pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
+        let mut shape = vec![matrices.len()];
+        shape.extend(matrices.first().iter().flat_map(|(_, first)| &first.shape));
+        let mut parts = Vec::with_capacity(matrices.len());
+        for (name, matrix) in matrices {
+            same_shape(name, &matrix.shape, &shape[1..])?;
+            parts.push(matrix);
+        }
+        let numbers = Numbers::Joined(parts);
+        Ok(Self { shape, numbers })
+    }
+
+    /// `[slices, rows, columns]` twice, the second one of this name in the file, as `[slices, 2 · rows, columns]`.
+    pub fn stacked(first: Self, name: String, second: Self) -> Result<Self, TensorProblem> {
+        same_shape(name, &second.shape, &first.shape)?;
         let mut shape = first.shape.clone();
-        shape[1] *= 2;
+        if let Some(rows) = shape.get_mut(1) {
+            *rows *= 2;
+        }
         let numbers = Numbers::Stacked(Box::new([first, second]));
-        Self { shape, numbers }
+        Ok(Self { shape, numbers })
     }
 
     /// Bytes in the files.
     pub fn len(&self) -> usize {
         match &self.numbers {
             Numbers::Floats { bytes, .. } | Numbers::Blocks { bytes, .. } => bytes.len(),
+            Numbers::Packed(packed) => {
+                let zero_points = packed.zero_points.map_or(0, <[u8]>::len);
+                packed.words.len() + packed.scales.len() + zero_points
+            }
+            Numbers::Joined(parts) => parts.iter().map(Self::len).sum(),
             Numbers::Stacked(parts) => parts.iter().map(Self::len).sum(),
         }
     }
@@ -74,15 +105,18 @@ impl<'a> Source<'a> {
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
-            Numbers::Blocks { .. } | Numbers::Stacked(_) => None,
+            Numbers::Packed(packed) => Some(packed.dtype),
+            Numbers::Blocks { .. } | Numbers::Joined(_) | Numbers::Stacked(_) => None,
         }
     }
 
     /// Bytes of a slice on its way.
     fn slice_bytes(&self) -> usize {
         let numbers: usize = self.shape[1..].iter().product();
-        let dtype = self.dtype().unwrap_or(DType::F32);
-        numbers * dtype.size()
+        match &self.numbers {
+            Numbers::Floats { dtype, .. } => numbers * dtype.size(),
+            _ => numbers * DType::F32.size(),
+        }
     }
 
     /// A part of the slowest dimension, in `dtype`.
@@ -105,18 +139,41 @@ impl<'a> Source<'a> {
                 let blocks = part(bytes, self.shape[0], range);
                 TensorData::new(format.dequantize(blocks), shape)
             }
+            Numbers::Packed(packed) => TensorData::new(packed.dequantize(range), shape),
+            Numbers::Joined(parts) => {
+                let whole = |part: &Self| part.slices(0..part.shape[0], DType::F32);
+                let parts = parts[range].iter().map(whole);
+                TensorData::new(in_a_row(parts), shape)
+            }
             Numbers::Stacked(parts) => {
-                let mut numbers = Vec::with_capacity(shape.iter().product());
-                for slice in range {
-                    for part in parts.iter() {
-                        let slice = part.slices(slice..slice + 1, DType::F32);
-                        numbers.extend(slice.iter::<f32>());
-                    }
-                }
-                TensorData::new(numbers, shape)
+                let of_slice = |slice: usize| {
+                    let parts = parts.iter();
+                    parts.map(move |part| part.slices(slice..slice + 1, DType::F32))
+                };
+                TensorData::new(in_a_row(range.flat_map(of_slice)), shape)
             }
         };
         data.convert_dtype(dtype)
+    }
+}
+
+/// The numbers of parts in f32, one after the other.
+fn in_a_row(parts: impl Iterator<Item = TensorData>) -> Vec<f32> {
+    let mut numbers = Vec::new();
+    for part in parts {
+        numbers.extend(part.iter::<f32>());
+    }
+    numbers
+}
+
+fn same_shape(name: String, found: &[usize], expected: &[usize]) -> Result<(), TensorProblem> {
+    match found == expected {
+        true => Ok(()),
+        false => Err(TensorProblem::Shape {
+            name,
+            found: found.into(),
+            expected: expected.into(),
+        }),
     }
 }
 
@@ -187,7 +244,7 @@ pub(super) fn upload<const D: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::{files::TensorFiles, names::Folder};
+    use crate::checkpoint::{files::TensorFiles, folder::Folder};
 
     fn load(source: &Source<'_>, portion: usize) -> Vec<f32> {
         upload::<2>(source, DType::F32, &Device::default(), portion)
@@ -200,7 +257,7 @@ mod tests {
     fn portions_make_the_whole() {
         let bytes = include_bytes!("../../embedded/model.safetensors");
         let files = TensorFiles::embedded("model.safetensors", bytes).expect("safetensors");
-        let folder = Folder::of(&files);
+        let folder = Folder::of(&files, Vec::new());
         let source = folder.get("embed_tokens.weight").expect("a table");
         let whole = load(&source, usize::MAX);
         let row = source.len() / source.shape[0];
@@ -232,12 +289,27 @@ mod tests {
         let bytes = |numbers: [f32; 4]| numbers.map(f32::to_le_bytes).concat();
         let (first, second) = (bytes([1.0, 2.0, 3.0, 4.0]), bytes([5.0, 6.0, 7.0, 8.0]));
         let source = |bytes| Source::floats(vec![2, 1, 2], DType::F32, bytes);
-        let stacked = Source::stacked(source(&first), source(&second));
+        let stacked = Source::stacked(source(&first), "second".into(), source(&second));
+        let stacked = stacked.expect("the same shapes");
         assert_eq!(stacked.shape, [2, 2, 2]);
         let numbers = stacked.slices(0..2, DType::F32);
         let numbers: Vec<f32> = numbers.iter().collect();
         assert_eq!(numbers, [1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
         let other = Source::floats(vec![1, 2, 2], DType::F32, &second);
-        assert_eq!(Source::stacked(source(&first), other).shape, [1, 2, 2]);
+        assert!(Source::stacked(source(&first), "second".into(), other).is_err());
+    }
+
+    #[test]
+    fn joined_matrices_are_slices() {
+        let bytes = |number: f32| [number, number + 1.0].map(f32::to_le_bytes).concat();
+        let matrices = [bytes(0.0), bytes(10.0), bytes(20.0)];
+        let source = |bytes| Source::floats(vec![1, 2], DType::F32, bytes);
+        let named = |bytes| ("a matrix".to_owned(), source(bytes));
+        let joined = Source::joined(matrices.iter().map(|bytes| named(&bytes[..])).collect());
+        let joined = joined.expect("the same shapes");
+        assert_eq!(joined.shape, [3, 1, 2]);
+        let numbers = joined.slices(1..3, DType::F32);
+        let numbers: Vec<f32> = numbers.iter().collect();
+        assert_eq!(numbers, [10.0, 11.0, 20.0, 21.0]);
     }
 }

@@ -3,6 +3,7 @@
 mod foreign;
 mod json;
 mod presets;
+pub(crate) mod quantization;
 pub(crate) mod validate;
 mod write;
 

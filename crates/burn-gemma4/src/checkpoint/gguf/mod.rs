@@ -169,7 +169,7 @@ impl Weights for Gguf {
 
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
         match &self.names(path)[..] {
-            [gate, up] => Ok(Source::stacked(self.tensor(gate)?, self.tensor(up)?)),
+            [gate, up] => Source::stacked(self.tensor(gate)?, up.clone(), self.tensor(up)?),
             names => self.tensor(&names[0]),
         }
     }
