@@ -35,6 +35,11 @@ pub const TARGETS: &[Target] = &[
         prepare: gguf,
     },
     Target {
+        name: "packed",
+        format: Format::JsonAndSafetensors,
+        prepare: packed,
+    },
+    Target {
         name: "index",
         format: Format::Json,
         prepare: index,
@@ -149,6 +154,27 @@ fn gguf() -> Read {
         said(gemma.tokenizer().decode(&tokens, false))?;
         Ok("a model".into())
     })
+}
+
+/// `config.json` and `model.safetensors` of a folder that compressed-tensors has packed.
+fn packed() -> Read {
+    let folder = TempDir::new().expect("a folder");
+    Box::new(move |input| {
+        let (json, tensors) = apart(input);
+        let config = said(Gemma4Config::from_json(&text(json)))?;
+        if !is_small(&config) {
+            return Ok("a large model".into());
+        }
+        write(&folder.path().join("config.json"), json);
+        load(&folder, "model.safetensors", tensors)
+    })
+}
+
+/// A JSON text and the tensors after it.
+fn apart(input: &[u8]) -> (&[u8], &[u8]) {
+    let end = input.iter().position(|byte| *byte == BETWEEN);
+    let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
+    (json, tensors.get(1..).unwrap_or_default())
 }
 
 /// Indices of the files `first.safetensors` and `second.safetensors`, which are a model together.
@@ -279,9 +305,7 @@ fn adapter() -> Read {
     let model = Gemma4Model::load(base.path(), &Device::flex(), LoadOptions::new());
     let model = model.expect("a model");
     Box::new(move |input| {
-        let end = input.iter().position(|byte| *byte == BETWEEN);
-        let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
-        let tensors = tensors.get(1..).unwrap_or_default();
+        let (json, tensors) = apart(input);
         for (file, contents) in [
             ("adapter_config.json", json),
             ("adapter_model.safetensors", tensors),

@@ -40,7 +40,7 @@ pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
     let Ok(quantized) = Quantized::deserialize(config) else {
         return Ok(());
     };
-    let field = |value: Option<Value>| value.filter(|value| says_something(value));
+    let field = |value: Option<Value>| value.filter(says_something);
     let (name, method) = match (
         field(quantized.quantization),
         field(quantized.quantization_config),

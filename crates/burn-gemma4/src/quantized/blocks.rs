@@ -27,22 +27,27 @@ struct Layout {
     dequantize: fn(&[u8], &mut [f32]),
 }
 
-impl BlockFormat {
-    const fn layout(self) -> Layout {
-        let (numbers, bytes, dequantize): (usize, usize, fn(&[u8], &mut [f32])) = match self {
-            Self::Q4_0 => (32, 2 + 16, q4_0),
-            Self::Q4_1 => (32, 4 + 16, q4_1),
-            Self::Q5_0 => (32, 2 + 4 + 16, q5_0),
-            Self::Q5_1 => (32, 4 + 4 + 16, q5_1),
-            Self::Q8_0 => (32, 2 + 32, q8_0),
-            Self::Q4K => (256, 4 + 12 + 128, q4_k),
-            Self::Q5K => (256, 4 + 12 + 32 + 128, q5_k),
-            Self::Q6K => (256, 128 + 64 + 16 + 2, q6_k),
-        };
-        Layout {
+impl Layout {
+    const fn new(numbers: usize, bytes: usize, dequantize: fn(&[u8], &mut [f32])) -> Self {
+        Self {
             numbers,
             bytes,
             dequantize,
+        }
+    }
+}
+
+impl BlockFormat {
+    const fn layout(self) -> Layout {
+        match self {
+            Self::Q4_0 => Layout::new(32, 2 + 16, q4_0),
+            Self::Q4_1 => Layout::new(32, 4 + 16, q4_1),
+            Self::Q5_0 => Layout::new(32, 2 + 4 + 16, q5_0),
+            Self::Q5_1 => Layout::new(32, 4 + 4 + 16, q5_1),
+            Self::Q8_0 => Layout::new(32, 2 + 32, q8_0),
+            Self::Q4K => Layout::new(256, 4 + 12 + 128, q4_k),
+            Self::Q5K => Layout::new(256, 4 + 12 + 32 + 128, q5_k),
+            Self::Q6K => Layout::new(256, 128 + 64 + 16 + 2, q6_k),
         }
     }
 

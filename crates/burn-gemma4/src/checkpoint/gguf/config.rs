@@ -300,15 +300,11 @@ fn global_rope(
             divisors.len()
         ));
     }
-    let rotated = divisors
-        .iter()
-        .take_while(|divisor| **divisor < STANDS_STILL)
-        .count();
+    let stands_still = |divisor: &f32| *divisor >= STANDS_STILL;
+    let rotated = divisors.iter().position(stands_still).unwrap_or(pairs);
     let (rotates, stands) = divisors.split_at(rotated);
     let factor = rotates.first().copied().unwrap_or(1.0);
-    if rotates.iter().any(|divisor| *divisor != factor)
-        || stands.iter().any(|divisor| !(*divisor >= STANDS_STILL))
-    {
+    if rotates.iter().any(|divisor| *divisor != factor) || !stands.iter().all(stands_still) {
         return Err(format!(
             "{NAME} is not one number for the first pairs of channels and a huge one for the others"
         ));
