@@ -30,8 +30,8 @@ const LEARNING_RATES: [f64; 2] = [2e-4, 1e-5];
 #[derive(Parser)]
 #[command(args_override_self = true)]
 struct Cli {
-    /// A checkpoint's folder, as Hugging Face has it. It stays as it is.
-    #[arg(long, value_name = "DIR")]
+    /// A checkpoint's folder, as Hugging Face has it, or for an adapter a GGUF file. It stays as it is.
+    #[arg(long, value_name = "PATH")]
     model: PathBuf,
     /// A file with a JSON object in every line: "messages", with roles and contents, of which the assistant's are learned, or
     /// "text", which is learned as a whole.
@@ -68,6 +68,7 @@ fn main() -> ExitCode {
 fn finetune(cli: &Cli) -> Result<(), Error> {
     let arguments = &cli.training;
     refuse_same_folder(cli)?;
+    refuse_file(cli)?;
     let (chosen, devices) = arguments.choose()?;
     note(&chosen);
     let mut options = LoadOptions::new();
@@ -136,6 +137,17 @@ fn refuse_same_folder(cli: &Cli) -> Result<(), Error> {
     };
     match same {
         true => Err(WrongArgument("--out is --model, which is to stay as it is".into()).into()),
+        false => Ok(()),
+    }
+}
+
+/// A checkpoint is written like the one that it comes from, which has to be a folder.
+fn refuse_file(cli: &Cli) -> Result<(), Error> {
+    match cli.model.is_file() && (cli.full || cli.merge) {
+        true => {
+            let reason = "--model is a file; --full and --merge write a checkpoint like the folder that they began with";
+            Err(WrongArgument(reason.into()).into())
+        }
         false => Ok(()),
     }
 }

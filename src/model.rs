@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 /// Which model, and where it runs.
 #[derive(clap::Args, Debug)]
 pub struct ModelArguments {
-    /// A checkpoint's folder, as Hugging Face has it [default: a tiny checkpoint in this program].
-    #[arg(long, value_name = "DIR")]
+    /// A checkpoint's folder, as Hugging Face has it, or a GGUF file [default: a tiny checkpoint in this program].
+    #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
     /// The folder of a low-rank adapter, which is added to the weights.
     #[arg(long, value_name = "DIR")]
@@ -55,7 +55,7 @@ impl ModelArguments {
         }
         let start = Instant::now();
         let gemma = match &self.model {
-            Some(folder) => Gemma4::load(folder, &chosen.device, options),
+            Some(path) => Gemma4::load(path, &chosen.device, options),
             None => {
                 note(
                     "no --model: this is the small model in this program, which learned this project's own text",

@@ -5,6 +5,7 @@ pub mod compare;
 pub mod definition;
 pub mod dense;
 pub mod devices;
+pub mod gguf;
 pub mod inputs;
 pub mod program;
 pub mod run;

@@ -5,7 +5,7 @@ use attention_workspace::training::{conversations, rows};
 use burn::tensor::{Device, Int, Tensor};
 use burn_gemma4::{
     ChatOptions, ChatTemplate, Gemma4, Gemma4Config, Gemma4Model, GenerationDefaults, LayerType,
-    LoadOptions, Message, Tokenizer,
+    LoadOptions, Message, Prompt, Tokenizer,
 };
 use std::{fs, path::Path};
 use tempfile::TempDir;
@@ -28,6 +28,16 @@ pub const TARGETS: &[Target] = &[
         name: "safetensors",
         format: Format::Safetensors,
         prepare: safetensors,
+    },
+    Target {
+        name: "gguf",
+        format: Format::Gguf,
+        prepare: gguf,
+    },
+    Target {
+        name: "packed",
+        format: Format::JsonAndSafetensors,
+        prepare: packed,
     },
     Target {
         name: "index",
@@ -128,6 +138,43 @@ fn with_config() -> TempDir {
 fn safetensors() -> Read {
     let folder = with_config();
     Box::new(move |input| load(&folder, "model.safetensors", input))
+}
+
+/// A whole checkpoint. Its template and its tokens are used, too.
+fn gguf() -> Read {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    Box::new(move |input| {
+        write(&path, input);
+        let _holds = &folder;
+        let gemma = said(Gemma4::load(&path, &Device::flex(), LoadOptions::new()))?;
+        logits(gemma.model())?;
+        let chat = Prompt::Chat(vec![Message::user("the <|turn> cat\n")]);
+        let tokens = said(gemma.tokens(&chat, ChatOptions::default()))?;
+        said(gemma.tokenizer().decode(&tokens, false))?;
+        Ok("a model".into())
+    })
+}
+
+/// `config.json` and `model.safetensors` of a folder that compressed-tensors has packed.
+fn packed() -> Read {
+    let folder = TempDir::new().expect("a folder");
+    Box::new(move |input| {
+        let (json, tensors) = apart(input);
+        let config = said(Gemma4Config::from_json(&text(json)))?;
+        if !is_small(&config) {
+            return Ok("a large model".into());
+        }
+        write(&folder.path().join("config.json"), json);
+        load(&folder, "model.safetensors", tensors)
+    })
+}
+
+/// A JSON text and the tensors after it.
+fn apart(input: &[u8]) -> (&[u8], &[u8]) {
+    let end = input.iter().position(|byte| *byte == BETWEEN);
+    let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
+    (json, tensors.get(1..).unwrap_or_default())
 }
 
 /// Indices of the files `first.safetensors` and `second.safetensors`, which are a model together.
@@ -258,9 +305,7 @@ fn adapter() -> Read {
     let model = Gemma4Model::load(base.path(), &Device::flex(), LoadOptions::new());
     let model = model.expect("a model");
     Box::new(move |input| {
-        let end = input.iter().position(|byte| *byte == BETWEEN);
-        let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
-        let tensors = tensors.get(1..).unwrap_or_default();
+        let (json, tensors) = apart(input);
         for (file, contents) in [
             ("adapter_config.json", json),
             ("adapter_model.safetensors", tensors),

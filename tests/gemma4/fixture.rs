@@ -135,6 +135,16 @@ pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
     }
 }
 
+/// The checksum of zlib.
+pub fn crc32(bytes: &[u8]) -> u32 {
+    let step = |crc: u32, byte: &u8| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())
+        })
+    };
+    !bytes.iter().fold(u32::MAX, step)
+}
+
 /// Every tensor of a file.
 fn read(path: PathBuf) -> HashMap<String, Reference> {
     let bytes = fs::read(path).expect("a fixture");

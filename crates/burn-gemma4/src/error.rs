@@ -37,7 +37,7 @@ pub enum Gemma4Error {
     /// Tensors of the checkpoint that do not fit the model.
     #[error("{}: {}", path.display(), list(problems))]
     Tensors {
-        /// The checkpoint's folder.
+        /// The checkpoint's folder or file.
         path: PathBuf,
         /// What is wrong, tensor by tensor.
         problems: Vec<TensorProblem>,
@@ -72,14 +72,14 @@ pub enum TensorProblem {
         name: String,
     },
     /// The checkpoint has it, the model does not.
-    #[error("{name} is not part of the model that config.json describes")]
+    #[error("{name} is not part of the model that the configuration describes")]
     Extra {
         /// Its name in the file.
         name: String,
     },
     /// Its shape is not the model's.
     #[error(
-        "{name} has the shape {found:?}, the model that config.json describes has {expected:?}"
+        "{name} has the shape {found:?}, the model that the configuration describes has {expected:?}"
     )]
     Shape {
         /// Its name in the file.
@@ -105,6 +105,24 @@ pub enum TensorProblem {
         /// Its name in the file.
         name: String,
         /// The file's dtype.
+        found: String,
+    },
+    /// It is packed in another way than the configuration says.
+    #[error("{name}: {reason}")]
+    Packing {
+        /// Its name in the file.
+        name: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// It is quantized in a way that is not read.
+    #[error(
+        "{name} is in {found}, which is none of F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
+    )]
+    Encoding {
+        /// Its name in the file.
+        name: String,
+        /// The file's type of it.
         found: String,
     },
 }

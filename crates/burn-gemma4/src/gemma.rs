@@ -1,5 +1,6 @@
 //! A checkpoint, ready to be asked: model, tokenizer, chat template and defaults.
 
+use crate::checkpoint::gguf::Gguf;
 use crate::error::existing;
 use crate::{
     Cache, ChatOptions, ChatTemplate, Gemma4Config, Gemma4Error, Gemma4Model, GenerateOptions,
@@ -73,26 +74,55 @@ impl From<Vec<u32>> for Prompt {
 }
 
 impl Gemma4 {
-    /// Loads a checkpoint's folder as Hugging Face has it, in the checkpoint's dtype; in f32 where the device does not
+    /// Loads a checkpoint's folder as Hugging Face has it, or a GGUF file, in the checkpoint's dtype; in f32 where the device does not
     /// compute in that.
     ///
     /// # Errors
     /// As [`load`](Self::load).
-    pub fn from_pretrained(folder: impl AsRef<Path>, device: &Device) -> Result<Self, Gemma4Error> {
-        Self::load(folder, device, LoadOptions::new())
+    pub fn from_pretrained(path: impl AsRef<Path>, device: &Device) -> Result<Self, Gemma4Error> {
+        Self::load(path, device, LoadOptions::new())
     }
 
-    /// Loads a checkpoint's folder: `config.json`, safetensors, `tokenizer.json`, and where they are there `chat_template.jinja`
-    /// and `generation_config.json`.
+    /// Loads a checkpoint: a folder with `config.json`, safetensors, `tokenizer.json`, and where they are there `chat_template.jinja`
+    /// and `generation_config.json`; or a GGUF file, which has all of it.
     ///
     /// # Errors
     /// Where a file is missing or not what it should be, naming it; as [`Gemma4Model::load`].
     pub fn load(
-        folder: impl AsRef<Path>,
+        path: impl AsRef<Path>,
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        let folder = folder.as_ref();
+        let path = path.as_ref();
+        match Gguf::at(path)? {
+            Some(gguf) => Self::load_gguf(path, &gguf, device, options),
+            None => Self::load_folder(path, device, options),
+        }
+    }
+
+    fn load_gguf(
+        path: &Path,
+        gguf: &Gguf,
+        device: &Device,
+        options: LoadOptions<'_>,
+    ) -> Result<Self, Gemma4Error> {
+        let config = gguf.config()?;
+        let tokenizer = gguf.tokenizer()?;
+        let chat_template = gguf.chat_template()?;
+        let defaults = gguf.generation_defaults()?;
+        Ok(Self {
+            model: Gemma4Model::load_gguf(path, gguf, &config, device, options)?,
+            tokenizer,
+            chat_template,
+            defaults: defaults.or_of(&config),
+        })
+    }
+
+    fn load_folder(
+        folder: &Path,
+        device: &Device,
+        options: LoadOptions<'_>,
+    ) -> Result<Self, Gemma4Error> {
         // The small files first: what is wrong with them need not wait for the weights.
         let config = Gemma4Config::from_file(folder.join("config.json"))?;
         let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"))?;

@@ -1,4 +1,4 @@
-//! Gemma 4 in [Burn](https://burn.dev): checkpoints from Hugging Face as they are, generation, training.
+//! Gemma 4 in [Burn](https://burn.dev): checkpoints from Hugging Face and GGUF files as they are, generation, training.
 //!
 //! [`Gemma4`] is a checkpoint that can be asked; [`Gemma4Model`] is the model alone, differentiable. Every attention goes
 //! through [`attention_cube::fused_attention`], at head sizes 256 and 512 alike, on every device that it serves.
@@ -10,6 +10,7 @@ mod gemma;
 mod generate;
 mod model;
 mod op;
+mod quantized;
 mod text;
 mod train;
 

@@ -1,6 +1,7 @@
-//! Inputs broken by what they are made of: JSON by its values, templates by their words, tensors by their header, and all of them
-//! by their bytes.
+//! Inputs broken by what they are made of: JSON by its values, templates by their words, tensors by their header or keys, and all of
+//! them by their bytes.
 
+mod gguf;
 mod json;
 mod text;
 
@@ -20,6 +21,8 @@ pub enum Format {
     Safetensors,
     /// A JSON text, a byte of 0, and [`Format::Safetensors`].
     JsonAndSafetensors,
+    /// Keys with values, the places of tensors, and numbers.
+    Gguf,
 }
 
 /// What parts an input of two files.
@@ -53,6 +56,10 @@ fn parts(format: Format, input: Vec<u8>, other: &[u8], random: &mut StdRng) -> V
             text::broken(&text(&input), &text(other), random).into_bytes()
         }
         Format::Safetensors => of_safetensors(input, other, random),
+        Format::Gguf => match gguf::broken(&input, other, random) {
+            Some(input) => input,
+            None => bytes(input, other, random),
+        },
         Format::JsonAndSafetensors => {
             let between = |input: &[u8]| input.iter().position(|byte| *byte == BETWEEN);
             let (Some(end), Some(other_end)) = (between(&input), between(other)) else {

@@ -34,7 +34,7 @@ pub struct Folder {
 }
 
 /// A tensor of a file.
-#[derive(PartialEq)]
+#[derive(Clone, PartialEq)]
 pub struct Stored {
     pub dtype: Dtype,
     pub shape: Vec<usize>,

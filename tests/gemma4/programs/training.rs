@@ -258,6 +258,9 @@ fn lines_that_are_no_examples_are_refused() {
     fs::write(&data, "{\"text\": \"a\"}\n").expect("a file");
     let ended = run(&mut finetune(&base, &data, base.path(), &[]));
     check("the base's own folder", &ended, 2, &["--out is --model"]);
+    let mut whole = finetune(&base, &data, &out, &["--merge", "--model"]);
+    let ended = run(whole.arg(fixture::folder("gguf").join("dense-ple.Q8_0.gguf")));
+    check("a file as a base", &ended, 2, &["--model is a file"]);
     let ended = run(&mut finetune(&base, &data, &out, &["--rank", "65"]));
     check("a rank beyond the matrices", &ended, 2, &["rank", "65"]);
 }

@@ -15,23 +15,31 @@ struct Kind {
     beginning: &'static [u8],
     /// How its name ends.
     extensions: &'static [&'static str],
+    /// What to do about it.
+    instead: &'static str,
 }
+
+const FOLDER: &str =
+    "what is loaded is a folder as Hugging Face has it, with safetensors, or a GGUF file";
 
 const KINDS: [Kind; 3] = [
     Kind {
         what: "GGUF, llama.cpp's format",
         beginning: b"GGUF",
         extensions: &["gguf"],
+        instead: "it is loaded by its own path, not by its folder's",
     },
     Kind {
         what: "a pointer of Git LFS, which `git lfs pull` turns into the file",
         beginning: b"version https://git-lfs.github.com/spec/",
         extensions: &[],
+        instead: FOLDER,
     },
     Kind {
         what: "PyTorch's format",
         beginning: b"PK\x03\x04",
         extensions: &["bin", "pt", "pth", "ckpt"],
+        instead: FOLDER,
     },
 ];
 
@@ -79,10 +87,7 @@ fn other_weights(folder: &Path) -> Option<Gemma4Error> {
 fn unsupported(path: &Path, kind: &Kind) -> Gemma4Error {
     Gemma4Error::Unsupported {
         path: path.into(),
-        reason: format!(
-            "is {}; what is loaded is a folder as Hugging Face has it, with safetensors",
-            kind.what
-        ),
+        reason: format!("is {}; {}", kind.what, kind.instead),
     }
 }
 

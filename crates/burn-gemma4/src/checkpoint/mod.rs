@@ -1,23 +1,35 @@
-//! Checkpoints from Hugging Face: safetensors files into a model.
+//! Checkpoints: safetensors files, as Hugging Face has them, and GGUF files into a model.
 
 pub(crate) mod adapter;
 
+pub(crate) mod gguf;
+
 mod files;
+mod folder;
 mod foreign;
+mod names;
+mod packed;
 mod save;
+mod source;
 
 pub(crate) use foreign::missing;
 pub(crate) use save::{create, stored, write_file, write_tensors};
+pub(crate) use source::upload_f32;
 
-use crate::{Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem};
+use crate::{
+    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, config::quantization::schemes_of,
+};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
-    tensor::{DType, Device, Tensor, TensorData},
+    tensor::{DType, Device, Tensor},
 };
-use files::{Entry, TensorFiles};
-use safetensors::{Dtype, tensor::TensorView};
+use files::TensorFiles;
+use folder::Folder;
+use gguf::Gguf;
+use source::{PORTION, Weights, upload};
 use std::{
     collections::BTreeSet,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -69,33 +81,50 @@ impl std::fmt::Debug for LoadOptions<'_> {
 }
 
 impl Gemma4Model {
-    /// Loads the weights in `folder`, which is as Hugging Face has it: `config.json` and `model.safetensors`, or an index
-    /// and several files. Of a multimodal checkpoint, the text model.
+    /// Loads the weights at `path`: a folder as Hugging Face has it, with `config.json` and `model.safetensors`, or an index
+    /// and several files, perhaps with weights that compressed-tensors has packed into integers of 4 or 8 bits; or a GGUF file. Of a multimodal checkpoint, the text model.
     ///
-    /// Files are mapped into memory and go to the device tensor by tensor, so that the host holds about one tensor at a time.
+    /// Files are mapped into memory and go to the device tensor by tensor, so that the host holds about one tensor at a time. Quantized
+    /// weights are dequantized on their way.
     ///
     /// # Errors
     /// Where a file is missing, truncated or not what it should be, where tensors do not fit the configuration (all of
     /// them named), and where the device does not compute in the dtype asked for.
     pub fn load(
-        folder: impl AsRef<Path>,
+        path: impl AsRef<Path>,
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        let folder = folder.as_ref();
-        let config = Gemma4Config::from_file(folder.join("config.json"))?;
-        Self::load_weights(folder, &config, device, options)
+        let path = path.as_ref();
+        if let Some(gguf) = Gguf::at(path)? {
+            return Self::load_gguf(path, &gguf, &gguf.config()?, device, options);
+        }
+        let config = Gemma4Config::from_file(path.join("config.json"))?;
+        Self::load_weights(path, &config, device, options)
     }
 
-    /// [`load`](Self::load) with the configuration already read.
+    /// [`load`](Self::load) of a folder with the configuration already read.
     pub(crate) fn load_weights(
         folder: &Path,
         config: &Gemma4Config,
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
+        let path = folder.join("config.json");
+        let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
         let files = TensorFiles::open(folder)?;
-        load(folder, &files, config, device, options)
+        load_folder(folder, &files, &json, config, device, options)
+    }
+
+    /// [`load`](Self::load) of a GGUF file with the configuration already read.
+    pub(crate) fn load_gguf(
+        path: &Path,
+        gguf: &Gguf,
+        config: &Gemma4Config,
+        device: &Device,
+        options: LoadOptions<'_>,
+    ) -> Result<Self, Gemma4Error> {
+        load(path, gguf, config, device, options)
     }
 
     /// Loads weights that are part of the program: the contents of a `config.json` and of a `model.safetensors`.
@@ -108,29 +137,46 @@ impl Gemma4Model {
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        let config = Gemma4Config::from_json(config)?;
         let files = TensorFiles::embedded("model.safetensors", weights)?;
-        load(Path::new("embedded"), &files, &config, device, options)
+        let shape = Gemma4Config::from_json(config)?;
+        load_folder(
+            Path::new("embedded"),
+            &files,
+            config,
+            &shape,
+            device,
+            options,
+        )
     }
 }
 
-fn load(
+fn load_folder(
     folder: &Path,
     files: &TensorFiles,
+    json: &str,
     config: &Gemma4Config,
     device: &Device,
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
-    let names = Names::of(files);
-    names.refuse_mlx(folder, files)?;
+    let weights = Folder::of(files, schemes_of(json)?);
+    weights.refuse_mlx(folder)?;
+    load(folder, &weights, config, device, options)
+}
+
+fn load(
+    path: &Path,
+    weights: &dyn Weights,
+    config: &Gemma4Config,
+    device: &Device,
+    options: LoadOptions<'_>,
+) -> Result<Gemma4Model, Gemma4Error> {
     let model = Gemma4Model::new(config, device);
     let mut expected = Expected::default();
     model.visit(&mut expected);
-    let total_bytes = check(folder, files, config, &names, &expected)?;
-    let dtype = dtype(files, &names, device, options.dtype)?;
+    let total_bytes = check(path, weights, config, &expected)?;
+    let dtype = dtype(weights, device, options.dtype)?;
     let model = model.map(&mut Loader {
-        files,
-        names: &names,
+        weights,
         dtype,
         path: Vec::new(),
         bytes: 0,
@@ -141,77 +187,6 @@ fn load(
         .sync()
         .map_err(|error| Gemma4Error::Device(format!("the weights did not arrive: {error}")))?;
     Ok(model)
-}
-
-/// How the file calls the model's tensors.
-struct Names {
-    prefix: &'static str,
-}
-
-/// Before the text model's tensors in a multimodal checkpoint.
-const MULTIMODAL: &str = "model.language_model.";
-/// Before the model's tensors in a text checkpoint.
-const TEXT: &str = "model.";
-/// Before them in what MLX makes of a multimodal checkpoint.
-const MLX: &str = "language_model.model.";
-/// The output projection, which is outside of both.
-const HEAD: &str = "lm_head.weight";
-
-impl Names {
-    fn of(files: &TensorFiles) -> Self {
-        let multimodal = files.names().any(|name| name.starts_with(MULTIMODAL));
-        Self {
-            prefix: if multimodal { MULTIMODAL } else { TEXT },
-        }
-    }
-
-    /// Refuses MLX's names: it lays experts and towers out in other ways, too.
-    fn refuse_mlx(&self, folder: &Path, files: &TensorFiles) -> Result<(), Gemma4Error> {
-        let is_mlx = |name: &str| name.starts_with(MLX);
-        let is_ours = |name: &str| name.starts_with(self.prefix);
-        match files.names().any(is_mlx) && !files.names().any(is_ours) {
-            true => Err(Gemma4Error::Unsupported {
-                path: folder.into(),
-                reason: format!(
-                    "its tensors' names begin with {MLX}, as MLX writes them; take the checkpoint that it was made of"
-                ),
-            }),
-            false => Ok(()),
-        }
-    }
-
-    /// Those of a text checkpoint.
-    fn of_text() -> Self {
-        Self { prefix: TEXT }
-    }
-
-    /// The name in the file of the parameter at `path`.
-    fn in_file(&self, path: &str) -> String {
-        match path == HEAD {
-            true => HEAD.to_owned(),
-            false => format!("{}{path}", self.prefix),
-        }
-    }
-
-    /// Whether a tensor that the model does not have belongs in a checkpoint all the same.
-    fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
-        let Some(name) = name.strip_prefix(self.prefix) else {
-            // The other towers of a multimodal checkpoint; a head that repeats the embedding's table.
-            return self.prefix == MULTIMODAL || name == HEAD;
-        };
-        // Published checkpoints still have keys and values for layers that read an earlier layer's.
-        let shared = name
-            .strip_prefix("layers.")
-            .and_then(|rest| rest.split_once('.'))
-            .and_then(|(layer, rest)| Some((layer.parse::<usize>().ok()?, rest)));
-        matches!(
-            shared,
-            Some((
-                layer,
-                "self_attn.k_proj.weight" | "self_attn.v_proj.weight" | "self_attn.k_norm.weight"
-            )) if config.is_shared(layer) && layer < config.num_layers()
-        )
-    }
 }
 
 /// The parameters of the model: path and shape.
@@ -238,47 +213,33 @@ impl ModuleVisitor for Expected {
 
 /// Finds everything that does not fit before anything is loaded; the bytes that the model has in the files.
 fn check(
-    folder: &Path,
-    files: &TensorFiles,
+    path: &Path,
+    weights: &dyn Weights,
     config: &Gemma4Config,
-    names: &Names,
     expected: &Expected,
 ) -> Result<usize, Gemma4Error> {
     let mut problems = Vec::new();
     let mut known = BTreeSet::new();
     let mut total_bytes = 0;
     for (path, shape) in &expected.parameters {
-        let name = names.in_file(path);
-        match files.get(&name) {
-            None => problems.push(TensorProblem::Missing { name: name.clone() }),
-            Some(entry) => {
-                total_bytes += entry.len();
-                if burn_dtype(entry.dtype).is_none() {
-                    problems.push(TensorProblem::Dtype {
-                        name: name.clone(),
-                        found: format!("{:?}", entry.dtype),
-                    });
-                } else if entry.shape != *shape {
-                    problems.push(TensorProblem::Shape {
-                        name: name.clone(),
-                        found: entry.shape.clone(),
-                        expected: shape.clone(),
-                    });
-                }
-            }
+        let names = weights.names(path);
+        match weights.get(path) {
+            Ok(source) if source.shape == *shape => total_bytes += source.len(),
+            Ok(source) => problems.push(TensorProblem::Shape {
+                name: names.join(" and "),
+                found: source.shape,
+                expected: shape.clone(),
+            }),
+            Err(problem) => problems.push(problem),
         }
-        known.insert(name);
+        known.extend(names);
     }
-    problems.extend(
-        files
-            .names()
-            .filter(|name| !known.contains(*name) && !names.is_ignored(name, config))
-            .map(|name| TensorProblem::Extra { name: name.into() }),
-    );
+    let unknown = weights.unknown(&known, config).into_iter();
+    problems.extend(unknown.map(|name| TensorProblem::Extra { name }));
     match problems.is_empty() {
         true => Ok(total_bytes),
         false => Err(Gemma4Error::Tensors {
-            path: PathBuf::from(folder),
+            path: PathBuf::from(path),
             problems,
         }),
     }
@@ -286,8 +247,7 @@ fn check(
 
 /// The dtype to compute in.
 fn dtype(
-    files: &TensorFiles,
-    names: &Names,
+    weights: &dyn Weights,
     device: &Device,
     asked: Option<DType>,
 ) -> Result<DType, Gemma4Error> {
@@ -304,31 +264,20 @@ fn dtype(
             reason: format!("is {}, which is none of f32, f16, bf16", other.name()),
         }),
         None => {
-            let stored = files
-                .get(&names.in_file("embed_tokens.weight"))
-                .and_then(|entry| burn_dtype(entry.dtype));
-            Ok(match stored {
-                Some(dtype) if dtype != DType::F64 && device.supports_dtype(dtype) => dtype,
+            let table = weights.get("embed_tokens.weight");
+            // What was quantized was in bf16 before, as all published models are.
+            let written = table.map_or(DType::F32, |table| table.dtype().unwrap_or(DType::BF16));
+            Ok(match device.supports_dtype(written) {
+                true if written != DType::F64 => written,
                 _ => DType::F32,
             })
         }
     }
 }
 
-fn burn_dtype(dtype: Dtype) -> Option<DType> {
-    match dtype {
-        Dtype::F64 => Some(DType::F64),
-        Dtype::F32 => Some(DType::F32),
-        Dtype::F16 => Some(DType::F16),
-        Dtype::BF16 => Some(DType::BF16),
-        _ => None,
-    }
-}
-
 /// Replaces the parameters of a model by the tensors of a checkpoint that fits it.
 struct Loader<'a, 'options> {
-    files: &'a TensorFiles,
-    names: &'a Names,
+    weights: &'a dyn Weights,
     dtype: DType,
     path: Vec<String>,
     bytes: usize,
@@ -346,103 +295,22 @@ impl ModuleMapper for Loader<'_, '_> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let name = self.names.in_file(&self.path.join("."));
-        let entry = self
-            .files
-            .get(&name)
-            .expect("checked: every parameter is in the files");
+        let path = self.path.join(".");
+        let source = self
+            .weights
+            .get(&path)
+            .unwrap_or_else(|problem| unreachable!("checked: {problem}"));
         let device = param.lazy_device();
-        let tensor = upload(self.files, entry, self.dtype, &device, PORTION);
-        self.bytes += entry.len();
+        let tensor = upload(&source, self.dtype, &device, PORTION);
+        self.bytes += source.len();
         if let Some(on_progress) = &mut self.on_progress {
             on_progress(LoadProgress {
-                tensor: &name,
+                tensor: &self.weights.names(&path)[0],
                 bytes: self.bytes,
                 total_bytes: self.total_bytes,
             });
         }
         let id = param.id;
         param.transform_for_load(tensor, id)
-    }
-}
-
-/// A small tensor of a file in f32; none where its elements are no floating-point numbers that a model computes in.
-pub(crate) fn upload_f32<const D: usize>(
-    view: &TensorView<'_>,
-    shape: [usize; D],
-    device: &Device,
-) -> Option<Tensor<D>> {
-    let stored = burn_dtype(view.dtype())?;
-    let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, stored);
-    let data = data.convert_dtype(DType::F32);
-    Some(Tensor::from_data(data, (device, DType::F32)))
-}
-
-/// Bytes of a tensor that go to the device at once. On their way they are on the host twice, here and where the driver takes
-/// them from, and the tables of per-layer inputs are of several GB.
-const PORTION: usize = 256 << 20;
-
-/// A tensor of the files on `device`, `portion` bytes of rows at a time.
-fn upload<const D: usize>(
-    files: &TensorFiles,
-    entry: &Entry,
-    dtype: DType,
-    device: &Device,
-    portion: usize,
-) -> Tensor<D> {
-    let stored = burn_dtype(entry.dtype).expect("checked: every tensor is of a float dtype");
-    let bytes = files.bytes(entry);
-    let rows = entry.shape[0];
-    let row_bytes = bytes.len() / rows;
-    let at_once = (portion / row_bytes).clamp(1, rows);
-    let part = |start: usize, end: usize| {
-        let mut shape = entry.shape.clone();
-        shape[0] = end - start;
-        let bytes = bytes[start * row_bytes..end * row_bytes].to_vec();
-        TensorData::from_bytes_vec(bytes, shape, stored).convert_dtype(dtype)
-    };
-    if at_once == rows {
-        // Weights live as long as the model: exact allocations, apart from the pools of what comes and goes.
-        return device.memory_persistent_allocations(part(0, rows), |data| {
-            Tensor::from_data(data, (device, dtype))
-        });
-    }
-    let shape: [usize; D] = std::array::from_fn(|dimension| entry.shape[dimension]);
-    let mut whole = Tensor::<D>::empty(shape, (device, dtype));
-    for start in (0..rows).step_by(at_once) {
-        let end = (start + at_once).min(rows);
-        let ranges = std::array::from_fn::<_, D, _>(|dimension| match dimension {
-            0 => start..end,
-            _ => 0..shape[dimension],
-        });
-        whole = whole.slice_assign(ranges, Tensor::from_data(part(start, end), (device, dtype)));
-        // What is queued holds its portion on the host. A device that fails says so when the model is complete.
-        let _ = device.sync();
-    }
-    whole.detach()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn portions_make_the_whole() {
-        let bytes = include_bytes!("../../embedded/model.safetensors");
-        let files = TensorFiles::embedded("model.safetensors", bytes).expect("safetensors");
-        let name = "model.embed_tokens.weight";
-        let entry = files.get(name).expect("the embedding's table");
-        let device = Device::default();
-        let load = |portion| {
-            upload::<2>(&files, entry, DType::F32, &device, portion)
-                .into_data()
-                .iter::<f32>()
-                .collect::<Vec<_>>()
-        };
-        let whole = load(usize::MAX);
-        let row = entry.len() / entry.shape[0];
-        for portion in [1, row, 7 * row + 1, entry.len() - 1] {
-            assert_eq!(load(portion), whole, "{portion} bytes at a time");
-        }
     }
 }

@@ -1,6 +1,12 @@
 //! A model into a checkpoint as Hugging Face has it.
 
-use super::{HEAD, Names, files::TensorFiles};
+use super::{
+    files::TensorFiles,
+    folder::Folder,
+    names::{HEAD, Names},
+    packed,
+    source::Weights,
+};
 use crate::{Gemma4Config, Gemma4Error, Gemma4Model, config::name_of, error::read};
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -10,7 +16,7 @@ use safetensors::{Dtype, View, serialize_to_file};
 use serde_json::Value;
 use std::{
     borrow::Cow,
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
     path::{Path, PathBuf},
     sync::Arc,
@@ -61,10 +67,11 @@ impl Gemma4Model {
 
     /// As [`save`](Self::save), in the way of the checkpoint in `base`, which this model was loaded from: the weights have the
     /// names that they have there, and what else is there is written as it is, such as the towers of a multimodal checkpoint.
-    /// `config.json` is that of `base` but for the dtype.
+    /// `config.json` is that of `base` but for the dtype. Weights that were packed there are whole.
     ///
     /// # Errors
-    /// Where `base` cannot be read or describes another model, and where a file cannot be written.
+    /// Where `base` cannot be read, describes another model, is no folder or has packed weights beside the text model's, and where a file
+    /// cannot be written.
     ///
     /// # Panics
     /// As [`save`](Self::save).
@@ -79,14 +86,14 @@ impl Gemma4Model {
         let config = config_like(&base.join("config.json"), self.config(), dtype)?;
         let files = Arc::new(TensorFiles::open(base)?);
         let names = Names::of(&files);
-        // A head that repeats the embedding's table would repeat the old one.
-        let mut tensors: BTreeMap<String, Stored> = files
-            .names()
-            .filter(|name| *name != HEAD)
-            .map(|name| (name.to_owned(), Stored::kept(&files, name)))
-            .collect();
+        let weights = stored(&self.valid().materialize(), dtype);
+        let kept = kept(&files, &names, weights.iter().map(|(path, _)| path))?;
+        let kept = kept
+            .into_iter()
+            .map(|name| (name.to_owned(), Stored::kept(&files, name)));
+        let mut tensors: BTreeMap<String, Stored> = kept.collect();
         tensors.extend(
-            stored(&self.valid().materialize(), dtype)
+            weights
                 .into_iter()
                 .map(|(path, tensor)| (names.in_file(&path), tensor)),
         );
@@ -96,7 +103,37 @@ impl Gemma4Model {
     }
 }
 
-/// The configuration at `path`, which has to be `config`, with another dtype.
+/// The tensors that a model whose parameters are at `paths` does not have.
+fn kept<'a>(
+    files: &'a TensorFiles,
+    names: &Names,
+    paths: impl Iterator<Item = impl AsRef<str>>,
+) -> Result<BTreeSet<&'a str>, Gemma4Error> {
+    let mut kept: BTreeSet<&str> = files.names().collect();
+    // A head that repeats the embedding's table would repeat the old one.
+    kept.remove(HEAD);
+    let folder = Folder::of(files, Vec::new());
+    for path in paths {
+        for name in folder.names(path.as_ref()) {
+            kept.remove(name.as_str());
+        }
+    }
+    let is_packed = |name: &str| {
+        let part = name.rsplit('.').next();
+        part.is_some_and(|part| packed::PARTS.contains(&part))
+    };
+    // What nobody reads, of layers that have an earlier one's keys and values.
+    kept.retain(|name| !(is_packed(name) && names.is_ours(name)));
+    match kept.iter().find(|name| is_packed(name)) {
+        None => Ok(kept),
+        Some(name) => Err(Gemma4Error::Argument {
+            argument: "base",
+            reason: format!("has {name}, which is packed and not of the text model"),
+        }),
+    }
+}
+
+/// The configuration at `path`, which has to be `config`, with another dtype and without packed weights.
 fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<String, Gemma4Error> {
     let base = Gemma4Config::from_file(path)?;
     let same = Gemma4Config {
@@ -118,6 +155,7 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
     for pointer in ["", "/text_config"] {
         if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
             fields.remove("torch_dtype");
+            fields.remove("quantization_config");
             fields.insert("dtype".into(), name_of(dtype).into());
         }
     }

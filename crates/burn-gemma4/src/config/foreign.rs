@@ -25,16 +25,20 @@ struct Quantized {
     quantization: Option<Value>,
 }
 
+/// Whether a field that may be there says anything.
+pub(super) fn says_something(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Object(fields) => !fields.is_empty(),
+        _ => true,
+    }
+}
+
 /// Refuses weights that are quantized, by the method.
 pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
     // What is no object is refused for that elsewhere.
     let Ok(quantized) = Quantized::deserialize(config) else {
         return Ok(());
-    };
-    let says_something = |value: &Value| match value {
-        Value::Null => false,
-        Value::Object(fields) => !fields.is_empty(),
-        _ => true,
     };
     let field = |value: Option<Value>| value.filter(says_something);
     let (name, method) = match (

@@ -1,9 +1,8 @@
 //! `config.json`, in the dialect of the Hub and in that of `save_pretrained`.
 
 use super::{
-    ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
-    foreign::{refuse_drafter, refuse_quantized},
-    validate::number_of_layers,
+    ExpertsConfig, Gemma4Config, LayerType, RopeConfig, foreign::refuse_drafter,
+    quantization::schemes_of, validate::number_of_layers,
 };
 use crate::{Gemma4Error, checkpoint::missing};
 use burn::tensor::DType;
@@ -139,12 +138,9 @@ impl Gemma4Config {
                 )));
             }
         }
-        refuse_quantized(&serde_json::from_str(json).map_err(bad)?)?;
+        schemes_of(json)?;
         let mut text: Text = match &file.text_config {
-            Some(text) => {
-                refuse_quantized(text)?;
-                Text::deserialize(text).map_err(bad)?
-            }
+            Some(text) => Text::deserialize(text).map_err(bad)?,
             None => serde_json::from_str(json).map_err(bad)?,
         };
         // A multimodal model's own fields hold for its text part, too.

@@ -3,7 +3,8 @@
 mod foreign;
 mod json;
 mod presets;
-mod validate;
+pub(crate) mod quantization;
+pub(crate) mod validate;
 mod write;
 
 pub(crate) use json::Tokens;

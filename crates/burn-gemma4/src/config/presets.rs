@@ -5,7 +5,7 @@ use burn::tensor::DType;
 
 impl RopeConfig {
     /// Every pair is rotated, as in sliding layers.
-    pub(super) const SLIDING: Self = Self {
+    pub(crate) const SLIDING: Self = Self {
         theta: 1e4,
         partial_rotary_factor: 1.0,
         factor: 1.0,

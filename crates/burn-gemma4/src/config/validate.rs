@@ -5,7 +5,7 @@ use crate::Gemma4Error;
 use std::ops::RangeInclusive;
 
 /// Layers, of which the largest published model has 60.
-pub(super) const MOST_LAYERS: usize = 1024;
+pub(crate) const MOST_LAYERS: usize = 1024;
 /// Tokens and positions are i32 on the devices.
 const LARGEST_SIZE: usize = i32::MAX as usize;
 /// A ring of keys and values has a slot for each.
@@ -20,7 +20,7 @@ fn refuse<T>(reason: String) -> Result<T, Gemma4Error> {
 }
 
 /// Refuses more layers than any model has, where the file only says how many there are.
-pub(super) fn number_of_layers(layers: usize) -> Result<(), Gemma4Error> {
+pub(crate) fn number_of_layers(layers: usize) -> Result<(), Gemma4Error> {
     match layers > MOST_LAYERS {
         true => refuse(format!(
             "num_hidden_layers is {layers}, which is more than {MOST_LAYERS}"

@@ -65,7 +65,7 @@ impl GenerationDefaults {
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = read(path)?;
-        parse(&bytes, path)
+        Self::parse(&bytes, path)
     }
 
     /// Reads the contents of a `generation_config.json`.
@@ -74,7 +74,24 @@ impl GenerationDefaults {
     /// [`Gemma4Error::Malformed`] where they are not JSON of that kind or ask for what
     /// [`Sampling::validate`] refuses.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
-        parse(json.as_bytes(), Path::new("generation_config.json"))
+        Self::parse(json.as_bytes(), Path::new("generation_config.json"))
+    }
+
+    /// As [`from_json`](Self::from_json), of the file at `path`.
+    pub(crate) fn parse(bytes: &[u8], path: &Path) -> Result<Self, Gemma4Error> {
+        let malformed = |reason: String| Gemma4Error::Malformed {
+            path: path.into(),
+            reason,
+        };
+        let file: File =
+            serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
+        let defaults = Self::from(file);
+        defaults
+            .sampling()
+            .validate()
+            .and_then(|()| stop::validate(&defaults.stop_strings))
+            .map_err(|error| malformed(error.to_string()))?;
+        Ok(defaults)
     }
 
     /// With the tokens that end texts from the model's configuration where the file named none.
@@ -180,21 +197,6 @@ impl From<File> for GenerationDefaults {
             max_new_tokens: file.max_new_tokens,
         }
     }
-}
-
-fn parse(bytes: &[u8], path: &Path) -> Result<GenerationDefaults, Gemma4Error> {
-    let malformed = |reason: String| Gemma4Error::Malformed {
-        path: path.into(),
-        reason,
-    };
-    let file: File = serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
-    let defaults = GenerationDefaults::from(file);
-    defaults
-        .sampling()
-        .validate()
-        .and_then(|()| stop::validate(&defaults.stop_strings))
-        .map_err(|error| malformed(error.to_string()))?;
-    Ok(defaults)
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use crate::Gemma4Error;
 use minijinja::machinery::{Vm, get_compiled_template, make_string_output};
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
+pub(crate) use source::SPECIAL_TOKENS;
 use source::SpecialTokens;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -131,6 +132,18 @@ impl ChatTemplate {
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let (path, source, tokens) = source::of_folder(folder.as_ref())?;
         parse(source, tokens).map_err(|error| malformed(path, error))
+    }
+
+    /// A template from its text, or [`gemma4`](Self::gemma4) without one, and what it names of the tokenizer.
+    ///
+    /// # Errors
+    /// As [`from_source`](Self::from_source).
+    pub(crate) fn with_tokens(
+        source: Option<&str>,
+        tokens: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<Self, Gemma4Error> {
+        let source = source.unwrap_or(source::GEMMA4);
+        parse(source.into(), SpecialTokens::with(tokens)).map_err(refused)
     }
 
     /// A template from its text.

@@ -15,7 +15,7 @@ const DEFAULT: &str = "default";
 
 /// What templates name of the tokenizer where `tokenizer_config.json` does not say. The names are transformers', the tokens
 /// Gemma 4's.
-const SPECIAL_TOKENS: [(&str, &str); 23] = [
+pub const SPECIAL_TOKENS: [(&str, &str); 23] = [
     ("bos_token", "<bos>"),
     ("eos_token", "<eos>"),
     ("pad_token", "<pad>"),
@@ -52,6 +52,15 @@ impl Default for SpecialTokens {
     }
 }
 
+impl SpecialTokens {
+    /// Gemma 4's, and in their place those of `tokens`.
+    pub fn with(tokens: impl IntoIterator<Item = (String, String)>) -> Self {
+        let mut all = Self::default();
+        all.0.extend(tokens);
+        all
+    }
+}
+
 impl IntoIterator for SpecialTokens {
     type Item = (String, String);
     type IntoIter = std::collections::btree_map::IntoIter<String, String>;
@@ -75,10 +84,8 @@ pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemm
         Some(path) => Some(TokenizerConfig::from_file(path)?),
         None => None,
     };
-    let mut tokens = SpecialTokens::default();
-    if let Some(config) = &config {
-        tokens.0.extend(config.special_tokens());
-    }
+    let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
+    let tokens = SpecialTokens::with(tokens);
     if let Some(path) = existing(folder, "chat_template.jinja")? {
         let source = of_file(&path)?;
         return Ok((path, source, tokens));

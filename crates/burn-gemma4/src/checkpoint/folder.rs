@@ -1,0 +1,144 @@
+//! The weights of a folder's files.
+
+use super::{
+    files::TensorFiles,
+    names::{MLX, Names},
+    packed,
+    source::{Source, Weights, burn_dtype},
+};
+use crate::{Gemma4Config, Gemma4Error, TensorProblem, quantized::packed::Scheme};
+use std::{collections::BTreeSet, path::Path};
+
+/// The files' tensors, and how some of them may be packed.
+pub(super) struct Folder<'a> {
+    files: &'a TensorFiles,
+    names: Names,
+    schemes: Vec<Scheme>,
+}
+
+impl<'a> Folder<'a> {
+    pub fn of(files: &'a TensorFiles, schemes: Vec<Scheme>) -> Self {
+        let names = Names::of(files);
+        Self {
+            files,
+            names,
+            schemes,
+        }
+    }
+
+    /// Refuses MLX's names: it lays experts and towers out in other ways, too.
+    pub fn refuse_mlx(&self, folder: &Path) -> Result<(), Gemma4Error> {
+        let is_mlx = |name: &str| name.starts_with(MLX);
+        match self.files.names().any(is_mlx)
+            && !self.files.names().any(|name| self.names.is_ours(name))
+        {
+            true => Err(Gemma4Error::Unsupported {
+                path: folder.into(),
+                reason: format!(
+                    "its tensors' names begin with {MLX}, as MLX writes them; take the checkpoint that it was made of"
+                ),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// The matrices of experts that are apart, of which `name` is all. Of those whose rows alternate, first the ones and then the others.
+    fn apart(&self, name: &str) -> Vec<Vec<String>> {
+        let Some((layer, whole)) = name.split_once(EXPERTS) else {
+            return Vec::new();
+        };
+        let parts = match whole {
+            _ if self.files.get(name).is_some() => return Vec::new(),
+            GATE_UP => GATE_AND_UP,
+            DOWN => ONLY_DOWN,
+            _ => return Vec::new(),
+        };
+        let of_part = |part: &&str| -> Vec<String> {
+            let numbered = (0..).map(|expert| format!("{layer}{EXPERTS}{expert}.{part}"));
+            numbered
+                .take_while(|name| !self.tensors(name).is_empty())
+                .collect()
+        };
+        let parts: Vec<Vec<String>> = parts.iter().map(of_part).collect();
+        match parts.iter().all(Vec::is_empty) {
+            true => Vec::new(),
+            false => parts,
+        }
+    }
+
+    /// The tensors that a matrix is made of; none where it is not there.
+    fn tensors(&self, name: &str) -> Vec<String> {
+        match self.files.get(name) {
+            Some(_) => vec![name.to_owned()],
+            None => packed::names(self.files, name),
+        }
+    }
+
+    /// A parameter, or the matrix of an expert, by its name in the files.
+    fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
+        let Some(entry) = self.files.get(name) else {
+            return match packed::names(self.files, name).is_empty() {
+                true => Err(TensorProblem::Missing { name: name.into() }),
+                false => packed::get(self.files, &self.schemes, name),
+            };
+        };
+        match burn_dtype(entry.dtype) {
+            Some(dtype) => {
+                let bytes = self.files.bytes(entry);
+                Ok(Source::floats(entry.shape.clone(), dtype, bytes))
+            }
+            None => Err(TensorProblem::Dtype {
+                name: name.into(),
+                found: format!("{:?}", entry.dtype),
+            }),
+        }
+    }
+
+    fn joined(&self, names: Vec<String>) -> Result<Source<'_>, TensorProblem> {
+        let named = |name: String| Ok((name.clone(), self.named(&name)?));
+        Source::joined(names.into_iter().map(named).collect::<Result<_, _>>()?)
+    }
+}
+
+/// Before and after the number of an expert, and the tensors that all experts share otherwise.
+const EXPERTS: &str = ".experts.";
+const GATE_UP: &str = "gate_up_proj";
+const GATE_AND_UP: &[&str] = &["gate_proj.weight", "up_proj.weight"];
+const DOWN: &str = "down_proj";
+const ONLY_DOWN: &[&str] = &["down_proj.weight"];
+
+impl Weights for Folder<'_> {
+    fn names(&self, path: &str) -> Vec<String> {
+        let name = self.names.in_file(path);
+        let apart = self.apart(&name).concat();
+        let names: Vec<String> = match apart.is_empty() {
+            true => self.tensors(&name),
+            false => apart.iter().flat_map(|name| self.tensors(name)).collect(),
+        };
+        match names.is_empty() {
+            true => vec![name],
+            false => names,
+        }
+    }
+
+    fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
+        let name = self.names.in_file(path);
+        let mut apart = self.apart(&name);
+        match (apart.pop(), apart.pop()) {
+            (None, _) => self.named(&name),
+            (Some(all), None) => self.joined(all),
+            (Some(second), Some(first)) => {
+                let name = second.last().cloned().unwrap_or(name);
+                Source::stacked(self.joined(first)?, name, self.joined(second)?)
+            }
+        }
+    }
+
+    fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
+        let names = self.files.names();
+        names
+            .filter(|name| !known.contains(*name) && !self.names.is_ignored(name, config))
+            .map(String::from)
+            .collect()
+    }
+}

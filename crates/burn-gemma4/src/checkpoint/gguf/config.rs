@@ -1,0 +1,325 @@
+//! A file's metadata as the shape of a model. The keys are llama.cpp's, by the architecture `gemma4`.
+
+use super::{Gguf, metadata::Metadata};
+use crate::{
+    ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
+    config::validate::{MOST_LAYERS, number_of_layers},
+};
+
+/// The architecture that is read, which is also what its keys begin with.
+const ARCHITECTURE: &str = "gemma4";
+/// That of the small models that guess tokens for a large one.
+const DRAFTER: &str = "gemma4-assistant";
+/// Pairs of channels are not rotated where the file divides their angles by this or more: llama.cpp's converter writes 1e30.
+const STANDS_STILL: f32 = 1e20;
+/// llama.cpp's for files that do not say.
+const SOFTCAP: f64 = 30.0;
+const SLIDING_THETA: f64 = 1e4;
+
+/// The keys of the architecture.
+struct Keys<'a>(Metadata<'a>);
+
+impl Keys<'_> {
+    fn key(name: &str) -> String {
+        format!("{ARCHITECTURE}.{name}")
+    }
+
+    fn optional_size(&self, name: &str) -> Result<Option<usize>, String> {
+        self.0.size(&Self::key(name))
+    }
+
+    fn size(&self, name: &str) -> Result<usize, String> {
+        required(&Self::key(name), self.optional_size(name)?)
+    }
+
+    fn sizes(&self, name: &str, layers: usize) -> Result<Vec<usize>, String> {
+        let key = Self::key(name);
+        required(&key, self.0.sizes(&key, layers)?)
+    }
+
+    fn float(&self, name: &str) -> Result<Option<f64>, String> {
+        self.0.float(&Self::key(name))
+    }
+}
+
+fn required<T>(key: &str, value: Option<T>) -> Result<T, String> {
+    value.ok_or_else(|| format!("{key} is missing"))
+}
+
+/// What all of `values` are; nothing where there are none.
+fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<usize>, String> {
+    let mut values = values.into_iter();
+    let Some(first) = values.next() else {
+        return Ok(None);
+    };
+    match values.find(|value| *value != first) {
+        None => Ok(Some(first)),
+        Some(other) => Err(format!(
+            "{} is {first} of one layer and {other} of another of its kind",
+            Keys::key(name)
+        )),
+    }
+}
+
+/// Refuses files that are of another model, or not whole.
+pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
+    match metadata.text("general.architecture")? {
+        Some(ARCHITECTURE) => (),
+        Some(DRAFTER) => {
+            return Err(format!(
+                "its architecture is {DRAFTER:?}, a drafter: it reads the keys and values of the model that it guesses for, and is none alone"
+            ));
+        }
+        Some(other) => {
+            return Err(format!(
+                "is GGUF of the architecture {other:?}; only {ARCHITECTURE:?} is loaded"
+            ));
+        }
+        None => return Err("is no GGUF of a model: general.architecture is missing".into()),
+    }
+    match metadata.size("split.count")? {
+        None | Some(0 | 1) => Ok(()),
+        Some(parts) => Err(format!(
+            "is one of {parts} parts; `llama-gguf-split --merge` makes one file of them"
+        )),
+    }
+}
+
+/// The model's shape. What the metadata leave open, the tensors say.
+pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
+    let metadata = gguf.metadata();
+    let keys = Keys(metadata);
+    let layers = keys.size("block_count")?;
+    number_of_layers(layers).map_err(|_| {
+        format!(
+            "{} is {layers}, which is more than {MOST_LAYERS}",
+            Keys::key("block_count")
+        )
+    })?;
+    refuse_scaled_positions(&keys)?;
+    let layer_types = layer_types(&keys, layers)?;
+    let num_kv_shared_layers = keys
+        .optional_size("attention.shared_kv_layers")?
+        .unwrap_or(0);
+    let first_shared = layers
+        .checked_sub(num_kv_shared_layers)
+        .filter(|own| *own > 0)
+        .ok_or_else(|| {
+            format!(
+                "{} is {num_kv_shared_layers}, which leaves none of {layers} layers to read keys and values from",
+                Keys::key("attention.shared_kv_layers")
+            )
+        })?;
+    let (intermediate_size, use_double_wide_mlp) = widths(&keys, layers, first_shared)?;
+    let (sliding_heads, global_heads) = key_value_heads(&keys, &layer_types)?;
+    let (sliding_head_dim, global_head_dim) = head_dims(&keys)?;
+    let token = |name: &str, default: u32| -> Result<u32, String> {
+        let key = format!("tokenizer.ggml.{name}_token_id");
+        let token = metadata.size(&key)?.unwrap_or(default as usize);
+        u32::try_from(token).map_err(|_| format!("{key} is {token}"))
+    };
+    Ok(Gemma4Config {
+        vocab_size: gguf.rows("token_embd.weight")?,
+        vocab_size_per_layer_input: match gguf.tensors().get("per_layer_token_embd.weight") {
+            Some(table) => table.shape[0],
+            None => gguf.rows("token_embd.weight")?,
+        },
+        hidden_size: keys.size("embedding_length")?,
+        intermediate_size,
+        use_double_wide_mlp,
+        num_kv_shared_layers,
+        num_attention_heads: required(
+            &Keys::key("attention.head_count"),
+            same(
+                "attention.head_count",
+                keys.sizes("attention.head_count", layers)?,
+            )?,
+        )?,
+        num_key_value_heads: sliding_heads,
+        num_global_key_value_heads: global_heads,
+        sliding_head_dim,
+        global_head_dim,
+        sliding_window: keys.size("attention.sliding_window")?,
+        attention_k_eq_v: values_are_keys(gguf, &layer_types[..first_shared]),
+        hidden_size_per_layer_input: keys
+            .optional_size("embedding_length_per_layer_input")?
+            .unwrap_or(0),
+        experts: experts(&keys, layers)?,
+        sliding_rope: RopeConfig {
+            theta: keys.float("rope.freq_base_swa")?.unwrap_or(SLIDING_THETA),
+            partial_rotary_factor: 1.0,
+            factor: 1.0,
+        },
+        global_rope: global_rope(gguf, &keys, &layer_types, global_head_dim)?,
+        rms_norm_eps: required(
+            &Keys::key("attention.layer_norm_rms_epsilon"),
+            keys.float("attention.layer_norm_rms_epsilon")?,
+        )?,
+        final_logit_softcapping: match keys.float("final_logit_softcapping")? {
+            Some(0.0) => None,
+            softcap => softcap.or(Some(SOFTCAP)),
+        },
+        tie_word_embeddings: !gguf.tensors().contains_key("output.weight"),
+        max_position_embeddings: keys.size("context_length")?,
+        initializer_range: 0.02,
+        bos_token: token("bos", 2)?,
+        eos_tokens: vec![token("eos", 1)?],
+        pad_token: token("padding", 0)?,
+        dtype: None,
+        layer_types,
+    })
+}
+
+/// Refuses positions that are scaled for texts longer than the model was made for.
+fn refuse_scaled_positions(keys: &Keys<'_>) -> Result<(), String> {
+    match keys.0.text(&Keys::key("rope.scaling.type"))? {
+        None | Some("none") => Ok(()),
+        Some(other) => Err(format!(
+            "{} is {other:?}; only \"none\" is computed",
+            Keys::key("rope.scaling.type")
+        )),
+    }
+}
+
+fn layer_types(keys: &Keys<'_>, layers: usize) -> Result<Vec<LayerType>, String> {
+    let key = Keys::key("attention.sliding_window_pattern");
+    let slides = required(&key, keys.0.booleans(&key, layers)?)?;
+    Ok(slides
+        .into_iter()
+        .map(|slides| match slides {
+            true => LayerType::Sliding,
+            false => LayerType::Full,
+        })
+        .collect())
+}
+
+/// The columns inside the feed-forward networks, and whether layers that read an earlier one's keys and values have twice as many.
+fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize, bool), String> {
+    const KEY: &str = "feed_forward_length";
+    let widths = keys.sizes(KEY, layers)?;
+    let (own, shared) = widths.split_at(first_shared);
+    let own = required(&Keys::key(KEY), same(KEY, own.iter().copied())?)?;
+    match same(KEY, shared.iter().copied())? {
+        None => Ok((own, false)),
+        Some(shared) if shared == own => Ok((own, false)),
+        Some(shared) if Some(shared) == own.checked_mul(2) => Ok((own, true)),
+        Some(shared) => Err(format!(
+            "{} is {own} of layers with their own keys and {shared} of the others, which is neither as much nor twice as much",
+            Keys::key(KEY)
+        )),
+    }
+}
+
+/// The key and value heads of sliding and of full layers.
+fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize, usize), String> {
+    const KEY: &str = "attention.head_count_kv";
+    let heads = keys.sizes(KEY, layer_types.len())?;
+    let of = |kind: LayerType| {
+        let layers = layer_types.iter().zip(&heads);
+        same(
+            KEY,
+            layers
+                .filter(|(layer, _)| **layer == kind)
+                .map(|(_, heads)| *heads),
+        )
+    };
+    match (of(LayerType::Sliding)?, of(LayerType::Full)?) {
+        (Some(sliding), Some(full)) => Ok((sliding, full)),
+        // Of the kind that there is not, nothing is asked.
+        (Some(heads), None) | (None, Some(heads)) => Ok((heads, heads)),
+        (None, None) => Err(format!("{} is missing", Keys::key("block_count"))),
+    }
+}
+
+/// The columns of a head of sliding and of full layers, all of which are keys' and values' alike, and rotated as a whole.
+fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
+    let of = |suffix: &str| {
+        let key = keys.size(&format!("attention.key_length{suffix}"))?;
+        for name in ["attention.value_length", "rope.dimension_count"] {
+            let name = format!("{name}{suffix}");
+            if let Some(other) = keys.optional_size(&name)?
+                && other != key
+            {
+                return Err(format!(
+                    "{} is {other}, but {} is {key}; only the same is computed",
+                    Keys::key(&name),
+                    Keys::key(&format!("attention.key_length{suffix}")),
+                ));
+            }
+        }
+        Ok(key)
+    };
+    Ok((of("_swa")?, of("")?))
+}
+
+/// Whether full layers have no values of their own.
+fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
+    let full = own_layers.iter().position(|kind| *kind == LayerType::Full);
+    full.is_some_and(|layer| {
+        let values = format!("blk.{layer}.attn_v.weight");
+        !gguf.tensors().contains_key(&values)
+    })
+}
+
+fn experts(keys: &Keys<'_>, layers: usize) -> Result<Option<ExpertsConfig>, String> {
+    const WIDTH: &str = "expert_feed_forward_length";
+    match keys.optional_size("expert_count")? {
+        None | Some(0) => Ok(None),
+        Some(num_experts) => Ok(Some(ExpertsConfig {
+            num_experts,
+            top_k_experts: keys.size("expert_used_count")?,
+            moe_intermediate_size: required(
+                &Keys::key(WIDTH),
+                same(WIDTH, keys.sizes(WIDTH, layers)?)?,
+            )?,
+        })),
+    }
+}
+
+/// The positions of full layers. How many pairs are rotated is in a tensor of what angles are divided by: one number for those that are,
+/// and a huge one for the others.
+fn global_rope(
+    gguf: &Gguf,
+    keys: &Keys<'_>,
+    layer_types: &[LayerType],
+    head_dim: usize,
+) -> Result<RopeConfig, String> {
+    const NAME: &str = "rope_freqs.weight";
+    let theta = required(&Keys::key("rope.freq_base"), keys.float("rope.freq_base")?)?;
+    if !layer_types.contains(&LayerType::Full) {
+        return Ok(RopeConfig {
+            theta,
+            ..RopeConfig::SLIDING
+        });
+    }
+    let divisors = gguf.floats(NAME)?;
+    let pairs = head_dim / 2;
+    if divisors.len() != pairs {
+        return Err(format!(
+            "{NAME} has {} numbers, and full layers have {pairs} pairs of channels",
+            divisors.len()
+        ));
+    }
+    let stands_still = |divisor: &f32| *divisor >= STANDS_STILL;
+    let rotated = divisors.iter().position(stands_still).unwrap_or(pairs);
+    let (rotates, stands) = divisors.split_at(rotated);
+    let factor = rotates.first().copied().unwrap_or(1.0);
+    if rotates.iter().any(|divisor| *divisor != factor) || !stands.iter().all(stands_still) {
+        return Err(format!(
+            "{NAME} is not one number for the first pairs of channels and a huge one for the others"
+        ));
+    }
+    let rope = RopeConfig {
+        theta,
+        partial_rotary_factor: rotated as f64 / pairs.max(1) as f64,
+        factor: f64::from(factor),
+    };
+    // The share is a fraction that may be rounded down.
+    Ok(RopeConfig {
+        partial_rotary_factor: match rope.rotated_pairs(head_dim) == rotated {
+            true => rope.partial_rotary_factor,
+            false => rope.partial_rotary_factor.next_up(),
+        },
+        ..rope
+    })
+}

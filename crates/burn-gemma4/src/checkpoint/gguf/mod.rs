@@ -1,0 +1,206 @@
+//! GGUF files of Gemma 4, llama.cpp's format: a whole checkpoint in a file.
+
+mod config;
+mod container;
+mod metadata;
+mod names;
+mod tokenizer;
+mod types;
+
+use super::{
+    files::map,
+    source::{Source, Weights},
+};
+use crate::{
+    ChatTemplate, Gemma4Config, Gemma4Error, GenerationDefaults, TensorProblem, Tokenizer,
+};
+use burn::tensor::{DType, TensorData};
+use container::{Container, MAGIC, Tensor};
+use memmap2::Mmap;
+use metadata::Metadata;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+};
+use types::Encoding;
+
+/// A GGUF file of Gemma 4. Nothing but its header is read before it is asked for.
+pub(crate) struct Gguf {
+    path: PathBuf,
+    file: Mmap,
+    container: Container,
+}
+
+impl Gguf {
+    /// The file at `path`, if that is a GGUF file.
+    ///
+    /// # Errors
+    /// Where it is not whole, or not of Gemma 4.
+    pub fn at(path: &Path) -> Result<Option<Self>, Gemma4Error> {
+        match begins_with_magic(path) {
+            true => Self::open(path).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    fn open(path: &Path) -> Result<Self, Gemma4Error> {
+        let file = map(path)?;
+        let container = Container::read(&file).map_err(|reason| malformed(path, reason))?;
+        let gguf = Self {
+            path: path.into(),
+            file,
+            container,
+        };
+        config::refuse_others(gguf.metadata()).map_err(|reason| Gemma4Error::Unsupported {
+            path: path.into(),
+            reason,
+        })?;
+        Ok(gguf)
+    }
+
+    /// The model's shape.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Malformed`] naming the key or tensor.
+    pub fn config(&self) -> Result<Gemma4Config, Gemma4Error> {
+        let config = config::config(self).map_err(|reason| self.malformed(reason))?;
+        match config.validate() {
+            Ok(()) => Ok(config),
+            Err(Gemma4Error::Config(reason)) => Err(self.malformed(format!(
+                "its metadata say, by the names of config.json: {reason}"
+            ))),
+            Err(other) => Err(other),
+        }
+    }
+
+    /// The tokenizer.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Malformed`] where there is none, or one of another kind.
+    pub fn tokenizer(&self) -> Result<Tokenizer, Gemma4Error> {
+        let json = tokenizer::json(self.metadata()).map_err(|reason| self.malformed(reason))?;
+        Tokenizer::from_bytes(json.as_bytes()).map_err(|error| self.malformed(error.to_string()))
+    }
+
+    /// How conversations become prompts: the file's template, or [`ChatTemplate::gemma4`].
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Malformed`] where it is no template.
+    pub fn chat_template(&self) -> Result<ChatTemplate, Gemma4Error> {
+        let metadata = self.metadata();
+        let read = || {
+            let tokens = tokenizer::named(metadata)?;
+            Ok((metadata.text("tokenizer.chat_template")?, tokens))
+        };
+        let (source, tokens) = read().map_err(|reason| self.malformed(reason))?;
+        ChatTemplate::with_tokens(source, tokens).map_err(|error| self.malformed(error.to_string()))
+    }
+
+    /// How the model's authors sample from it, and the tokens that end a text.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Malformed`] where that is no way to sample.
+    pub fn generation_defaults(&self) -> Result<GenerationDefaults, Gemma4Error> {
+        let json = tokenizer::generation_config(self.metadata())
+            .map_err(|reason| self.malformed(reason))?;
+        GenerationDefaults::parse(json.to_string().as_bytes(), &self.path)
+    }
+
+    fn metadata(&self) -> Metadata<'_> {
+        Metadata {
+            file: &self.file,
+            values: &self.container.values,
+        }
+    }
+
+    fn tensors(&self) -> &BTreeMap<String, Tensor> {
+        &self.container.tensors
+    }
+
+    /// The slowest dimension of a tensor.
+    fn rows(&self, name: &str) -> Result<usize, String> {
+        match self.tensors().get(name) {
+            Some(tensor) => Ok(tensor.shape[0]),
+            None => Err(format!("the tensor {name} is missing")),
+        }
+    }
+
+    /// The numbers of a small tensor.
+    fn floats(&self, name: &str) -> Result<Vec<f32>, String> {
+        /// Far more than a head's pairs of channels.
+        const MOST: usize = 1 << 16;
+        match self.tensor(name) {
+            Ok(source) if source.shape.iter().product::<usize>() <= MOST => {
+                let data: TensorData = source.slices(0..source.shape[0], DType::F32);
+                Ok(data.iter::<f32>().collect())
+            }
+            Ok(source) => Err(format!("{name} has the shape {:?}", source.shape)),
+            Err(problem) => Err(problem.to_string()),
+        }
+    }
+
+    fn tensor(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
+        let Some(tensor) = self.tensors().get(name) else {
+            return Err(TensorProblem::Missing { name: name.into() });
+        };
+        let shape = tensor.shape.clone();
+        let bytes = &self.file[tensor.place.clone()];
+        match tensor.kind.encoding() {
+            Some(Encoding::Floats(dtype)) => Ok(Source::floats(shape, dtype, bytes)),
+            Some(Encoding::Blocks(format)) => Ok(Source::blocks(shape, format, bytes)),
+            None => Err(TensorProblem::Encoding {
+                name: name.into(),
+                found: tensor.kind.to_string(),
+            }),
+        }
+    }
+
+    fn malformed(&self, reason: String) -> Gemma4Error {
+        malformed(&self.path, reason)
+    }
+}
+
+impl Weights for Gguf {
+    fn names(&self, path: &str) -> Vec<String> {
+        names::in_file(path, |name| self.tensors().contains_key(name))
+    }
+
+    fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem> {
+        match &self.names(path)[..] {
+            [gate, up] => Source::stacked(self.tensor(gate)?, up.clone(), self.tensor(up)?),
+            names => self.tensor(&names[0]),
+        }
+    }
+
+    fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
+        let is_ignored = |name: &str| {
+            // What of it is needed is in the configuration.
+            name == "rope_freqs.weight"
+                || names::layer_of_unread_keys(name)
+                    .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())
+        };
+        let names = self.tensors().keys();
+        names
+            .filter(|name| !known.contains(*name) && !is_ignored(name))
+            .cloned()
+            .collect()
+    }
+}
+
+fn malformed(path: &Path, reason: String) -> Gemma4Error {
+    Gemma4Error::Malformed {
+        path: path.into(),
+        reason,
+    }
+}
+
+fn begins_with_magic(path: &Path) -> bool {
+    let mut beginning = [0; MAGIC.len()];
+    let is_file = path.is_file();
+    is_file
+        && File::open(path)
+            .and_then(|mut file| file.read_exact(&mut beginning))
+            .is_ok_and(|()| beginning == MAGIC)
+}

@@ -1,0 +1,123 @@
+//! What llama.cpp calls the model's parameters.
+
+/// The parameters of the model, and their tensors.
+const OF_MODEL: [(&str, &str); 6] = [
+    ("embed_tokens.weight", "token_embd.weight"),
+    (
+        "embed_tokens_per_layer.weight",
+        "per_layer_token_embd.weight",
+    ),
+    (
+        "per_layer_model_projection.weight",
+        "per_layer_model_proj.weight",
+    ),
+    (
+        "per_layer_projection_norm.weight",
+        "per_layer_proj_norm.weight",
+    ),
+    ("norm.weight", "output_norm.weight"),
+    ("lm_head.weight", "output.weight"),
+];
+
+/// The parameters of a layer, after `layers.{i}.`, and their tensors, after `blk.{i}.`.
+const OF_LAYER: [(&str, &str); 25] = [
+    ("self_attn.q_proj.weight", "attn_q.weight"),
+    ("self_attn.q_norm.weight", "attn_q_norm.weight"),
+    ("self_attn.k_proj.weight", "attn_k.weight"),
+    ("self_attn.k_norm.weight", "attn_k_norm.weight"),
+    ("self_attn.v_proj.weight", "attn_v.weight"),
+    ("self_attn.o_proj.weight", "attn_output.weight"),
+    ("mlp.gate_proj.weight", "ffn_gate.weight"),
+    ("mlp.up_proj.weight", "ffn_up.weight"),
+    ("mlp.down_proj.weight", "ffn_down.weight"),
+    ("input_layernorm.weight", "attn_norm.weight"),
+    (
+        "post_attention_layernorm.weight",
+        "post_attention_norm.weight",
+    ),
+    ("pre_feedforward_layernorm.weight", "ffn_norm.weight"),
+    ("post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
+    ("router.proj.weight", "ffn_gate_inp.weight"),
+    ("router.scale", "ffn_gate_inp.scale"),
+    ("router.per_expert_scale", "ffn_down_exps.scale"),
+    ("experts.gate_up_proj", "ffn_gate_up_exps.weight"),
+    ("experts.down_proj", "ffn_down_exps.weight"),
+    (
+        "post_feedforward_layernorm_1.weight",
+        "post_ffw_norm_1.weight",
+    ),
+    (
+        "post_feedforward_layernorm_2.weight",
+        "post_ffw_norm_2.weight",
+    ),
+    (
+        "pre_feedforward_layernorm_2.weight",
+        "pre_ffw_norm_2.weight",
+    ),
+    ("per_layer_input_gate.weight", "inp_gate.weight"),
+    ("per_layer_projection.weight", "proj.weight"),
+    ("post_per_layer_input_norm.weight", "post_norm.weight"),
+    ("layer_scalar", "layer_output_scale.weight"),
+];
+
+/// The parameter that files may have in two tensors.
+const GATE_UP: &str = "experts.gate_up_proj";
+/// These, of each expert first the one's rows and then the other's.
+const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
+
+/// The tensors that the parameter at `path` is made of, of those that the file `has`.
+pub(super) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
+    let layer = path
+        .strip_prefix("layers.")
+        .and_then(|rest| rest.split_once('.'));
+    let Some((layer, of_layer)) = layer else {
+        return vec![named(&OF_MODEL, path).to_owned()];
+    };
+    let in_layer = |name: &str| format!("blk.{layer}.{name}");
+    let halves = HALVES.map(in_layer);
+    match of_layer == GATE_UP && halves.iter().any(|half| has(half)) {
+        true => halves.into(),
+        false => vec![in_layer(named(&OF_LAYER, of_layer))],
+    }
+}
+
+/// The name that llama.cpp has for a parameter; its own where it has none.
+fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
+    match names.iter().find(|(ours, _)| *ours == path) {
+        Some((_, theirs)) => theirs,
+        None => path,
+    }
+}
+
+/// The layer of a tensor that converted files still have, though that layer reads an earlier one's keys and values.
+pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
+    const UNREAD: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
+    let (layer, of_layer) = name.strip_prefix("blk.")?.split_once('.')?;
+    UNREAD.contains(&of_layer).then(|| layer.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Gemma4Config, Gemma4Model, checkpoint::stored};
+    use burn::tensor::{DType, Device};
+
+    /// No path stays as it is: that would be one that llama.cpp has no tensor for.
+    #[test]
+    fn every_parameter_has_a_tensor() {
+        for config in [Gemma4Config::e2b(), Gemma4Config::moe_26b_a4b()] {
+            let model = Gemma4Model::new(&config, &Device::default());
+            let mut names = Vec::new();
+            for (path, _) in stored(&model, DType::F32) {
+                let tensors = in_file(&path, |_| false);
+                let as_it_is = path.replace("layers.", "blk.");
+                assert_ne!(tensors, [as_it_is]);
+                names.extend(tensors);
+            }
+            let all = names.len();
+            names.sort();
+            names.dedup();
+            assert_eq!(names.len(), all);
+        }
+    }
+}

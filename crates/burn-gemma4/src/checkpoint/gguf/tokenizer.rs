@@ -1,0 +1,215 @@
+//! A file's tokens as a tokenizer of Hugging Face's kind, and what the file says about generation.
+
+use super::metadata::Metadata;
+use crate::text::chat::SPECIAL_TOKENS;
+use serde::{Serialize, Serializer};
+use serde_json::{Value, json};
+use std::collections::{BTreeSet, HashSet};
+
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const TYPES: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+/// The kind of tokenizer that is read, by llama.cpp's name.
+const MODEL: &str = "gemma4";
+
+/// Types of tokens, by their numbers in files.
+mod token_type {
+    pub const UNKNOWN: usize = 2;
+    pub const CONTROL: usize = 3;
+    pub const USER_DEFINED: usize = 4;
+}
+
+/// Tokens that have a name in the metadata, where it is `tokenizer.ggml.{name}_token_id`, and the name that chat templates have for them.
+const NAMED: [(&str, &str); 5] = [
+    ("bos", "bos_token"),
+    ("eos", "eos_token"),
+    ("padding", "pad_token"),
+    ("unknown", "unk_token"),
+    ("mask", "mask_token"),
+];
+/// Tokens that end a text by their names in the metadata, and those that do by their texts, as llama.cpp has them.
+const ENDS: [&str; 3] = ["eos", "eot", "eom"];
+const ENDS_BY_TEXT: [&str; 3] = ["<eos>", "<turn|>", "<|tool_response>"];
+
+/// The parts of a `tokenizer.json`.
+#[derive(Serialize)]
+struct File<'a> {
+    added_tokens: Vec<Added<'a>>,
+    normalizer: Value,
+    pre_tokenizer: Value,
+    decoder: Value,
+    model: Model<'a>,
+}
+
+#[derive(Serialize)]
+struct Added<'a> {
+    id: usize,
+    content: &'a str,
+    single_word: bool,
+    lstrip: bool,
+    rstrip: bool,
+    normalized: bool,
+    special: bool,
+}
+
+#[derive(Serialize)]
+struct Model<'a> {
+    r#type: &'static str,
+    unk_token: Option<&'a str>,
+    fuse_unk: bool,
+    byte_fallback: bool,
+    #[serde(serialize_with = "numbered")]
+    vocab: &'a [&'a str],
+    merges: Vec<(&'a str, &'a str)>,
+}
+
+/// Texts with their numbers.
+fn numbered<S: Serializer>(tokens: &[&str], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(tokens.iter().zip(0u32..))
+}
+
+/// The `tokenizer.json` of a file's tokens.
+pub(super) fn json(metadata: Metadata<'_>) -> Result<String, String> {
+    match metadata.text("tokenizer.ggml.model")? {
+        Some(MODEL) => (),
+        Some(other) => {
+            return Err(format!(
+                "tokenizer.ggml.model is {other:?}; only {MODEL:?} is read"
+            ));
+        }
+        None => return Err("has no tokenizer: tokenizer.ggml.model is missing".into()),
+    }
+    let tokens = tokens(metadata)?;
+    let mut seen = HashSet::new();
+    if let Some(token) = tokens.iter().find(|token| !seen.insert(**token)) {
+        return Err(format!("{TOKENS} has {token:?} twice"));
+    }
+    let types = metadata.list(TYPES)?;
+    let types = types.ok_or_else(|| format!("{TYPES} is missing"))?;
+    if types.len() != tokens.len() {
+        return Err(format!(
+            "{TYPES} has {} entries for {} tokens",
+            types.len(),
+            tokens.len()
+        ));
+    }
+    let merges = metadata.texts(MERGES)?;
+    let merges = merges.ok_or_else(|| format!("{MERGES} is missing"))?;
+    let file = File {
+        added_tokens: added(&tokens, &types),
+        normalizer: json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"}),
+        pre_tokenizer: json!({
+            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false,
+        }),
+        decoder: json!({"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]}),
+        model: Model {
+            r#type: "BPE",
+            unk_token: token(metadata, "unknown", &tokens)?.map(|id| tokens[id]),
+            fuse_unk: true,
+            byte_fallback: true,
+            vocab: &tokens,
+            merges: merges.into_iter().map(pair).collect::<Result<_, _>>()?,
+        },
+    };
+    serde_json::to_string(&file).map_err(|error| error.to_string())
+}
+
+fn tokens<'a>(metadata: Metadata<'a>) -> Result<Vec<&'a str>, String> {
+    let tokens = metadata.texts(TOKENS)?;
+    tokens.ok_or_else(|| format!("{TOKENS} is missing"))
+}
+
+/// The id of the token that the metadata call `name`.
+fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<usize>, String> {
+    let key = format!("tokenizer.ggml.{name}_token_id");
+    match metadata.size(&key)? {
+        Some(id) if id >= tokens.len() => Err(format!(
+            "{key} is {id}, but there are {} tokens",
+            tokens.len()
+        )),
+        id => Ok(id),
+    }
+}
+
+/// Tokens that are looked for in a text before all others. What Gemma marks parts of a text with is special, though llama.cpp's converter has
+/// some of it as ordinary text, to be seen by its own reader of answers.
+fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<Added<'a>> {
+    let marks: BTreeSet<&str> = SPECIAL_TOKENS.iter().map(|(_, token)| *token).collect();
+    let tokens = tokens.iter().zip(types).enumerate();
+    tokens
+        .filter_map(|(id, (content, kind))| {
+            let special = match *kind {
+                token_type::CONTROL | token_type::UNKNOWN => true,
+                token_type::USER_DEFINED => marks.contains(content),
+                _ => return None,
+            };
+            Some(Added {
+                id,
+                content,
+                single_word: false,
+                lstrip: false,
+                rstrip: false,
+                normalized: false,
+                special,
+            })
+        })
+        .collect()
+}
+
+/// The two parts of a merge, which a space parts. The first one is of a character at least, which may be a space.
+fn pair(merge: &str) -> Result<(&str, &str), String> {
+    let space = merge.match_indices(' ').find(|(at, _)| *at > 0);
+    match space {
+        Some((at, _)) => Ok((&merge[..at], &merge[at + 1..])),
+        None => Err(format!("{MERGES} has {merge:?}, which is no two texts")),
+    }
+}
+
+/// What chat templates name of the tokenizer, and its texts.
+pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, String> {
+    let tokens = tokens(metadata)?;
+    let mut named = Vec::new();
+    for (name, template_name) in NAMED {
+        if let Some(id) = token(metadata, name, &tokens)? {
+            named.push((template_name.into(), tokens[id].into()));
+        }
+    }
+    Ok(named)
+}
+
+/// What would be in a `generation_config.json`.
+pub(super) fn generation_config(metadata: Metadata<'_>) -> Result<Value, String> {
+    let tokens = tokens(metadata)?;
+    let mut ends = BTreeSet::new();
+    for name in ENDS {
+        ends.extend(token(metadata, name, &tokens)?);
+    }
+    let by_text = tokens.iter().enumerate();
+    ends.extend(
+        by_text
+            .filter(|(_, token)| ENDS_BY_TEXT.contains(token))
+            .map(|(id, _)| id),
+    );
+    let sampling = |name: &str| format!("general.sampling.{name}");
+    let temperature = metadata.float(&sampling("temp"))?;
+    let top_k = metadata.size(&sampling("top_k"))?;
+    let top_p = metadata.float(&sampling("top_p"))?;
+    let min_p = metadata.float(&sampling("min_p"))?;
+    let draws = temperature.is_some() || top_k.is_some() || top_p.is_some() || min_p.is_some();
+    Ok(json!({
+        "do_sample": draws && temperature != Some(0.0),
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": metadata.float(&sampling("penalty_repeat"))?,
+        "suppress_tokens": metadata.list("tokenizer.ggml.suppress_tokens")?,
+        "eos_token_id": ends,
+        "bos_token_id": token(metadata, "bos", &tokens)?,
+        "pad_token_id": token(metadata, "padding", &tokens)?,
+    }))
+}

@@ -1,0 +1,93 @@
+//! The types of ggml's tensors.
+
+use crate::quantized::blocks::BlockFormat;
+use burn::tensor::DType;
+use std::fmt;
+
+/// A type, by ggml's number of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Type(pub u32);
+
+/// How numbers of a type are written.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Encoding {
+    Floats(DType),
+    Blocks(BlockFormat),
+}
+
+/// The types by their numbers: those that are read, and the names of the others.
+const TYPES: [(u32, &str, Option<Encoding>); 35] = {
+    use Encoding::{Blocks, Floats};
+    [
+        (0, "F32", Some(Floats(DType::F32))),
+        (1, "F16", Some(Floats(DType::F16))),
+        (2, "Q4_0", Some(Blocks(BlockFormat::Q4_0))),
+        (3, "Q4_1", Some(Blocks(BlockFormat::Q4_1))),
+        (6, "Q5_0", Some(Blocks(BlockFormat::Q5_0))),
+        (7, "Q5_1", Some(Blocks(BlockFormat::Q5_1))),
+        (8, "Q8_0", Some(Blocks(BlockFormat::Q8_0))),
+        (9, "Q8_1", None),
+        (10, "Q2_K", None),
+        (11, "Q3_K", None),
+        (12, "Q4_K", Some(Blocks(BlockFormat::Q4K))),
+        (13, "Q5_K", Some(Blocks(BlockFormat::Q5K))),
+        (14, "Q6_K", Some(Blocks(BlockFormat::Q6K))),
+        (15, "Q8_K", None),
+        (16, "IQ2_XXS", None),
+        (17, "IQ2_XS", None),
+        (18, "IQ3_XXS", None),
+        (19, "IQ1_S", None),
+        (20, "IQ4_NL", None),
+        (21, "IQ3_S", None),
+        (22, "IQ2_S", None),
+        (23, "IQ4_XS", None),
+        (24, "I8", None),
+        (25, "I16", None),
+        (26, "I32", None),
+        (27, "I64", None),
+        (28, "F64", Some(Floats(DType::F64))),
+        (29, "IQ1_M", None),
+        (30, "BF16", Some(Floats(DType::BF16))),
+        (34, "TQ1_0", None),
+        (35, "TQ2_0", None),
+        (39, "MXFP4", None),
+        (40, "NVFP4", None),
+        (41, "Q1_0", None),
+        (42, "Q2_0", None),
+    ]
+};
+
+impl Type {
+    /// How its numbers are written; nothing where they are not read.
+    pub fn encoding(self) -> Option<Encoding> {
+        let known = TYPES.iter().find(|(id, _, _)| *id == self.0);
+        known.and_then(|(_, _, encoding)| *encoding)
+    }
+}
+
+impl fmt::Display for Type {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match TYPES.iter().find(|(id, _, _)| *id == self.0) {
+            Some((_, name, _)) => f.write_str(name),
+            None => write!(f, "type {}", self.0),
+        }
+    }
+}
+
+impl Encoding {
+    /// Numbers that are written together.
+    pub fn block_numbers(self) -> usize {
+        match self {
+            Self::Floats(_) => 1,
+            Self::Blocks(format) => format.numbers(),
+        }
+    }
+
+    /// Bytes of these.
+    pub fn block_bytes(self) -> usize {
+        match self {
+            Self::Floats(dtype) => dtype.size(),
+            Self::Blocks(format) => format.bytes(),
+        }
+    }
+}

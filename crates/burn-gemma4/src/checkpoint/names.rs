@@ -1,0 +1,69 @@
+//! How the files of a folder call the model's parameters.
+
+use super::{files::TensorFiles, packed};
+use crate::Gemma4Config;
+
+/// How the file calls the model's tensors.
+pub(super) struct Names {
+    prefix: &'static str,
+}
+
+/// Before the text model's tensors in a multimodal checkpoint.
+const MULTIMODAL: &str = "model.language_model.";
+/// Before the model's tensors in a text checkpoint.
+const TEXT: &str = "model.";
+/// Before them in what MLX makes of a multimodal checkpoint.
+pub(super) const MLX: &str = "language_model.model.";
+/// The output projection, which is outside of both.
+pub(super) const HEAD: &str = "lm_head.weight";
+
+impl Names {
+    pub fn of(files: &TensorFiles) -> Self {
+        let multimodal = files.names().any(|name| name.starts_with(MULTIMODAL));
+        Self {
+            prefix: if multimodal { MULTIMODAL } else { TEXT },
+        }
+    }
+
+    /// Those of a text checkpoint.
+    pub fn of_text() -> Self {
+        Self { prefix: TEXT }
+    }
+
+    /// The name in the file of the parameter at `path`.
+    pub fn in_file(&self, path: &str) -> String {
+        match path == HEAD {
+            true => HEAD.to_owned(),
+            false => format!("{}{path}", self.prefix),
+        }
+    }
+
+    /// Whether a tensor is of the text model.
+    pub fn is_ours(&self, name: &str) -> bool {
+        name.starts_with(self.prefix)
+    }
+
+    /// Whether a tensor that the model does not have belongs in a checkpoint all the same.
+    pub fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
+        let Some(name) = name.strip_prefix(self.prefix) else {
+            // The other towers of a multimodal checkpoint; a head that repeats the embedding's table.
+            return self.prefix == MULTIMODAL || name == HEAD;
+        };
+        // Published checkpoints still have keys and values for layers that read an earlier layer's.
+        const UNREAD: [&str; 3] = [
+            "self_attn.k_proj.",
+            "self_attn.v_proj.",
+            "self_attn.k_norm.",
+        ];
+        let shared = || {
+            let (layer, rest) = name.strip_prefix("layers.")?.split_once('.')?;
+            let part = UNREAD.iter().find_map(|module| rest.strip_prefix(module))?;
+            Some((layer.parse::<usize>().ok()?, part))
+        };
+        shared().is_some_and(|(layer, part)| {
+            (part == "weight" || packed::PARTS.contains(&part))
+                && config.is_shared(layer)
+                && layer < config.num_layers()
+        })
+    }
+}

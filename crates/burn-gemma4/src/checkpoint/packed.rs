@@ -1,0 +1,143 @@
+//! Matrices that compressed-tensors has packed: of a module's tensors the matrix that they stand for.
+
+use super::{
+    files::{Entry, TensorFiles},
+    source::{Source, burn_dtype},
+};
+use crate::{
+    TensorProblem,
+    quantized::packed::{Packed, Scheme},
+};
+use safetensors::Dtype;
+
+/// What a matrix is called that is not packed, and the tensors of one that is.
+const WHOLE: &str = "weight";
+const WORDS: &str = "weight_packed";
+const SCALES: &str = "weight_scale";
+const SHAPE: &str = "weight_shape";
+const ZERO_POINTS: &str = "weight_zero_point";
+pub(super) const PARTS: [&str; 4] = [WORDS, SCALES, SHAPE, ZERO_POINTS];
+
+/// The tensors that `name`, which ends with `.weight`, is packed into; none where it is not.
+pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
+    let Some(module) = name.strip_suffix(WHOLE) else {
+        return Vec::new();
+    };
+    match files.get(&format!("{module}{WORDS}")) {
+        Some(_) => PARTS
+            .map(|part| format!("{module}{part}"))
+            .into_iter()
+            .filter(|name| files.get(name).is_some())
+            .collect(),
+        None => Vec::new(),
+    }
+}
+
+/// The matrix that `name` is, of the tensors that it is packed into, in one of the ways that the configuration has.
+pub(super) fn get<'a>(
+    files: &'a TensorFiles,
+    schemes: &[Scheme],
+    name: &str,
+) -> Result<Source<'a>, TensorProblem> {
+    let module = Module {
+        files,
+        name: name.strip_suffix(WHOLE).unwrap_or(name),
+    };
+    let packed = module.packed(schemes)?;
+    Ok(Source::packed(packed))
+}
+
+/// A module's tensors.
+struct Module<'a, 'name> {
+    files: &'a TensorFiles,
+    name: &'name str,
+}
+
+impl<'a> Module<'a, '_> {
+    fn packed(&self, schemes: &[Scheme]) -> Result<Packed<'a>, TensorProblem> {
+        let [rows, columns] = self.shape()?;
+        let words = self.integers(WORDS, Dtype::I32)?;
+        let scales = self.entry(SCALES)?;
+        let dtype = match burn_dtype(scales.dtype) {
+            Some(dtype) if dtype != burn::tensor::DType::F64 => dtype,
+            _ => {
+                return Err(self.problem(format!("{SCALES} is in {:?}", scales.dtype)));
+            }
+        };
+        let zero_points = match self.files.get(&self.tensor(ZERO_POINTS)) {
+            Some(_) => Some(self.integers(ZERO_POINTS, Dtype::I32)?),
+            None => None,
+        };
+        let fits = |scheme: &&Scheme| {
+            let groups = scheme.groups(columns);
+            let zero_points_of = |groups| match scheme.is_symmetric {
+                true => None,
+                false => Some([scheme.words(rows), groups]),
+            };
+            groups.is_some_and(|groups| {
+                words.shape == [rows, scheme.words(columns)]
+                    && scales.shape == [rows, groups]
+                    && zero_points.map(|entry| &entry.shape[..])
+                        == zero_points_of(groups).as_ref().map(|shape| &shape[..])
+            })
+        };
+        let scheme = schemes.iter().find(fits).ok_or_else(|| {
+            self.problem(format!(
+                "its shape is {:?}, {WORDS} is {:?}, {SCALES} {:?} and {ZERO_POINTS} {:?}, as no scheme of quantization_config has it",
+                [rows, columns],
+                words.shape,
+                scales.shape,
+                zero_points.map(|entry| &entry.shape),
+            ))
+        })?;
+        Ok(Packed {
+            scheme: *scheme,
+            rows,
+            columns,
+            words: self.files.bytes(words),
+            scales: self.files.bytes(scales),
+            dtype,
+            zero_points: zero_points.map(|entry| self.files.bytes(entry)),
+        })
+    }
+
+    /// Rows and columns.
+    fn shape(&self) -> Result<[usize; 2], TensorProblem> {
+        let entry = self.integers(SHAPE, Dtype::I64)?;
+        let (sizes, _) = self.files.bytes(entry).as_chunks::<8>();
+        let sizes: Vec<usize> = sizes
+            .iter()
+            .filter_map(|bytes| usize::try_from(i64::from_le_bytes(*bytes)).ok())
+            // What does not fit into the memory of any machine.
+            .filter(|size| (1..=1 << 40).contains(size))
+            .collect();
+        match sizes[..] {
+            [rows, columns] => Ok([rows, columns]),
+            _ => Err(self.problem(format!("{SHAPE} has no two sizes"))),
+        }
+    }
+
+    fn integers(&self, part: &str, dtype: Dtype) -> Result<&'a Entry, TensorProblem> {
+        let entry = self.entry(part)?;
+        match entry.dtype == dtype {
+            true => Ok(entry),
+            false => Err(self.problem(format!("{part} is in {:?}, not in {dtype:?}", entry.dtype))),
+        }
+    }
+
+    fn entry(&self, part: &str) -> Result<&'a Entry, TensorProblem> {
+        let name = self.tensor(part);
+        self.files.get(&name).ok_or(TensorProblem::Missing { name })
+    }
+
+    fn tensor(&self, part: &str) -> String {
+        format!("{}{part}", self.name)
+    }
+
+    fn problem(&self, reason: String) -> TensorProblem {
+        TensorProblem::Packing {
+            name: self.tensor(WORDS),
+            reason,
+        }
+    }
+}

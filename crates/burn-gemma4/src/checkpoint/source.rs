@@ -1,0 +1,315 @@
+//! Parameters as their checkpoint writes them, and their way to a device.
+
+use crate::{
+    Gemma4Config, TensorProblem,
+    quantized::{blocks::BlockFormat, packed::Packed},
+};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use safetensors::{Dtype, tensor::TensorView};
+use std::{collections::BTreeSet, ops::Range};
+
+/// A checkpoint's weights, by the paths of the model's parameters.
+pub(super) trait Weights {
+    /// The tensors of the files that the parameter at `path` is made of.
+    fn names(&self, path: &str) -> Vec<String>;
+
+    /// The parameter at `path`.
+    fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
+
+    /// The tensors that are none of the `known` ones, and that do not belong in a checkpoint all the same.
+    fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
+}
+
+/// A parameter in the files.
+pub(super) struct Source<'a> {
+    pub shape: Vec<usize>,
+    numbers: Numbers<'a>,
+}
+
+/// How its numbers are written, little-endian, row after row.
+enum Numbers<'a> {
+    Floats {
+        dtype: DType,
+        bytes: &'a [u8],
+    },
+    Blocks {
+        format: BlockFormat,
+        bytes: &'a [u8],
+    },
+    Packed(Packed<'a>),
+    /// A matrix for each slice.
+    Joined(Vec<Source<'a>>),
+    /// Two tensors of the same shape: of each slice first the one's rows and then the other's.
+    Stacked(Box<[Source<'a>; 2]>),
+}
+
+impl<'a> Source<'a> {
+    /// As many numbers of `dtype` as the shape has.
+    pub fn floats(shape: Vec<usize>, dtype: DType, bytes: &'a [u8]) -> Self {
+        let numbers = Numbers::Floats { dtype, bytes };
+        Self { shape, numbers }
+    }
+
+    /// As many blocks as the shape has.
+    pub fn blocks(shape: Vec<usize>, format: BlockFormat, bytes: &'a [u8]) -> Self {
+        let numbers = Numbers::Blocks { format, bytes };
+        Self { shape, numbers }
+    }
+
+    /// A packed matrix.
+    pub fn packed(packed: Packed<'a>) -> Self {
+        Self {
+            shape: vec![packed.rows, packed.columns],
+            numbers: Numbers::Packed(packed),
+        }
+    }
+
+    /// Matrices of the same shape, by their names in the file, as one tensor of all of them.
+    pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
+        let mut shape = vec![matrices.len()];
+        shape.extend(matrices.first().iter().flat_map(|(_, first)| &first.shape));
+        let mut parts = Vec::with_capacity(matrices.len());
+        for (name, matrix) in matrices {
+            same_shape(name, &matrix.shape, &shape[1..])?;
+            parts.push(matrix);
+        }
+        let numbers = Numbers::Joined(parts);
+        Ok(Self { shape, numbers })
+    }
+
+    /// `[slices, rows, columns]` twice, the second one of this name in the file, as `[slices, 2 · rows, columns]`.
+    pub fn stacked(first: Self, name: String, second: Self) -> Result<Self, TensorProblem> {
+        same_shape(name, &second.shape, &first.shape)?;
+        let mut shape = first.shape.clone();
+        if let Some(rows) = shape.get_mut(1) {
+            *rows *= 2;
+        }
+        let numbers = Numbers::Stacked(Box::new([first, second]));
+        Ok(Self { shape, numbers })
+    }
+
+    /// Bytes in the files.
+    pub fn len(&self) -> usize {
+        match &self.numbers {
+            Numbers::Floats { bytes, .. } | Numbers::Blocks { bytes, .. } => bytes.len(),
+            Numbers::Packed(packed) => {
+                let zero_points = packed.zero_points.map_or(0, <[u8]>::len);
+                packed.words.len() + packed.scales.len() + zero_points
+            }
+            Numbers::Joined(parts) => parts.iter().map(Self::len).sum(),
+            Numbers::Stacked(parts) => parts.iter().map(Self::len).sum(),
+        }
+    }
+
+    /// The dtype that the numbers are written in; nothing where they are quantized.
+    pub fn dtype(&self) -> Option<DType> {
+        match &self.numbers {
+            Numbers::Floats { dtype, .. } => Some(*dtype),
+            Numbers::Packed(packed) => Some(packed.dtype),
+            Numbers::Blocks { .. } | Numbers::Joined(_) | Numbers::Stacked(_) => None,
+        }
+    }
+
+    /// Bytes of a slice on its way.
+    fn slice_bytes(&self) -> usize {
+        let numbers: usize = self.shape[1..].iter().product();
+        match &self.numbers {
+            Numbers::Floats { dtype, .. } => numbers * dtype.size(),
+            _ => numbers * DType::F32.size(),
+        }
+    }
+
+    /// A part of the slowest dimension, in `dtype`.
+    pub fn slices(&self, range: Range<usize>, dtype: DType) -> TensorData {
+        let mut shape = self.shape.clone();
+        shape[0] = range.len();
+        let data = match &self.numbers {
+            Numbers::Floats {
+                dtype: written,
+                bytes,
+            } => {
+                let bytes = part(bytes, self.shape[0], range).to_vec();
+                TensorData::from_bytes_vec(bytes, shape, *written)
+            }
+            // A row is whole blocks, a part of it is not.
+            Numbers::Blocks { format, bytes } if shape.len() == 1 => {
+                TensorData::new(format.dequantize(bytes)[range].to_vec(), shape)
+            }
+            Numbers::Blocks { format, bytes } => {
+                let blocks = part(bytes, self.shape[0], range);
+                TensorData::new(format.dequantize(blocks), shape)
+            }
+            Numbers::Packed(packed) => TensorData::new(packed.dequantize(range), shape),
+            Numbers::Joined(parts) => {
+                let whole = |part: &Self| part.slices(0..part.shape[0], DType::F32);
+                let parts = parts[range].iter().map(whole);
+                TensorData::new(in_a_row(parts), shape)
+            }
+            Numbers::Stacked(parts) => {
+                let of_slice = |slice: usize| {
+                    let parts = parts.iter();
+                    parts.map(move |part| part.slices(slice..slice + 1, DType::F32))
+                };
+                TensorData::new(in_a_row(range.flat_map(of_slice)), shape)
+            }
+        };
+        data.convert_dtype(dtype)
+    }
+}
+
+/// The numbers of parts in f32, one after the other.
+fn in_a_row(parts: impl Iterator<Item = TensorData>) -> Vec<f32> {
+    let mut numbers = Vec::new();
+    for part in parts {
+        numbers.extend(part.iter::<f32>());
+    }
+    numbers
+}
+
+fn same_shape(name: String, found: &[usize], expected: &[usize]) -> Result<(), TensorProblem> {
+    match found == expected {
+        true => Ok(()),
+        false => Err(TensorProblem::Shape {
+            name,
+            found: found.into(),
+            expected: expected.into(),
+        }),
+    }
+}
+
+/// The bytes of a part of so many slices.
+fn part(bytes: &[u8], slices: usize, range: Range<usize>) -> &[u8] {
+    let slice = bytes.len() / slices;
+    &bytes[range.start * slice..range.end * slice]
+}
+
+/// The dtypes of floating-point numbers by their names in safetensors files.
+pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
+    match dtype {
+        Dtype::F64 => Some(DType::F64),
+        Dtype::F32 => Some(DType::F32),
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+/// A small tensor of a file in f32; none where its elements are no floating-point numbers that a model computes in.
+pub(crate) fn upload_f32<const D: usize>(
+    view: &TensorView<'_>,
+    shape: [usize; D],
+    device: &Device,
+) -> Option<Tensor<D>> {
+    let written = burn_dtype(view.dtype())?;
+    let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, written);
+    let data = data.convert_dtype(DType::F32);
+    Some(Tensor::from_data(data, (device, DType::F32)))
+}
+
+/// Bytes of a tensor that go to the device at once. On their way they are on the host twice, here and where the driver takes
+/// them from, and the tables of per-layer inputs are of several GB.
+pub(super) const PORTION: usize = 256 << 20;
+
+/// A parameter on `device`, about `portion` bytes of slices at a time.
+pub(super) fn upload<const D: usize>(
+    source: &Source<'_>,
+    dtype: DType,
+    device: &Device,
+    portion: usize,
+) -> Tensor<D> {
+    let slices = source.shape[0];
+    let at_once = (portion / source.slice_bytes()).clamp(1, slices);
+    if at_once == slices {
+        // Weights live as long as the model: exact allocations, apart from the pools of what comes and goes.
+        return device.memory_persistent_allocations(source.slices(0..slices, dtype), |data| {
+            Tensor::from_data(data, (device, dtype))
+        });
+    }
+    let shape: [usize; D] = std::array::from_fn(|dimension| source.shape[dimension]);
+    let mut whole = Tensor::<D>::empty(shape, (device, dtype));
+    for start in (0..slices).step_by(at_once) {
+        let end = (start + at_once).min(slices);
+        let ranges = std::array::from_fn::<_, D, _>(|dimension| match dimension {
+            0 => start..end,
+            _ => 0..shape[dimension],
+        });
+        let part = source.slices(start..end, dtype);
+        whole = whole.slice_assign(ranges, Tensor::from_data(part, (device, dtype)));
+        // What is queued holds its portion on the host. A device that fails says so when the model is complete.
+        let _ = device.sync();
+    }
+    whole.detach()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::{files::TensorFiles, folder::Folder};
+
+    fn load(source: &Source<'_>, portion: usize) -> Vec<f32> {
+        upload::<2>(source, DType::F32, &Device::default(), portion)
+            .into_data()
+            .iter::<f32>()
+            .collect()
+    }
+
+    #[test]
+    fn portions_make_the_whole() {
+        let bytes = include_bytes!("../../embedded/model.safetensors");
+        let files = TensorFiles::embedded("model.safetensors", bytes).expect("safetensors");
+        let folder = Folder::of(&files, Vec::new());
+        let source = folder.get("embed_tokens.weight").expect("a table");
+        let whole = load(&source, usize::MAX);
+        let row = source.len() / source.shape[0];
+        for portion in [1, row, 7 * row + 1, source.len() - 1] {
+            assert_eq!(load(&source, portion), whole, "{portion} bytes at a time");
+        }
+    }
+
+    /// Rows of two blocks of a scale and 32 numbers, each row with other ones.
+    #[test]
+    fn portions_of_blocks_make_the_whole() {
+        let bytes: Vec<u8> = (0..6u8)
+            .flat_map(|block| [vec![0, 60 + block], vec![block; 32]].concat())
+            .collect();
+        let source = Source::blocks(vec![3, 64], BlockFormat::Q8_0, &bytes);
+        let whole = load(&source, usize::MAX);
+        assert_eq!(whole[..64], [[0.0; 32], [1.0 * 1.25; 32]].concat()[..]);
+        for portion in [1, 256, 600] {
+            assert_eq!(load(&source, portion), whole, "{portion} bytes at a time");
+        }
+        let vector = Source::blocks(vec![192], BlockFormat::Q8_0, &bytes);
+        let numbers = |range| -> Vec<f32> { vector.slices(range, DType::F32).iter().collect() };
+        assert_eq!(numbers(0..192), whole);
+        assert_eq!(numbers(30..70), whole[30..70]);
+    }
+
+    #[test]
+    fn stacked_tensors_alternate_slice_by_slice() {
+        let bytes = |numbers: [f32; 4]| numbers.map(f32::to_le_bytes).concat();
+        let (first, second) = (bytes([1.0, 2.0, 3.0, 4.0]), bytes([5.0, 6.0, 7.0, 8.0]));
+        let source = |bytes| Source::floats(vec![2, 1, 2], DType::F32, bytes);
+        let stacked = Source::stacked(source(&first), "second".into(), source(&second));
+        let stacked = stacked.expect("the same shapes");
+        assert_eq!(stacked.shape, [2, 2, 2]);
+        let numbers = stacked.slices(0..2, DType::F32);
+        let numbers: Vec<f32> = numbers.iter().collect();
+        assert_eq!(numbers, [1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
+        let other = Source::floats(vec![1, 2, 2], DType::F32, &second);
+        assert!(Source::stacked(source(&first), "second".into(), other).is_err());
+    }
+
+    #[test]
+    fn joined_matrices_are_slices() {
+        let bytes = |number: f32| [number, number + 1.0].map(f32::to_le_bytes).concat();
+        let matrices = [bytes(0.0), bytes(10.0), bytes(20.0)];
+        let source = |bytes| Source::floats(vec![1, 2], DType::F32, bytes);
+        let named = |bytes| ("a matrix".to_owned(), source(bytes));
+        let joined = Source::joined(matrices.iter().map(|bytes| named(&bytes[..])).collect());
+        let joined = joined.expect("the same shapes");
+        assert_eq!(joined.shape, [3, 1, 2]);
+        let numbers = joined.slices(1..3, DType::F32);
+        let numbers: Vec<f32> = numbers.iter().collect();
+        assert_eq!(numbers, [10.0, 11.0, 20.0, 21.0]);
+    }
+}

@@ -1,0 +1,5 @@
+//! Weights of a few bits: how files write them, and the numbers that they stand for, bit by bit those of the formats' own programs.
+
+pub(crate) mod blocks;
+pub(crate) mod packed;
+mod super_blocks;

@@ -1,0 +1,171 @@
+//! compressed-tensors' packed integers: a matrix's rows as numbers of 4 or 8 bits in words of 32, a scale for each group of columns of a
+//! row, and perhaps a zero point, packed as well, but along the columns.
+
+use burn::tensor::{DType, bf16, f16};
+use std::ops::Range;
+
+/// How a matrix is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Scheme {
+    /// Bits of a number: 4 or 8.
+    pub bits: usize,
+    /// Columns that share a scale; none where a row has one.
+    pub group: Option<usize>,
+    /// Whether there are no zero points.
+    pub is_symmetric: bool,
+}
+
+/// Bits of a word.
+const WORD: usize = 32;
+
+impl Scheme {
+    /// The words that so many numbers are packed into.
+    pub fn words(&self, numbers: usize) -> usize {
+        (numbers * self.bits).div_ceil(WORD)
+    }
+
+    /// The scales of a row of so many columns; nothing where groups are no whole ones.
+    pub fn groups(&self, columns: usize) -> Option<usize> {
+        match self.group {
+            None => Some(1),
+            Some(group) => columns.is_multiple_of(group).then(|| columns / group),
+        }
+    }
+
+    /// What a packed number is above the number that it stands for.
+    fn offset(&self) -> i32 {
+        1 << (self.bits - 1)
+    }
+}
+
+/// A packed matrix, whose parts have the sizes that its scheme says.
+pub(crate) struct Packed<'a> {
+    pub scheme: Scheme,
+    pub rows: usize,
+    pub columns: usize,
+    /// `[rows, words(columns)]`.
+    pub words: &'a [u8],
+    /// `[rows, groups(columns)]`, in `dtype`, in which the matrix was computed before it was packed.
+    pub scales: &'a [u8],
+    pub dtype: DType,
+    /// `[words(rows), groups(columns)]`.
+    pub zero_points: Option<&'a [u8]>,
+}
+
+impl Packed<'_> {
+    /// The numbers of some rows: differences and products are rounded to the scales' dtype, as compressed-tensors has them.
+    pub fn dequantize(&self, rows: Range<usize>) -> Vec<f32> {
+        let groups = self.scales.len() / self.dtype.size() / self.rows;
+        let group = self.columns / groups;
+        let mut values = Vec::with_capacity(rows.len() * self.columns);
+        for row in rows {
+            let words = self.words.len() / self.rows;
+            let words = &self.words[row * words..][..words];
+            for index in 0..groups {
+                let scale = self.scale(row * groups + index);
+                let zero_point = self.zero_point(row, index, groups);
+                values.extend((index * group..(index + 1) * group).map(|column| {
+                    let above_zero = self.number(words, column) - zero_point;
+                    self.rounded(self.rounded(above_zero as f32) * scale)
+                }));
+            }
+        }
+        values
+    }
+
+    fn number(&self, words: &[u8], column: usize) -> i32 {
+        let packed = match self.scheme.bits {
+            4 => words[column / 2] >> (column % 2 * 4) & 15,
+            _ => words[column],
+        };
+        i32::from(packed) - self.scheme.offset()
+    }
+
+    fn zero_point(&self, row: usize, group: usize, groups: usize) -> i32 {
+        let Some(zero_points) = self.zero_points else {
+            return 0;
+        };
+        let bits = self.scheme.bits;
+        let (word, shift) = (row * bits / WORD, row * bits % WORD);
+        // Numbers are of whole halves of a byte, so that none is in two.
+        let byte = zero_points[(word * groups + group) * (WORD / 8) + shift / 8];
+        let packed = byte >> (shift % 8) & (u8::MAX >> (8 - bits));
+        i32::from(packed) - self.scheme.offset()
+    }
+
+    fn scale(&self, index: usize) -> f32 {
+        let bytes = &self.scales[index * self.dtype.size()..];
+        match self.dtype {
+            DType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        }
+    }
+
+    fn rounded(&self, number: f32) -> f32 {
+        match self.dtype {
+            DType::F16 => f16::from_f32(number).to_f32(),
+            DType::BF16 => bf16::from_f32(number).to_f32(),
+            _ => number,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows and columns that fill no word.
+    #[test]
+    fn zero_points_are_packed_along_the_columns() {
+        let scheme = Scheme {
+            bits: 4,
+            group: Some(3),
+            is_symmetric: false,
+        };
+        let (rows, columns) = (9, 6);
+        assert_eq!((scheme.words(columns), scheme.words(rows)), (1, 2));
+        assert_eq!((scheme.groups(columns), scheme.groups(7)), (Some(2), None));
+        let q = |row: usize, column: usize| (row + 2 * column) % 16;
+        let zero = |row: usize, group: usize| (3 * row + group) % 16;
+        let pack = |numbers: Vec<usize>| -> u32 {
+            let numbers = numbers.into_iter().enumerate();
+            numbers
+                .map(|(index, number)| (number as u32) << (4 * index))
+                .sum()
+        };
+        let words: Vec<u8> = (0..rows)
+            .flat_map(|row| pack((0..columns).map(|column| q(row, column)).collect()).to_le_bytes())
+            .collect();
+        let zero_points: Vec<u8> = [0..8, 8..9]
+            .into_iter()
+            .flat_map(|rows| [(0, rows.clone()), (1, rows)])
+            .flat_map(|(group, rows)| {
+                pack(rows.map(|row| zero(row, group)).collect()).to_le_bytes()
+            })
+            .collect();
+        let scales: Vec<f32> = (0..rows * 2).map(|index| 0.5 + index as f32).collect();
+        let scale_bytes: Vec<u8> = scales
+            .iter()
+            .flat_map(|scale| scale.to_le_bytes())
+            .collect();
+        let packed = Packed {
+            scheme,
+            rows,
+            columns,
+            words: &words,
+            scales: &scale_bytes,
+            dtype: DType::F32,
+            zero_points: Some(&zero_points),
+        };
+        let number = |row: usize, column: usize| {
+            let difference = q(row, column) as f32 - zero(row, column / 3) as f32;
+            difference * scales[2 * row + column / 3]
+        };
+        let expected: Vec<f32> = (5..9)
+            .flat_map(|row| (0..columns).map(move |column| (row, column)))
+            .map(|(row, column)| number(row, column))
+            .collect();
+        assert_eq!(packed.dequantize(5..9), expected);
+    }
+}

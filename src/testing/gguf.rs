@@ -1,0 +1,155 @@
+//! GGUF files taken apart and put together again, to spoil.
+
+use std::collections::BTreeMap;
+
+/// A file's parts. Values are as they are in the file, by the number of their type and their bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Gguf {
+    pub values: BTreeMap<String, (u32, Vec<u8>)>,
+    pub tensors: BTreeMap<String, GgufTensor>,
+}
+
+/// A tensor.
+#[derive(Clone, Debug)]
+pub struct GgufTensor {
+    /// The fastest first.
+    pub dimensions: Vec<u64>,
+    pub kind: u32,
+    pub bytes: Vec<u8>,
+}
+
+/// Numbers of types.
+pub mod kind {
+    pub const U32: u32 = 4;
+    pub const F32: u32 = 6;
+    pub const TEXT: u32 = 8;
+    pub const LIST: u32 = 9;
+}
+
+const ALIGNMENT: usize = 32;
+
+impl Gguf {
+    /// Takes a file apart; nothing where it is not as it should be.
+    pub fn read(file: &[u8]) -> Option<Self> {
+        let mut rest = file;
+        take(&mut rest, 8)?;
+        let (tensors, values) = (u64_of(&mut rest)?, u64_of(&mut rest)?);
+        let mut gguf = Self::default();
+        for _ in 0..values {
+            let key = text(&mut rest)?;
+            let kind = u32_of(&mut rest)?;
+            let before = rest;
+            skip(&mut rest, kind)?;
+            let bytes = before[..before.len() - rest.len()].to_vec();
+            gguf.values.insert(key, (kind, bytes));
+        }
+        let mut places = Vec::new();
+        for _ in 0..tensors {
+            let name = text(&mut rest)?;
+            let dimensions = u32_of(&mut rest)?;
+            let dimensions: Vec<u64> = (0..dimensions)
+                .map(|_| u64_of(&mut rest))
+                .collect::<Option<_>>()?;
+            let kind = u32_of(&mut rest)?;
+            places.push((u64_of(&mut rest)?, name, dimensions, kind));
+        }
+        places.sort();
+        let header = (file.len() - rest.len()).next_multiple_of(ALIGNMENT);
+        let ends: Vec<u64> = places.iter().skip(1).map(|place| place.0).collect();
+        let data = file.get(header..)?;
+        let ends = ends.into_iter().chain([data.len() as u64]);
+        for ((start, name, dimensions, kind), end) in places.into_iter().zip(ends) {
+            let bytes = data.get(start as usize..end as usize)?.to_vec();
+            let tensor = GgufTensor {
+                dimensions,
+                kind,
+                bytes,
+            };
+            gguf.tensors.insert(name, tensor);
+        }
+        Some(gguf)
+    }
+
+    /// The file of these parts.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut file = b"GGUF".to_vec();
+        file.extend(3u32.to_le_bytes());
+        file.extend((self.tensors.len() as u64).to_le_bytes());
+        file.extend((self.values.len() as u64).to_le_bytes());
+        for (key, (kind, bytes)) in &self.values {
+            file.extend(text_bytes(key));
+            file.extend(kind.to_le_bytes());
+            file.extend(bytes);
+        }
+        let mut offset = 0;
+        for (name, tensor) in &self.tensors {
+            file.extend(text_bytes(name));
+            file.extend((tensor.dimensions.len() as u32).to_le_bytes());
+            file.extend(tensor.dimensions.iter().flat_map(|size| size.to_le_bytes()));
+            file.extend(tensor.kind.to_le_bytes());
+            file.extend((offset as u64).to_le_bytes());
+            offset += tensor.bytes.len().next_multiple_of(ALIGNMENT);
+        }
+        for tensor in self.tensors.values() {
+            file.resize(file.len().next_multiple_of(ALIGNMENT), 0);
+            file.extend(&tensor.bytes);
+        }
+        file
+    }
+
+    /// Sets a text.
+    pub fn set_text(&mut self, key: &str, text: &str) {
+        self.values
+            .insert(key.into(), (kind::TEXT, text_bytes(text)));
+    }
+
+    /// Sets a number of 32 bits.
+    pub fn set_number(&mut self, key: &str, number: u32) {
+        let bytes = number.to_le_bytes().to_vec();
+        self.values.insert(key.into(), (kind::U32, bytes));
+    }
+}
+
+/// A text's bytes after its length.
+pub fn text_bytes(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+fn take<'a>(rest: &mut &'a [u8], bytes: usize) -> Option<&'a [u8]> {
+    rest.split_off(..bytes)
+}
+
+fn u32_of(rest: &mut &[u8]) -> Option<u32> {
+    let bytes = take(rest, 4)?.try_into().ok()?;
+    Some(u32::from_le_bytes(bytes))
+}
+
+fn u64_of(rest: &mut &[u8]) -> Option<u64> {
+    let bytes = take(rest, 8)?.try_into().ok()?;
+    Some(u64::from_le_bytes(bytes))
+}
+
+fn text(rest: &mut &[u8]) -> Option<String> {
+    let length = usize::try_from(u64_of(rest)?).ok()?;
+    String::from_utf8(take(rest, length)?.to_vec()).ok()
+}
+
+/// Goes past a value.
+fn skip(rest: &mut &[u8], kind: u32) -> Option<()> {
+    let bytes = match kind {
+        0 | 1 | 7 => 1,
+        2 | 3 => 2,
+        4..=6 => 4,
+        10..=12 => 8,
+        kind::TEXT => usize::try_from(u64_of(rest)?).ok()?,
+        kind::LIST => {
+            let (kind, count) = (u32_of(rest)?, u64_of(rest)?);
+            for _ in 0..count {
+                skip(rest, kind)?;
+            }
+            0
+        }
+        _ => return None,
+    };
+    take(rest, bytes).map(|_| ())
+}

@@ -1,0 +1,368 @@
+//! Folders whose weights compressed-tensors has packed are their dequantized checkpoints, bit by bit and token by token.
+//! `tests/fixtures/compressed/make.py` makes them by that package.
+
+use crate::fixture::{self, TOLERANCE, greedy, largest, values};
+use crate::programs::folder::{Folder, tensors};
+use attention_workspace::testing::devices::devices;
+use burn::tensor::{DType, Device};
+use burn_gemma4::{Gemma4, Gemma4Error, Gemma4Model, LoadOptions};
+use safetensors::Dtype;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf};
+use tempfile::TempDir;
+
+/// Four bits in groups; four and eight, with zero points and without, in groups and by rows; and experts one by one.
+const FOLDERS: [&str; 3] = ["w4a16-grouped", "mixed", "experts"];
+
+/// What a folder stands for.
+#[derive(Deserialize)]
+struct Reference {
+    prompt: Vec<u32>,
+    generated: Vec<u32>,
+    /// Of the position after the prompt.
+    logits: Vec<f32>,
+    /// The CRC-32 of what is packed, in f32.
+    packed: BTreeMap<String, u32>,
+}
+
+fn path(name: &str) -> PathBuf {
+    fixture::folder("compressed").join(name)
+}
+
+fn reference(name: &str) -> Reference {
+    let file = fs::read(path(name).join("reference.json")).expect("a fixture");
+    serde_json::from_slice(&file).expect("a reference")
+}
+
+fn load(name: &str, device: &Device) -> Gemma4 {
+    let options = LoadOptions::new().dtype(DType::F32);
+    Gemma4::load(path(name), device, options).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+fn copy(name: &str) -> Folder {
+    Folder::copy(&format!("compressed/{name}"))
+}
+
+#[test]
+fn numbers_are_those_of_the_formats_own_package() {
+    for name in FOLDERS {
+        let saved = TempDir::new().expect("a folder");
+        let gemma = load(name, &Device::flex());
+        gemma.model().save(saved.path(), None).expect("saved");
+        let saved = tensors(saved.path());
+        for (tensor, crc) in reference(name).packed {
+            let found = fixture::crc32(&saved[&tensor].bytes);
+            assert_eq!(found, crc, "{name}: {tensor}");
+        }
+    }
+}
+
+#[test]
+fn tokens_are_those_of_the_dequantized_model() {
+    for device in devices() {
+        for name in FOLDERS {
+            let what = format!("{name} {}", device.name);
+            let reference = reference(name);
+            let gemma = load(name, &device.device);
+            let prompt = fixture::tokens(&[&reference.prompt], &device.device);
+            let logits = values(gemma.model().forward(prompt).expect("tokens within"));
+            let logits = &logits[logits.len() - reference.logits.len()..];
+            let error = largest(logits.iter().zip(&reference.logits).map(|(a, b)| a - b));
+            let scale = largest(reference.logits.iter().copied());
+            assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
+            let options = greedy(&gemma, reference.generated.len());
+            let generation =
+                gemma.generate(reference.prompt, &options, |_| ControlFlow::Continue(()));
+            let generated = generation.expect("a generation").tokens;
+            assert_eq!(generated, reference.generated, "{what}");
+        }
+    }
+}
+
+/// In the dtype of what is not packed, in which packed weights are exact.
+#[test]
+fn the_dtype_is_the_checkpoints() {
+    let dtype = |name| {
+        let model = Gemma4Model::load(path(name), &Device::flex(), LoadOptions::new());
+        model.expect("a model").dtype()
+    };
+    assert_eq!(dtype("w4a16-grouped"), DType::BF16);
+    assert_eq!(dtype("mixed"), DType::F16);
+}
+
+/// Written like a packed folder, a model is a whole one: nothing is left of how it was packed.
+#[test]
+fn what_was_packed_is_written_whole() {
+    for name in FOLDERS {
+        let gemma = load(name, &Device::flex());
+        let saved = TempDir::new().expect("a folder");
+        let model = gemma.model();
+        model
+            .save_like(path(name), saved.path(), None)
+            .expect("saved");
+        let names: Vec<String> = tensors(saved.path()).into_keys().collect();
+        assert!(
+            !names.iter().any(|name| name.contains("weight_")),
+            "{names:?}"
+        );
+        let config = fs::read_to_string(saved.path().join("config.json")).expect("a file");
+        assert!(!config.contains("quantization_config"));
+        let again = Gemma4Model::load(saved.path(), &Device::flex(), LoadOptions::new());
+        let prompt = fixture::tokens(&[&reference(name).prompt], &Device::flex());
+        let logits = |model: &Gemma4Model| values(model.forward(prompt.clone()).expect("tokens"));
+        assert_eq!(logits(&again.expect("a model")), logits(model), "{name}");
+    }
+    let folder = copy("mixed");
+    folder.edit(|tensors| {
+        let renamed = std::mem::take(tensors)
+            .into_iter()
+            .map(|(name, tensor)| (name.replace("model.", "model.language_model."), tensor));
+        tensors.extend(renamed);
+        let words = tensors["model.language_model.layers.0.mlp.gate_proj.weight_packed"].clone();
+        tensors.insert("model.vision_tower.proj.weight_packed".into(), words);
+    });
+    let model = Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new());
+    let saved = TempDir::new().expect("a folder");
+    let error = model
+        .expect("a model")
+        .save_like(folder.path(), saved.path(), None);
+    let error = error.expect_err("a packed tower").to_string();
+    assert!(error.contains("vision_tower.proj.weight_packed"), "{error}");
+}
+
+/// Keys of layers that read an earlier one's are ignored when they are packed, too.
+#[test]
+fn keys_that_nobody_reads_are_ignored() {
+    let folder = copy("mixed");
+    folder.edit(|tensors| {
+        for part in [
+            "weight_packed",
+            "weight_scale",
+            "weight_shape",
+            "weight_zero_point",
+        ] {
+            let tensor = tensors[&format!("model.layers.0.self_attn.k_proj.{part}")].clone();
+            tensors.insert(format!("model.layers.3.self_attn.k_proj.{part}"), tensor);
+        }
+    });
+    Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a model");
+}
+
+#[track_caller]
+fn check(folder: &Folder, words: &[&str]) {
+    let Err(error) = Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new()) else {
+        panic!("it is loaded in spite of {words:?}");
+    };
+    assert!(
+        matches!(
+            error,
+            Gemma4Error::Malformed { .. } | Gemma4Error::Tensors { .. }
+        ),
+        "{error}"
+    );
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "no {word:?} in {text}");
+    }
+}
+
+/// Words of the message, where in the `quantization_config`, and what stands there.
+type Case = (&'static [&'static str], &'static str, Value);
+
+#[test]
+fn what_is_not_computed_is_named() {
+    let cases: [Case; 17] = [
+        (
+            &["compressed-tensors", "\"nvfp4-pack-quantized\""],
+            "/format",
+            json!("nvfp4-pack-quantized"),
+        ),
+        (
+            &["\"float-quantized\""],
+            "/config_groups/group_0/format",
+            json!("float-quantized"),
+        ),
+        (&["\"int-quantized\""], "/format", json!("int-quantized")),
+        (&["format is missing"], "/format", Value::Null),
+        (
+            &["kv_cache_scheme"],
+            "/kv_cache_scheme",
+            json!({"num_bits": 8}),
+        ),
+        (
+            &["sparsity_config"],
+            "/sparsity_config",
+            json!({"format": "sparse-24-bitmask"}),
+        ),
+        (
+            &["transform_config"],
+            "/transform_config",
+            json!({"config_groups": {"a": {}}}),
+        ),
+        (
+            &["input_activations"],
+            "/config_groups/group_0/input_activations",
+            json!({"num_bits": 8}),
+        ),
+        (
+            &["output_activations"],
+            "/config_groups/group_0/output_activations",
+            json!({"num_bits": 8}),
+        ),
+        (
+            &["num_bits is 3"],
+            "/config_groups/group_0/weights/num_bits",
+            json!(3),
+        ),
+        (
+            &["type is \"float\""],
+            "/config_groups/group_0/weights/type",
+            json!("float"),
+        ),
+        (
+            &["strategy is \"tensor\""],
+            "/config_groups/group_0/weights/strategy",
+            json!("tensor"),
+        ),
+        (
+            &["strategy is \"block\""],
+            "/config_groups/group_0/weights/strategy",
+            json!("block"),
+        ),
+        (
+            &["group_size is 0"],
+            "/config_groups/group_0/weights/group_size",
+            json!(0),
+        ),
+        (
+            &["group_size is missing"],
+            "/config_groups/group_0/weights/group_size",
+            Value::Null,
+        ),
+        (
+            &["actorder is \"group\""],
+            "/config_groups/group_0/weights/actorder",
+            json!("group"),
+        ),
+        (&["no weights"], "/config_groups", json!({})),
+    ];
+    for (words, place, value) in cases {
+        let folder = copy("w4a16-grouped");
+        let mut config: Value = serde_json::from_slice(&folder.read("config.json")).expect("JSON");
+        let (parent, field) = place.rsplit_once('/').expect("a place");
+        let quantization = &mut config["quantization_config"];
+        *quantization
+            .pointer_mut(parent)
+            .expect("a place")
+            .get_mut(field)
+            .unwrap_or(&mut Value::Null) = Value::Null;
+        quantization.pointer_mut(parent).expect("a place")[field] = value;
+        folder.write("config.json", config.to_string());
+        check(
+            &folder,
+            &[&["config.json", "quantization_config"], words].concat(),
+        );
+    }
+}
+
+#[test]
+fn packed_tensors_that_do_not_fit_are_named() {
+    let module = "model.layers.0.self_attn.q_proj";
+    let part = |part: &str| format!("{module}.{part}");
+    let changed = |change: &dyn Fn(&mut BTreeMap<String, crate::programs::folder::Stored>)| {
+        let folder = copy("mixed");
+        folder.edit(|tensors| change(tensors));
+        folder
+    };
+    let folder = changed(&|tensors| drop(tensors.remove(&part("weight_scale"))));
+    check(&folder, &[&part("weight_scale"), "is missing"]);
+    let folder = changed(&|tensors| drop(tensors.remove(&part("weight_shape"))));
+    check(&folder, &[&part("weight_shape"), "is missing"]);
+    let folder = changed(&|tensors| drop(tensors.remove(&part("weight_zero_point"))));
+    check(
+        &folder,
+        &[&part("weight_packed"), "no scheme of quantization_config"],
+    );
+    let folder = changed(&|tensors| {
+        tensors.get_mut(&part("weight_packed")).expect("it").dtype = Dtype::U32;
+    });
+    check(&folder, &[&part("weight_packed"), "U32"]);
+    let folder = changed(&|tensors| {
+        tensors.get_mut(&part("weight_scale")).expect("it").dtype = Dtype::I16;
+    });
+    check(&folder, &[&part("weight_packed"), "weight_scale is in I16"]);
+    for sizes in [
+        [-1, 64],
+        [0, 64],
+        [64, 128],
+        [128, 1 << 50],
+        [i64::MAX, i64::MAX],
+    ] {
+        let folder = changed(&|tensors| {
+            let shape = tensors.get_mut(&part("weight_shape")).expect("it");
+            shape.bytes = sizes.map(i64::to_le_bytes).concat();
+        });
+        check(&folder, &[&part("weight_packed")]);
+    }
+    let folder = changed(&|tensors| {
+        for (name, tensor) in tensors.iter_mut() {
+            // Another matrix than the model's, as whole as one.
+            if name.starts_with(module) {
+                let rows = tensor.shape[0] / 2;
+                match name.ends_with("weight_shape") {
+                    true => tensor.bytes = [64i64, 64].map(i64::to_le_bytes).concat(),
+                    false => {
+                        tensor.bytes.truncate(tensor.bytes.len() / 2);
+                        tensor.shape[0] = rows;
+                    }
+                }
+            }
+        }
+    });
+    check(&folder, &[&part("weight_packed"), "[64, 64]", "[128, 64]"]);
+    // A way to pack that the configuration does not have.
+    let folder = copy("w4a16-grouped");
+    let config = String::from_utf8(folder.read("config.json")).expect("text");
+    folder.write(
+        "config.json",
+        config.replace("\"group_size\": 32", "\"group_size\": 16"),
+    );
+    check(
+        &folder,
+        &["weight_packed", "no scheme of quantization_config"],
+    );
+    // Without a configuration of it, packed tensors are strangers.
+    let folder = copy("w4a16-grouped");
+    folder.set("config.json", "quantization_config", Value::Null);
+    check(&folder, &["weight_packed", "no scheme"]);
+}
+
+#[test]
+fn experts_that_are_not_whole_are_named() {
+    let layer = "model.layers.0.experts";
+    let without = |tensors: &[&str]| {
+        let folder = copy("experts");
+        folder.edit(|all| {
+            all.retain(|name, _| {
+                !tensors
+                    .iter()
+                    .any(|tensor| name.starts_with(&format!("{layer}.{tensor}.")))
+            });
+        });
+        folder
+    };
+    check(
+        &without(&["7.up_proj"]),
+        &["experts", "[7, 24, 64]", "[8, 24, 64]"],
+    );
+    check(
+        &without(&["3.down_proj"]),
+        &["experts", "[3, 64, 24]", "[8, 64, 24]"],
+    );
+    let all: Vec<String> = (0..8)
+        .flat_map(|expert| ["gate", "up"].map(|part| format!("{expert}.{part}_proj")))
+        .collect();
+    let all: Vec<&str> = all.iter().map(String::as_str).collect();
+    check(&without(&all), &["experts.gate_up_proj is missing"]);
+}
