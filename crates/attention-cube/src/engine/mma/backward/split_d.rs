@@ -2,8 +2,8 @@
 //! columns.
 //!
 //! Budget. Shared memory ([`GradientSplitDTiles::shared_memory`]), at head size 512 with 227 KB: dots and values of the tile 64 KB
-//! each, dS of a block 16 KB, a ring of 5 × 16 KB. Registers a thread: 128 of the gradient, 32 of S, 32 of dP. A block of 128
-//! columns for dQ or dK takes an H200's matrix unit 9,400 clocks, and the shared memory 12,500: 4,100 for the operands of each of S and
+//! each, dS of a block 16 KB, a ring of 4 × 16 KB. Registers a thread: 128 of the gradient, 32 of S, 32 of dP. A block of 128
+//! columns for dQ or dK takes an H200's matrix unit 9,400 clocks, and the shared memory 13,300: 4,100 for the operands of each of S and
 //! dP, 32 × 32 a warp, 2,000 for those of the gradient, 64 × 64 a warp, and 3,000 for what the copies write. That is the bound. Where
 //! a tile's own rows do not stay, they are copied again for each block, 64 KB of dots and of values.
 //!
@@ -41,7 +41,7 @@ use cube_kit::hopper::accumulator::pair;
 use cube_kit::hopper::ptx::{barrier_init, shared_address};
 use cubecl::prelude::*;
 
-/// Columns of a step of a gradient's, and their registers of a fragment.
+/// Columns of a step of a gradient, and their registers of a fragment.
 const STEP_COLUMNS: usize = 16;
 type StepRegisters = Const<{ STEP_COLUMNS / 2 }>;
 

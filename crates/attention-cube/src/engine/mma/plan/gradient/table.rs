@@ -1,5 +1,7 @@
 //! Which tiles the backward has for operands of a width, by the shared memory of a cube.
 
+use self::Shape::{Columns, Rows};
+use super::Held::{All, Dots, Nothing};
 use super::{GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Held};
 use crate::device::DeviceProfile;
 use crate::math::side::{Side, Sums};
@@ -14,9 +16,6 @@ enum Shape {
     /// Split-D: what stays; rows, columns, columns of a chunk for scores, rows of a chunk of what is summed, and slots at most.
     Columns(Held, [usize; 5]),
 }
-
-use Held::{All, Dots, Nothing};
-use Shape::{Columns, Rows};
 
 /// The kernels for operands of up to this width, on cards whose cubes may take so many KB of shared memory.
 struct Row {
@@ -44,7 +43,8 @@ const fn row(
 }
 
 /// The first that is wide enough and whose shared memory the device has. By rows, two cubes of four warps share a multiprocessor, where
-/// there is room for them, or one has eight: so that one warp multiplies while another makes weights.
+/// there is room for them, or one has eight: so that one warp multiplies while another makes weights. By columns, blocks of 128 columns, or
+/// tiles of 128 rows, give each warp 32 × 32 scores, which read two thirds of what two times 16 × 32 do.
 const ROWS: &[Row] = &[
     row([64, 99], Rows([4, 2, 32]), Rows([4, 2, 32]), None),
     row([128, 227], Rows([4, 2, 32]), Rows([8, 1, 64]), None),
