@@ -2,7 +2,7 @@
 
 use crate::{
     Gemma4Config, TensorProblem,
-    quantized::{blocks::BlockFormat, packed::Packed},
+    quantized::{blocks::BlockFormat, packed::Packed, rows::dequantized},
 };
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
@@ -119,51 +119,78 @@ impl<'a> Source<'a> {
         }
     }
 
+    /// Rows of all slices; a vector is one.
+    fn rows(&self) -> usize {
+        let columns = self.shape.last().copied().unwrap_or(1);
+        self.shape.iter().product::<usize>() / columns
+    }
+
+    /// The slices `range`, whose shape is `shape`, of which `dequantize` writes a row.
+    fn dequantized(
+        &self,
+        range: Range<usize>,
+        shape: Vec<usize>,
+        dtype: DType,
+        dequantize: impl Fn(usize, &mut [f32]) + Sync,
+    ) -> TensorData {
+        // A row is whole blocks, a part of it is not.
+        if self.shape.len() == 1 {
+            let whole = dequantized(0..1, self.shape.clone(), dtype, dequantize);
+            let bytes = part(whole.as_bytes(), self.shape[0], range).to_vec();
+            return TensorData::from_bytes_vec(bytes, shape, dtype);
+        }
+        let of_slice = self.rows() / self.shape[0];
+        let rows = range.start * of_slice..range.end * of_slice;
+        dequantized(rows, shape, dtype, dequantize)
+    }
+
     /// A part of the slowest dimension, in `dtype`.
     pub fn slices(&self, range: Range<usize>, dtype: DType) -> TensorData {
         let mut shape = self.shape.clone();
         shape[0] = range.len();
-        let data = match &self.numbers {
+        match &self.numbers {
             Numbers::Floats {
                 dtype: written,
                 bytes,
             } => {
                 let bytes = part(bytes, self.shape[0], range).to_vec();
-                TensorData::from_bytes_vec(bytes, shape, *written)
-            }
-            // A row is whole blocks, a part of it is not.
-            Numbers::Blocks { format, bytes } if shape.len() == 1 => {
-                TensorData::new(format.dequantize(bytes)[range].to_vec(), shape)
+                TensorData::from_bytes_vec(bytes, shape, *written).convert_dtype(dtype)
             }
             Numbers::Blocks { format, bytes } => {
-                let blocks = part(bytes, self.shape[0], range);
-                TensorData::new(format.dequantize(blocks), shape)
+                let row_bytes = bytes.len() / self.rows();
+                self.dequantized(range, shape, dtype, |row, numbers| {
+                    format.dequantize(&bytes[row * row_bytes..][..row_bytes], numbers);
+                })
             }
-            Numbers::Packed(packed) => TensorData::new(packed.dequantize(range), shape),
+            Numbers::Packed(packed) => self.dequantized(range, shape, dtype, |row, numbers| {
+                packed.dequantize(row, numbers);
+            }),
             Numbers::Joined(parts) => {
-                let whole = |part: &Self| part.slices(0..part.shape[0], DType::F32);
-                let parts = parts[range].iter().map(whole);
-                TensorData::new(in_a_row(parts), shape)
+                let whole = |part: &Self| part.slices(0..part.shape[0], dtype);
+                in_a_row(parts[range].iter().map(whole), shape, dtype)
             }
             Numbers::Stacked(parts) => {
                 let of_slice = |slice: usize| {
                     let parts = parts.iter();
-                    parts.map(move |part| part.slices(slice..slice + 1, DType::F32))
+                    parts.map(move |part| part.slices(slice..slice + 1, dtype))
                 };
-                TensorData::new(in_a_row(range.flat_map(of_slice)), shape)
+                in_a_row(range.flat_map(of_slice), shape, dtype)
             }
-        };
-        data.convert_dtype(dtype)
+        }
     }
 }
 
-/// The numbers of parts in f32, one after the other.
-fn in_a_row(parts: impl Iterator<Item = TensorData>) -> Vec<f32> {
-    let mut numbers = Vec::new();
+/// Parts in `dtype`, one after the other.
+fn in_a_row(
+    parts: impl Iterator<Item = TensorData>,
+    shape: Vec<usize>,
+    dtype: DType,
+) -> TensorData {
+    let mut bytes = Vec::with_capacity(shape.iter().product::<usize>() * dtype.size());
     for part in parts {
-        numbers.extend(part.iter::<f32>());
+        bytes.extend_from_slice(part.as_bytes());
     }
-    numbers
+    TensorData::from_bytes_vec(bytes, shape, dtype)
 }
 
 fn same_shape(name: String, found: &[usize], expected: &[usize]) -> Result<(), TensorProblem> {

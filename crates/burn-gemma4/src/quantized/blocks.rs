@@ -61,21 +61,19 @@ impl BlockFormat {
         self.layout().bytes
     }
 
-    /// The numbers of whole blocks, one after the other.
-    pub fn dequantize(self, blocks: &[u8]) -> Vec<f32> {
+    /// Writes the numbers of whole blocks, one after the other.
+    pub fn dequantize(self, blocks: &[u8], values: &mut [f32]) {
         let Layout {
             numbers,
             bytes,
             dequantize,
         } = self.layout();
-        let mut values = vec![0.0; blocks.len() / bytes * numbers];
         for (block, values) in blocks
             .chunks_exact(bytes)
             .zip(values.chunks_exact_mut(numbers))
         {
             dequantize(block, values);
         }
-        values
     }
 }
 
@@ -156,11 +154,9 @@ mod tests {
             let tensor = |what| file.tensor(&format!("{name}.{what}")).expect(name);
             let blocks = tensor("blocks");
             assert_eq!(blocks.shape()[1], format.bytes(), "{name}");
-            let found: Vec<u32> = format
-                .dequantize(blocks.data())
-                .into_iter()
-                .map(f32::to_bits)
-                .collect();
+            let mut found = vec![0.0; blocks.shape()[0] * format.numbers()];
+            format.dequantize(blocks.data(), &mut found);
+            let found: Vec<u32> = found.into_iter().map(f32::to_bits).collect();
             let expected: Vec<u32> = tensor("numbers")
                 .data()
                 .as_chunks::<4>()

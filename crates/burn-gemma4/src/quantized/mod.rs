@@ -2,4 +2,5 @@
 
 pub(crate) mod blocks;
 pub(crate) mod packed;
+pub(crate) mod rows;
 mod super_blocks;

@@ -2,7 +2,6 @@
 //! row, and perhaps a zero point, packed as well, but along the columns.
 
 use burn::tensor::{DType, bf16, f16};
-use std::ops::Range;
 
 /// How a matrix is packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,32 +52,35 @@ pub(crate) struct Packed<'a> {
 }
 
 impl Packed<'_> {
-    /// The numbers of some rows: differences and products are rounded to the scales' dtype, as compressed-tensors has them.
-    pub fn dequantize(&self, rows: Range<usize>) -> Vec<f32> {
+    /// Writes the numbers of a row: differences and products are rounded to the scales' dtype, as compressed-tensors has them.
+    pub fn dequantize(&self, row: usize, values: &mut [f32]) {
         let groups = self.scales.len() / self.dtype.size() / self.rows;
-        let group = self.columns / groups;
-        let mut values = Vec::with_capacity(rows.len() * self.columns);
-        for row in rows {
-            let words = self.words.len() / self.rows;
-            let words = &self.words[row * words..][..words];
-            for index in 0..groups {
-                let scale = self.scale(row * groups + index);
-                let zero_point = self.zero_point(row, index, groups);
-                values.extend((index * group..(index + 1) * group).map(|column| {
-                    let above_zero = self.number(words, column) - zero_point;
-                    self.rounded(self.rounded(above_zero as f32) * scale)
-                }));
+        let words = self.words.len() / self.rows;
+        let words = &self.words[row * words..][..words];
+        let columns = self.columns / groups;
+        for (group, values) in values.chunks_exact_mut(columns).enumerate() {
+            let scale = self.scale(row * groups + group);
+            let zero_point = self.zero_point(row, group, groups);
+            let number = |packed: i32| {
+                let above_zero = packed - self.scheme.offset() - zero_point;
+                self.rounded(self.rounded(above_zero as f32) * scale)
+            };
+            let first = group * columns;
+            match self.scheme.bits {
+                // There are fewer numbers than columns.
+                4 => {
+                    let numbers: [f32; 16] = std::array::from_fn(|packed| number(packed as i32));
+                    for (column, value) in (first..).zip(values) {
+                        *value = numbers[usize::from(words[column / 2] >> (column % 2 * 4) & 15)];
+                    }
+                }
+                _ => {
+                    for (packed, value) in words[first..].iter().zip(values) {
+                        *value = number(i32::from(*packed));
+                    }
+                }
             }
         }
-        values
-    }
-
-    fn number(&self, words: &[u8], column: usize) -> i32 {
-        let packed = match self.scheme.bits {
-            4 => words[column / 2] >> (column % 2 * 4) & 15,
-            _ => words[column],
-        };
-        i32::from(packed) - self.scheme.offset()
     }
 
     fn zero_point(&self, row: usize, group: usize, groups: usize) -> i32 {
@@ -162,10 +164,11 @@ mod tests {
             let difference = q(row, column) as f32 - zero(row, column / 3) as f32;
             difference * scales[2 * row + column / 3]
         };
-        let expected: Vec<f32> = (5..9)
-            .flat_map(|row| (0..columns).map(move |column| (row, column)))
-            .map(|(row, column)| number(row, column))
-            .collect();
-        assert_eq!(packed.dequantize(5..9), expected);
+        for row in 0..rows {
+            let mut found = vec![0.0; columns];
+            packed.dequantize(row, &mut found);
+            let expected: Vec<f32> = (0..columns).map(|column| number(row, column)).collect();
+            assert_eq!(found, expected, "row {row}");
+        }
     }
 }
