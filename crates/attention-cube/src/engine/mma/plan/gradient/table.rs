@@ -58,13 +58,13 @@ const ROWS: &[Row] = &[
     ),
     row(
         [256, 163],
-        Columns(Nothing, [128, 64, 64, 32, 6]),
+        Columns(All, [64, 128, 64, 16, 5]),
         Columns(All, [64, 128, 64, 16, 4]),
         None,
     ),
     row(
         [256, 99],
-        Columns(Nothing, [128, 64, 64, 32, 3]),
+        Columns(Nothing, [64, 128, 64, 16, 3]),
         Columns(Dots, [64, 64, 64, 16, 3]),
         None,
     ),
