@@ -266,6 +266,18 @@ fn what_is_not_computed_is_named() {
     }
 }
 
+/// What older versions wrote, too, of weights of which all are there.
+#[test]
+fn a_sparsity_of_nothing_is_none() {
+    let folder = copy("w4a16-grouped");
+    let mut config: Value = serde_json::from_slice(&folder.read("config.json")).expect("JSON");
+    let dense = json!({"format": "dense", "global_sparsity": 0.1, "targets": []});
+    config["quantization_config"]["sparsity_config"] = dense;
+    config["quantization_config"]["transform_config"] = json!({});
+    folder.write("config.json", config.to_string());
+    Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a model");
+}
+
 #[test]
 fn packed_tensors_that_do_not_fit_are_named() {
     let module = "model.layers.0.self_attn.q_proj";

@@ -82,7 +82,8 @@ impl std::fmt::Debug for LoadOptions<'_> {
 
 impl Gemma4Model {
     /// Loads the weights at `path`: a folder as Hugging Face has it, with `config.json` and `model.safetensors`, or an index
-    /// and several files, perhaps with weights that compressed-tensors has packed into integers of 4 or 8 bits; or a GGUF file. Of a multimodal checkpoint, the text model.
+    /// and several files, perhaps with weights that compressed-tensors has packed into integers of 4 or 8 bits; or a GGUF file. Of
+    /// a multimodal checkpoint, the text model.
     ///
     /// Files are mapped into memory and go to the device tensor by tensor, so that the host holds about one tensor at a time. Quantized
     /// weights are dequantized on their way.

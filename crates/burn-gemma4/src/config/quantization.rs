@@ -92,6 +92,13 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
         transform_config,
     } = Quantization::deserialize(quantization).map_err(|error| error.to_string())?;
     refuse_format(format.as_deref())?;
+    // Weights of which none are left out.
+    let is_dense = sparsity_config.get("format").and_then(Value::as_str) == Some("dense");
+    let sparsity_config = if is_dense {
+        Value::Null
+    } else {
+        sparsity_config
+    };
     for (name, value) in [
         ("kv_cache_scheme", kv_cache_scheme),
         ("sparsity_config", sparsity_config),
