@@ -185,6 +185,12 @@ impl SharedMemory {
                 return self.tell("a write after a write", index, word.writer.into());
             }
         }
+        self.check_reads(clock, words);
+    }
+
+    /// Looks whether others have read what a warp is about to change.
+    fn check_reads(&mut self, clock: &Clock, words: std::ops::Range<usize>) {
+        let owner = clock.owner();
         for (other, known) in clock.times().iter().enumerate() {
             let reads = &self.reads[other * self.words.len()..][words.clone()];
             if other != owner && reads.iter().any(|read| read > known) {
@@ -216,7 +222,9 @@ impl SharedMemory {
     /// Looks whether a warp may change these bytes atomically, and says that it does.
     pub fn changing(&mut self, clock: &Clock, at: usize, bytes: usize) {
         let words = self.words_of(at, bytes);
-        if self.words[words.clone()].iter().any(|word| !word.atomic) {
+        if self.words[words.clone()].iter().all(|word| word.atomic) {
+            self.check_reads(clock, words.clone());
+        } else {
             self.reading(clock, at, bytes);
             self.writing(clock, at, bytes);
         }

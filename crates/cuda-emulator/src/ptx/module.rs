@@ -95,9 +95,8 @@ impl Module {
         let text: String = without_comments(source)
             .lines()
             .filter(|line| {
-                !LINE_DIRECTIVES
-                    .iter()
-                    .any(|word| line.trim_start().starts_with(word))
+                let first = line.split_whitespace().next().unwrap_or_default();
+                !LINE_DIRECTIVES.contains(&first)
             })
             .flat_map(|line| [line, "\n"])
             .collect();
