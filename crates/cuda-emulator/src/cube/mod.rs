@@ -1,0 +1,195 @@
+//! A launch: its cubes, warp by warp, and what they share.
+
+mod barriers;
+mod clock;
+mod collective;
+mod copies;
+mod execute;
+mod mbarriers;
+mod memory;
+mod numbers;
+mod schedule;
+mod shared;
+mod tensor;
+mod warp;
+
+#[cfg(test)]
+mod tests;
+
+pub use memory::check_aligned;
+pub use tensor::{DIMENSIONS, MAP_BYTES, TensorMap, swizzled};
+pub use warp::{ALL, Warp, WordRow};
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use barriers::Barriers;
+use mbarriers::Mbarriers;
+use shared::SharedMemory;
+use tensor::Arrival;
+
+use crate::fault::{Fault, LocatedFault};
+use crate::ptx::Function;
+
+/// Memory that kernels may access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Allocation {
+    pub start: u64,
+    pub bytes: u64,
+}
+
+/// What is to be run.
+pub struct Launch<'a> {
+    pub function: &'a Function,
+    /// Cubes, and threads of a cube.
+    pub grid: [u32; 3],
+    pub cube_size: [u32; 3],
+    /// Bytes of shared memory beside what the kernel has by itself.
+    pub dynamic_shared: usize,
+    /// The arguments, each where the kernel has it.
+    pub arguments: &'a [u8],
+    /// By their starts.
+    pub allocations: &'a [Allocation],
+}
+
+impl Launch<'_> {
+    pub fn threads(&self) -> usize {
+        self.cube_size.iter().map(|size| *size as usize).product()
+    }
+
+    pub fn warps(&self) -> usize {
+        self.threads().div_ceil(warp::LANES)
+    }
+
+    fn cubes(&self) -> u64 {
+        self.grid.iter().map(|size| u64::from(*size)).product()
+    }
+
+    fn cube(&self, index: u64) -> [u32; 3] {
+        let [x, y, _] = self.grid.map(u64::from);
+        [index % x, index / x % y, index / x / y].map(|at| at as u32)
+    }
+
+    /// Runs all cubes, on several threads where their order cannot matter.
+    ///
+    /// # Errors
+    /// The first fault of a cube.
+    pub fn run(&self, threads: usize) -> Result<Outcome, LocatedFault> {
+        let next = AtomicU64::new(0);
+        let threads = if self.function.has_atomics {
+            1
+        } else {
+            threads
+        };
+        let threads = (threads as u64).min(self.cubes()).max(1);
+        let outcomes: Vec<_> = thread::scope(|scope| {
+            let others: Vec<_> = (1..threads)
+                .map(|_| scope.spawn(|| self.run_some(&next)))
+                .collect();
+            let own = self.run_some(&next);
+            let others = others.into_iter().map(|other| {
+                other
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            std::iter::once(own).chain(others).collect()
+        });
+        let mut all = Outcome::default();
+        for outcome in outcomes {
+            let outcome = outcome?;
+            all.steps += outcome.steps;
+            all.races.extend(outcome.races);
+        }
+        Ok(all)
+    }
+
+    /// Runs those cubes that nobody else has begun.
+    fn run_some(&self, next: &AtomicU64) -> Result<Outcome, LocatedFault> {
+        let mut cube = Cube::new(self);
+        let mut warps: Vec<_> = (0..self.warps()).map(|id| Warp::new(id, self)).collect();
+        let mut outcome = Outcome::default();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= self.cubes() || !outcome.races.is_empty() {
+                break;
+            }
+            let result = cube.run(self.cube(index), &mut warps);
+            outcome.races.append(&mut cube.races);
+            // The others stop, too.
+            result.inspect_err(|_| next.store(self.cubes(), Ordering::Relaxed))?;
+        }
+        outcome.steps = cube.steps;
+        Ok(outcome)
+    }
+}
+
+/// What a launch came to.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// Instructions of warps.
+    pub steps: u64,
+    /// Accesses to shared memory that nothing orders, as text.
+    pub races: Vec<String>,
+}
+
+/// A cube that runs, and what its warps share.
+pub struct Cube<'a> {
+    pub launch: &'a Launch<'a>,
+    pub position: [u32; 3],
+    pub shared: SharedMemory,
+    barriers: Barriers,
+    mbarriers: Mbarriers,
+    /// Boxes on their way.
+    arrivals: VecDeque<Arrival>,
+    /// How many have come, as the time of the actor that stands for copies.
+    copy_time: u32,
+    warps: usize,
+    /// Instructions of warps, in all cubes so far.
+    steps: u64,
+    /// What has happened that another warp may wait for.
+    pub events: u64,
+    races: Vec<String>,
+}
+
+impl<'a> Cube<'a> {
+    fn new(launch: &'a Launch<'a>) -> Self {
+        let bytes = launch.function.static_shared + launch.dynamic_shared;
+        let warps = launch.warps();
+        Self {
+            launch,
+            position: [0; 3],
+            shared: SharedMemory::new(bytes, warps + 1),
+            barriers: Barriers::new(),
+            mbarriers: Mbarriers::default(),
+            arrivals: VecDeque::new(),
+            copy_time: 0,
+            warps,
+            steps: 0,
+            events: 0,
+            races: Vec::new(),
+        }
+    }
+
+    fn run(&mut self, position: [u32; 3], warps: &mut [Warp]) -> Result<(), LocatedFault> {
+        self.position = position;
+        self.shared.reset();
+        self.barriers.reset();
+        self.mbarriers.reset();
+        self.arrivals.clear();
+        self.copy_time = 0;
+        for warp in warps.iter_mut() {
+            warp.start(self.launch, position);
+        }
+        self.go(warps)
+    }
+
+    fn locate(&self, place: Option<(usize, String)>, fault: Fault) -> LocatedFault {
+        LocatedFault {
+            kernel: self.launch.function.name.clone(),
+            cube: self.position,
+            place,
+            fault,
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! Products against plain ones, and loads and stores of tiles.
+
+use super::{Kernel, output};
+use crate::numbers::{to_brain, to_half};
+
+/// A number for each place, small enough that sums of products are exact.
+fn number(row: usize, column: usize) -> f32 {
+    ((row * 7 + column * 3) % 11) as f32 - 5.0
+}
+
+fn transposed(row: usize, column: usize) -> f32 {
+    number(column + 2, row)
+}
+
+fn bytes(
+    rows: usize,
+    columns: usize,
+    half: fn(f32) -> u16,
+    of: fn(usize, usize) -> f32,
+) -> Vec<u8> {
+    (0..rows * columns)
+        .flat_map(|at| half(of(at / columns, at % columns)).to_le_bytes())
+        .collect()
+}
+
+fn product(rows: usize, columns: usize) -> Vec<f32> {
+    (0..rows * columns)
+        .map(|at| {
+            let (row, column) = (at / columns, at % columns);
+            (0..16)
+                .map(|k| number(row, k) * transposed(k, column))
+                .sum()
+        })
+        .collect()
+}
+
+/// A warp brings two matrices to shared memory, 16 × 16 and 8 × 16, and multiplies one by the other's transpose.
+fn mma(half: &str) -> String {
+    format!(
+        ".shared .align 16 .b8 left[512]; .shared .align 16 .b8 right[256];
+        .reg .b64 %in, %word; .reg .b32 %at, %x, %y, %a<4>, %b<2>; .reg .f32 %c<4>; .reg .b64 %to;
+        ld.param.u64 %in, [input0];
+        mad.wide.u32 %word, %tid, 16, %in;
+        mov.u32 %at, left;
+        mad.lo.u32 %at, %tid, 16, %at;
+        cp.async.cg.shared.global [%at], [%word], 16;
+        ld.param.u64 %in, [input1];
+        mad.wide.u32 %word, %tid, 8, %in;
+        mov.u32 %at, right;
+        mad.lo.u32 %at, %tid, 8, %at;
+        cp.async.ca.shared.global [%at], [%word], 8;
+        cp.async.wait_all;
+        bar.warp.sync 0xffffffff;
+        // Rows 0 to 15 of the left columns, then of the right ones.
+        mov.u32 %at, left;
+        and.b32 %x, %tid, 15;
+        shr.u32 %y, %tid, 4;
+        mad.lo.u32 %at, %x, 32, %at;
+        mad.lo.u32 %at, %y, 16, %at;
+        ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%a0, %a1, %a2, %a3}}, [%at];
+        mov.u32 %at, right;
+        and.b32 %x, %tid, 7;
+        shr.u32 %y, %tid, 3;
+        and.b32 %y, %y, 1;
+        mad.lo.u32 %at, %x, 32, %at;
+        mad.lo.u32 %at, %y, 16, %at;
+        ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{%b0, %b1}}, [%at];
+        mov.f32 %c0, 0f3F800000;
+        mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 {{%c0, %c1, %c2, %c3}},
+            {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{%c0, %c0, %c0, %c0}};
+        // Row lane / 4, columns 2 · (lane % 4) and the next; then eight rows below.
+        mad.wide.u32 %to, %tid, 8, %out;
+        st.global.v2.f32 [%to], {{%c0, %c1}};
+        st.global.v2.f32 [%to+256], {{%c2, %c3}};"
+    )
+}
+
+#[test]
+fn a_product_is_that_of_the_matrices() {
+    for (name, half) in [("f16", to_half as fn(f32) -> u16), ("bf16", to_brain)] {
+        let (left, right) = (
+            bytes(16, 16, half, number),
+            bytes(8, 16, half, |row, column| transposed(column, row)),
+        );
+        let mut kernel = Kernel::new(&mma(name), 32);
+        kernel.words = 128;
+        kernel.inputs = vec![left, right];
+        let sums: Vec<f32> = kernel.output().into_iter().map(f32::from_bits).collect();
+        let expected: Vec<f32> = product(16, 8).into_iter().map(|sum| sum + 1.0).collect();
+        assert_eq!(sums, expected, "{name}");
+    }
+}
+
+#[test]
+fn tiles_come_back_transposed() {
+    let values = output(
+        ".shared .align 16 .b8 tile[128]; .reg .b32 %at, %x;
+        mov.u32 %at, tile;
+        and.b32 %x, %tid, 7;
+        mad.lo.u32 %at, %x, 16, %at;
+        stmatrix.sync.aligned.m8n8.x1.shared.b16 [%at], {%tid};
+        bar.warp.sync 0xffffffff;
+        ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%x}, [%at];
+        st.global.u32 [%own], %x;",
+        32,
+    );
+    // Row r, column 2k has lane 4r + k, and the next column 0.
+    let element = |row: usize, column: usize| match column % 2 {
+        0 => (4 * row + column / 2) as u32,
+        _ => 0,
+    };
+    for (lane, value) in values.iter().enumerate() {
+        let (row, column) = (lane / 4, 2 * (lane % 4));
+        let expected = element(column, row) | element(column + 1, row) << 16;
+        assert_eq!(*value, expected, "lane {lane}");
+    }
+}
+
+/// A warpgroup's product of 64 × 16 with 16 × 8, both operands in shared memory in rows of 128 bytes, permuted.
+fn wgmma(fence: &str, wait: &str) -> String {
+    format!(
+        ".reg .b64 %in, %word, %to, %a, %b; .reg .b32 %at, %x, %y, %row, %v<4>; .reg .f32 %d<4>; .reg .pred %p;
+        ld.param.u64 %in, [input0];
+        // Two threads bring a row of 16 halves: where it lies its pieces change places.
+        shr.u32 %row, %tid, 1;
+        and.b32 %x, %tid, 1;
+        and.b32 %y, %row, 7;
+        xor.b32 %x, %x, %y;
+        shl.b32 %x, %x, 4;
+        mad.lo.u32 %x, %row, 128, %x;
+        mov.u32 %at, dynamic;
+        add.u32 %at, %at, %x;
+        mad.wide.u32 %word, %tid, 16, %in;
+        ld.global.v4.u32 {{%v0, %v1, %v2, %v3}}, [%word];
+        st.shared.v4.u32 [%at], {{%v0, %v1, %v2, %v3}};
+        // The right operand's eight rows come behind.
+        ld.param.u64 %in, [input1];
+        mad.wide.u32 %word, %tid, 16, %in;
+        setp.lt.u32 %p, %tid, 16;
+        @%p ld.global.v4.u32 {{%v0, %v1, %v2, %v3}}, [%word];
+        @%p st.shared.v4.u32 [%at+8192], {{%v0, %v1, %v2, %v3}};
+        {fence}
+        bar.sync 0;
+        // The address in units of 16 bytes, 64 of those between eights of rows, and the permutation.
+        mov.u32 %at, dynamic;
+        shr.u32 %x, %at, 4;
+        cvt.u64.u32 %a, %x;
+        or.b64 %a, %a, 0x4000004000000000;
+        add.s64 %b, %a, 512;
+        setp.ne.b32 %p, 0, 1;
+        wgmma.fence.sync.aligned;
+        wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%d0, %d1, %d2, %d3}}, %a, %b, 0, 1, 1, 0, 0;
+        wgmma.commit_group.sync.aligned;
+        {wait}
+        shr.u32 %x, %tid, 5;
+        and.b32 %y, %tid, 31;
+        mad.wide.u32 %to, %x, 512, %out;
+        mad.wide.u32 %to, %y, 8, %to;
+        st.global.v2.f32 [%to], {{%d0, %d1}};
+        st.global.v2.f32 [%to+256], {{%d2, %d3}};"
+    )
+}
+
+const FENCE: &str = "fence.proxy.async;";
+const WAIT: &str = "wgmma.wait_group.sync.aligned 0;";
+
+fn with_operands(body: &str) -> Kernel {
+    let (left, right) = (
+        bytes(64, 16, to_half, number),
+        bytes(8, 16, to_half, |row, column| transposed(column, row)),
+    );
+    let mut kernel = Kernel::new(body, 128);
+    kernel.words = 512;
+    kernel.dynamic_shared = 9216;
+    kernel.inputs = vec![left, right];
+    kernel
+}
+
+#[test]
+fn a_warpgroups_product_is_that_of_the_matrices() {
+    let sums = with_operands(&wgmma(FENCE, WAIT)).output();
+    let sums: Vec<f32> = sums.into_iter().map(f32::from_bits).collect();
+    assert_eq!(sums, product(64, 8));
+}
+
+#[test]
+fn operands_stay_until_the_product_is_waited_for() {
+    let overwritten = |before: &str, after: &str| {
+        let body = wgmma(FENCE, &format!("{before} st.shared.u32 [%at], 0; {after}"));
+        with_operands(&body).races()
+    };
+    let races = overwritten("", WAIT);
+    assert!(races[0].contains("is reading"), "{races:?}");
+    // Others may still read what this warp has done with.
+    let races = overwritten(WAIT, "");
+    assert!(!races.is_empty());
+    assert_eq!(
+        overwritten(
+            &format!("{WAIT} bar.sync 0; setp.eq.u32 %p, %tid, 0; @%p"),
+            ""
+        ),
+        [""; 0]
+    );
+}
+
+#[test]
+fn what_a_product_reads_has_to_be_fenced() {
+    let races = with_operands(&wgmma("", WAIT)).races();
+    assert!(races[0].contains("no proxy fence"), "{races:?}");
+}

@@ -1,0 +1,88 @@
+//! `ldmatrix` and `stmatrix`: tiles of 8 × 8 halves, whose rows the lanes name one after the other.
+
+use super::place;
+use crate::cube::{ALL, Cube, Warp, check_aligned};
+use crate::fault::Fault;
+use crate::ptx::MatrixAccess;
+
+const SIZE: usize = 8;
+
+/// Bytes of a row.
+const ROW: usize = 16;
+
+/// Where the element of a lane's register that is the `k`th of its two lies in the tile.
+fn element(lane: usize, k: usize, transposed: bool) -> (usize, usize) {
+    let (row, column) = place(lane);
+    if transposed {
+        (column + k, row)
+    } else {
+        (row, column + k)
+    }
+}
+
+impl Cube<'_> {
+    fn tile_rows(
+        &self,
+        warp: &Warp,
+        access: &MatrixAccess,
+        mask: u32,
+    ) -> Result<Vec<usize>, Fault> {
+        if mask != ALL {
+            return Err(Fault::Argument("not all lanes take part".into()));
+        }
+        warp.shared_addresses(access.address)[..SIZE * access.registers.len()]
+            .iter()
+            .map(|address| {
+                check_aligned(*address, ROW)?;
+                self.shared.offset(*address, ROW)
+            })
+            .collect()
+    }
+
+    pub fn load_matrix(
+        &mut self,
+        warp: &mut Warp,
+        access: &MatrixAccess,
+        mask: u32,
+    ) -> Result<(), Fault> {
+        let rows = self.tile_rows(warp, access, mask)?;
+        for (rows, register) in rows.chunks_exact(SIZE).zip(&access.registers) {
+            for at in rows {
+                self.shared.reading(&warp.clock, *at, ROW);
+            }
+            let bytes = self.shared.bytes();
+            for (lane, word) in warp.words[*register as usize].iter_mut().enumerate() {
+                let half = |k| {
+                    let (row, column) = element(lane, k, access.transposed);
+                    let at = rows[row] + 2 * column;
+                    u32::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]))
+                };
+                *word = half(0) | half(1) << 16;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn store_matrix(
+        &mut self,
+        warp: &mut Warp,
+        access: &MatrixAccess,
+        mask: u32,
+    ) -> Result<(), Fault> {
+        self.events += 1;
+        let rows = self.tile_rows(warp, access, mask)?;
+        for (rows, register) in rows.chunks_exact(SIZE).zip(&access.registers) {
+            let mut tile = [[0u8; ROW]; SIZE];
+            for (lane, word) in warp.words[*register as usize].iter().enumerate() {
+                for (k, half) in [*word as u16, (*word >> 16) as u16].into_iter().enumerate() {
+                    let (row, column) = element(lane, k, access.transposed);
+                    tile[row][2 * column..2 * column + 2].copy_from_slice(&half.to_le_bytes());
+                }
+            }
+            for (at, row) in rows.iter().zip(&tile) {
+                self.shared.write(&warp.clock, *at, row);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,243 @@
+//! Halves: IEEE's of 16 bits, and the upper half of an f32 ("brain").
+
+use super::{ArithmeticOperation as Op, Flags, Rounding, float};
+use crate::ptx::Type;
+
+/// What a card makes of what is no number.
+const NAN: u16 = 0x7fff;
+
+#[inline(always)]
+pub fn from_brain(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+#[inline(always)]
+pub fn from_half(bits: u16) -> f32 {
+    let bits = u32::from(bits);
+    let (sign, rest) = (bits >> 15 << 31, bits & 0x7fff);
+    // The exponent is put right by a product, which subnormals survive.
+    let scaled = f32::from_bits(rest << 13) * f32::from_bits(0x7780_0000);
+    let magnitude = if rest >= 0x7c00 {
+        0x7f80_0000 | rest << 13
+    } else {
+        scaled.to_bits()
+    };
+    f32::from_bits(sign | magnitude)
+}
+
+/// Rounded to nearest, ties to even.
+#[inline(always)]
+pub fn to_brain(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    if x.is_nan() { NAN } else { rounded as u16 }
+}
+
+/// Rounded to nearest, ties to even.
+#[inline(always)]
+pub fn to_half(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let sign = (bits >> 16 & 0x8000) as u16;
+    let magnitude = x.abs();
+    let bits = magnitude.to_bits();
+    // Subnormals of the result are multiples of 2⁻²⁴; adding ½ leaves them in the low bits, rounded.
+    let subnormal = (magnitude + 0.5).to_bits().wrapping_sub(0x3f00_0000);
+    let normal = bits
+        .wrapping_add(0xfff + (bits >> 13 & 1))
+        .wrapping_sub(112 << 23)
+        >> 13;
+    let rounded = if magnitude < f32::from_bits(113 << 23) {
+        subnormal
+    } else if magnitude >= 65520.0 {
+        0x7c00
+    } else {
+        normal
+    };
+    if x.is_nan() {
+        NAN
+    } else {
+        sign | rounded as u16
+    }
+}
+
+/// Of either kind, by the type.
+#[inline(always)]
+pub fn half_to_single(number: Type, bits: u16) -> f32 {
+    match number {
+        Type::F16 | Type::F16x2 => from_half(bits),
+        _ => from_brain(bits),
+    }
+}
+
+/// To either kind, by the type.
+#[inline(always)]
+pub fn single_to_half(number: Type, x: f32) -> u16 {
+    match number {
+        Type::F16 | Type::F16x2 => to_half(x),
+        _ => to_brain(x),
+    }
+}
+
+/// Rounded once, where the way through an f32 would round twice.
+pub fn double_to_half(number: Type, x: f64, rounding: Rounding) -> u16 {
+    match rounding {
+        Rounding::Nearest => single_to_half(number, to_odd(x)),
+        _ => directed(number, x, rounding),
+    }
+}
+
+/// The f32 toward zero, with its last bit set if it is not exact: whoever rounds it further rounds as if from `x`.
+fn to_odd(x: f64) -> f32 {
+    let near = x as f32;
+    if x.is_nan() || f64::from(near) == x {
+        return near;
+    }
+    let toward_zero = if f64::from(near).abs() > x.abs() {
+        near.to_bits() - 1
+    } else {
+        near.to_bits()
+    };
+    f32::from_bits(toward_zero | 1)
+}
+
+/// The nearest one, or its neighbour on the side that is asked for.
+fn directed(number: Type, x: f64, rounding: Rounding) -> u16 {
+    let near = double_to_half(number, x, Rounding::Nearest);
+    let value = f64::from(half_to_single(number, near));
+    if x.is_nan() || value == x {
+        return near;
+    }
+    let wants_less = match rounding {
+        Rounding::Down => true,
+        Rounding::Up => false,
+        _ => x > 0.0,
+    };
+    match (value > x, wants_less) {
+        (true, true) if near == 0 => 0x8001,
+        (false, false) if near == 0x8000 => 1,
+        // Bits grow with the magnitude.
+        (true, true) => near.wrapping_add_signed(if value > 0.0 { -1 } else { 1 }),
+        (false, false) => near.wrapping_add_signed(if value < 0.0 { -1 } else { 1 }),
+        _ => near,
+    }
+}
+
+/// One half or two, in the low bits.
+pub fn half(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) -> Option<u64> {
+    let part = |shift: u32| {
+        let operands = operands.map(|operand| (operand >> shift) as u16);
+        single_half(operation, number, flags, operands).map(|result| u64::from(result) << shift)
+    };
+    match number {
+        Type::F16x2 | Type::BF16x2 => Some(part(0)? | part(16)?),
+        _ => part(0),
+    }
+}
+
+fn single_half(operation: Op, number: Type, flags: Flags, operands: [u16; 4]) -> Option<u16> {
+    match operation {
+        Op::Negate => return Some(operands[0] ^ 0x8000),
+        Op::Absolute => return Some(operands[0] & 0x7fff),
+        _ => {}
+    }
+    // Subnormals stay, and nobody rounds but to nearest.
+    if flags.flush || flags.rounding != Rounding::Nearest {
+        return None;
+    }
+    // Products are exact in an f64, and sums keep what they lack, so that the result is rounded once.
+    let [x, y, z, _] = operands.map(|operand| f64::from(half_to_single(number, operand)));
+    let result = match operation {
+        Op::Add => float::sum_to_odd(x, y),
+        Op::Subtract => float::sum_to_odd(x, -y),
+        Op::MultiplyAdd => float::sum_to_odd(x * y, z),
+        _ => float::real(operation, flags, [x, y, z])?,
+    };
+    let result = if flags.relu && result < 0.0 {
+        0.0
+    } else {
+        result
+    };
+    let result = match (flags.saturate, result.is_nan()) {
+        (true, true) => 0.0,
+        (true, false) => result.clamp(0.0, 1.0),
+        (false, _) => result,
+    };
+    Some(double_to_half(number, result, Rounding::Nearest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_comes_back() {
+        for bits in 0..=u16::MAX {
+            let x = from_half(bits);
+            let expected = match bits & 0x7fff {
+                0x7c01.. => assert_nan(x),
+                0x7c00 => f32::INFINITY,
+                rest if rest < 0x400 => f32::from(rest) * 2f32.powi(-24),
+                rest => {
+                    let mantissa = f32::from(rest & 0x3ff) / 1024.0 + 1.0;
+                    mantissa * 2f32.powi(i32::from(rest >> 10) - 15)
+                }
+            };
+            if !x.is_nan() {
+                assert_eq!(x.abs(), expected, "{bits:#x}");
+                assert_eq!(x.is_sign_negative(), bits >= 0x8000);
+                assert_eq!(to_half(x), bits);
+            }
+            let brain = from_brain(bits);
+            if !brain.is_nan() {
+                assert_eq!(to_brain(brain), bits);
+            }
+        }
+    }
+
+    fn assert_nan(x: f32) -> f32 {
+        assert!(x.is_nan());
+        x
+    }
+
+    #[test]
+    fn halves_round_to_nearest_even() {
+        for (x, expected) in [
+            (1.0 + 2f32.powi(-11), 0x3c00),
+            (1.0 + 3.0 * 2f32.powi(-11), 0x3c02),
+            (65519.0, 0x7bff),
+            (65520.0, 0x7c00),
+            (2f32.powi(-25), 0),
+            (1.5 * 2f32.powi(-25), 1),
+            (3.0 * 2f32.powi(-25), 2),
+            (1023.75 * 2f32.powi(-24), 0x400),
+            (f32::NAN, 0x7fff),
+            (f32::NEG_INFINITY, 0xfc00),
+            (-0.0, 0x8000),
+        ] {
+            assert_eq!(to_half(x), expected, "{x:e}");
+        }
+        for (x, expected) in [
+            (1.0 + 2f32.powi(-8), 0x3f80),
+            (1.0 + 3.0 * 2f32.powi(-8), 0x3f82),
+            (f32::MAX, 0x7f80),
+            (f32::NAN, 0x7fff),
+        ] {
+            assert_eq!(to_brain(x), expected, "{x:e}");
+        }
+    }
+
+    #[test]
+    fn from_doubles_it_is_rounded_once() {
+        // In f32 this is a tie, of which the even neighbour is below.
+        let x = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
+        assert_eq!(double_to_half(Type::F16, x, Rounding::Nearest), 0x3c01);
+        assert_eq!(double_to_half(Type::F16, x, Rounding::TowardZero), 0x3c00);
+        assert_eq!(double_to_half(Type::F16, -x, Rounding::Down), 0xbc01);
+        assert_eq!(double_to_half(Type::F16, -1e-30, Rounding::Down), 0x8001);
+        assert_eq!(double_to_half(Type::F16, 1e9, Rounding::TowardZero), 0x7bff);
+        assert_eq!(
+            double_to_half(Type::F16, 1e300, Rounding::TowardZero),
+            0x7bff
+        );
+    }
+}

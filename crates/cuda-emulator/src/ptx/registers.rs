@@ -1,0 +1,67 @@
+//! The rows of registers that a function's warps have: its own, and one for each constant and each special register that it reads.
+//! So an operand is always a row, whatever it was in the text.
+
+use std::collections::HashMap;
+
+use super::types::{Class, Register, Special};
+
+#[derive(Debug, Default)]
+pub struct Registers {
+    pub predicates: usize,
+    pub words: usize,
+    pub doubles: usize,
+    constants: HashMap<(Class, u64), Register>,
+    specials: HashMap<(Class, Special), Register>,
+}
+
+impl Registers {
+    /// A new row.
+    pub fn add(&mut self, class: Class) -> Register {
+        let (count, register): (_, fn(u32) -> Register) = match class {
+            Class::Predicate => (&mut self.predicates, Register::Predicate),
+            Class::Word => (&mut self.words, Register::Word),
+            Class::Double => (&mut self.doubles, Register::Double),
+        };
+        *count += 1;
+        register(*count as u32 - 1)
+    }
+
+    /// The row whose lanes all have `value`.
+    pub fn constant(&mut self, class: Class, value: u64) -> Register {
+        let value = match class {
+            Class::Predicate => value & 1,
+            Class::Word => value & u64::from(u32::MAX),
+            Class::Double => value,
+        };
+        if let Some(register) = self.constants.get(&(class, value)) {
+            return *register;
+        }
+        let register = self.add(class);
+        self.constants.insert((class, value), register);
+        register
+    }
+
+    /// The row that has a special register.
+    pub fn special(&mut self, class: Class, special: Special) -> Register {
+        if let Some(register) = self.specials.get(&(class, special)) {
+            return *register;
+        }
+        let register = self.add(class);
+        self.specials.insert((class, special), register);
+        register
+    }
+
+    /// The rows of constants, and what they have in every lane.
+    pub fn constants(&self) -> impl Iterator<Item = (Register, u64)> {
+        self.constants
+            .iter()
+            .map(|((_, value), register)| (*register, *value))
+    }
+
+    /// The rows of special registers.
+    pub fn specials(&self) -> impl Iterator<Item = (Register, Special)> {
+        self.specials
+            .iter()
+            .map(|((_, special), register)| (*register, *special))
+    }
+}

@@ -1,0 +1,143 @@
+//! PTX as text: without comments, statement by statement.
+
+/// `source` without comments.
+pub fn without_comments(source: &str) -> String {
+    let mut text = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("//").into_iter().chain(rest.find("/*")).min() {
+        text.push_str(&rest[..start]);
+        let (end, skipped) = if rest[start..].starts_with("//") {
+            ("\n", 0)
+        } else {
+            ("*/", 2)
+        };
+        rest = match rest[start + 2..].find(end) {
+            Some(length) => &rest[start + 2 + length + skipped..],
+            None => "",
+        };
+        text.push(' ');
+    }
+    text + rest
+}
+
+/// A place in a text.
+pub struct Cursor<'a> {
+    text: &'a str,
+}
+
+impl<'a> Cursor<'a> {
+    pub fn new(text: &'a str) -> Self {
+        Self { text }
+    }
+
+    /// The next character that is no space.
+    pub fn peek(&mut self) -> Option<char> {
+        self.text = self.text.trim_start();
+        self.text.chars().next()
+    }
+
+    /// Goes past the next character.
+    pub fn skip(&mut self) {
+        let mut characters = self.text.chars();
+        characters.next();
+        self.text = characters.as_str();
+    }
+
+    /// What comes before the first of `stops`, or the rest.
+    pub fn until(&mut self, stops: &[char]) -> &'a str {
+        let end = self.text.find(stops).unwrap_or(self.text.len());
+        let (head, rest) = self.text.split_at(end);
+        self.text = rest;
+        head.trim()
+    }
+
+    /// What comes before `stop`, which is gone past.
+    pub fn through(&mut self, stop: char) -> &'a str {
+        let head = self.until(&[stop]);
+        self.skip();
+        head
+    }
+
+    /// The statement up to its semicolon. Braces in it, as around vectors, belong to it.
+    pub fn statement(&mut self) -> &'a str {
+        self.through(';')
+    }
+
+    /// Goes past a block in braces, which starts here.
+    pub fn skip_block(&mut self) {
+        let mut depth = 0;
+        while let Some(character) = self.peek() {
+            self.skip();
+            match character {
+                '{' => depth += 1,
+                '}' => depth -= 1,
+                _ => {}
+            }
+            if depth == 0 {
+                return;
+            }
+        }
+    }
+
+    /// The label that stands here, if one does, which is gone past.
+    pub fn label(&mut self) -> Option<&'a str> {
+        self.peek();
+        let end = self.text.find(|c: char| !is_name(c))?;
+        let rest = self.text[end..].trim_start().strip_prefix(':')?;
+        let label = (end > 0 && !rest.starts_with(':')).then(|| &self.text[..end])?;
+        self.text = rest;
+        Some(label)
+    }
+}
+
+fn is_name(character: char) -> bool {
+    character.is_ascii_alphanumeric() || matches!(character, '_' | '$' | '%')
+}
+
+/// Splits at commas that are in no brackets.
+pub fn split_list(text: &str) -> Vec<&str> {
+    let mut parts = Vec::new();
+    let (mut depth, mut start) = (0, 0);
+    for (at, character) in text.char_indices() {
+        match character {
+            '{' | '[' | '(' => depth += 1,
+            '}' | ']' | ')' => depth -= 1,
+            ',' if depth == 0 => {
+                parts.push(text[start..at].trim());
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    let last = text[start..].trim();
+    if !last.is_empty() {
+        parts.push(last);
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn comments_go() {
+        assert_eq!(without_comments("a // b\nc /* d\n e */ f"), "a  \nc   f");
+    }
+
+    #[test]
+    fn lists_keep_what_is_in_brackets() {
+        assert_eq!(
+            split_list("{a, b}, [c, {d, e}], f"),
+            ["{a, b}", "[c, {d, e}]", "f"]
+        );
+    }
+
+    #[test]
+    fn labels_are_seen() {
+        let mut cursor = Cursor::new(" $L_1: add.u32 a, b;");
+        assert_eq!(cursor.label(), Some("$L_1"));
+        assert_eq!(cursor.label(), None);
+        assert_eq!(cursor.statement(), "add.u32 a, b");
+    }
+}
