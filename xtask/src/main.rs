@@ -1,6 +1,7 @@
 //! The project's own commands, run as `cargo xtask <command>`.
 
 mod ci;
+mod emulate;
 mod fuzz;
 mod kernels;
 mod process;
@@ -22,6 +23,8 @@ const HELP: &str = "\
 Usage: cargo xtask <command>
 
   test [CARGO_TEST_ARGS...]  set this machine up, then run the tests of the whole workspace
+  emulate [--card NAME] [CARGO_TEST_ARGS...]
+                             run the operator's CUDA tests without a GPU, as an a100, rtx3090, rtx4090, h100 or rtx5090 would
   fuzz [FORMATS...]          read broken files of every format for a minute each, or --seconds N, by --seed N
   kernels                    have nvcc compile the mma engine's kernels for cards that are not here: docs/mma-compiled.md
   llvm                       lay Debian's LLVM out for builds with the feature `cuda` or `rocm`
@@ -52,6 +55,7 @@ fn main() -> ExitCode {
             Ok(ExitCode::SUCCESS)
         }
         ("test", args) => test::run(args).map(ExitCode::from),
+        ("emulate", args) => emulate::run(args).map(ExitCode::from),
         ("fuzz", args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
         ("kernels", []) => kernels::run().map(|()| ExitCode::SUCCESS),
         ("llvm", []) => setup::llvm().map(|()| ExitCode::SUCCESS),

@@ -42,7 +42,6 @@ pub fn run(command: &mut Command) -> Result<()> {
 }
 
 /// What `command` prints, or `None` if it is not there or fails.
-#[cfg(target_os = "linux")]
 pub fn output(command: &mut Command) -> Option<String> {
     let output = command.output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,0 +1,228 @@
+//! `cargo xtask emulate`: the operator's tests with CUDA, without a GPU. `docs/emulator.md` says what that checks.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use crate::{
+    process::{self, Result},
+    setup,
+};
+
+/// The names under which programs look for CUDA's driver and its compiler. Not `libcuda.so.1`: the real compiler looks for a driver
+/// under that name, and expects more of it.
+const NAMES: [&str; 2] = ["libcuda.so", "libnvrtc.so"];
+
+/// What Python knows of NVIDIA's packages, a folder a line.
+const PACKAGES: &str = "import nvidia; print('\\n'.join(nvidia.__path__))";
+
+/// Builds the emulator, runs the tests with it and returns their exit code.
+pub fn run(args: &[String]) -> Result<u8> {
+    if !cfg!(target_os = "linux") {
+        return Err("the emulator stands in for CUDA's libraries on Linux only".into());
+    }
+    let (card, args) = card(args)?;
+    let cuda = Cuda::find()?;
+    let target = target_folder().join("emulator");
+    let libraries = build(&target)?;
+    setup::llvm_if_possible();
+
+    let path = |folder: &Path| folder.display().to_string();
+    let mut environment = vec![
+        format!(
+            "LD_LIBRARY_PATH={}:{}",
+            path(&libraries),
+            path(&cuda.libraries)
+        ),
+        format!("CUDA_PATH={}", path(&cuda.root)),
+        format!("EMULATOR_NVRTC={}", path(&cuda.nvrtc)),
+        format!("EMULATOR_CACHE={}", path(&target.join("ptx"))),
+    ];
+    if let Some(card) = card {
+        environment.push(format!("EMULATED_CARD={card}"));
+    }
+    if env::var_os("ATTENTION_TEST_DEVICES").is_none() {
+        environment.push("ATTENTION_TEST_DEVICES=cuda".into());
+    }
+
+    let mut command = process::cargo();
+    // For the programs alone: cargo itself would build CUDA's crates again for another CUDA_PATH.
+    command.arg("--config").arg(runner(&environment));
+    command.args(["test", "--release", "--no-default-features"]);
+    command.args(["--features", "cuda,flex"]);
+    if !chooses_test(args) {
+        command.args(["--test", "operator"]);
+    }
+    let status = process::status(command.args(args))?;
+    match status.code() {
+        Some(code) => Ok(u8::try_from(code).unwrap_or(1)),
+        None => Err(format!("the tests were ended ({status})")),
+    }
+}
+
+/// The card that is asked for, and the arguments that are cargo's.
+fn card(args: &[String]) -> Result<(Option<&str>, &[String])> {
+    match args {
+        [option, card, rest @ ..] if option == "--card" => Ok((Some(card), rest)),
+        [option] if option == "--card" => Err("`--card` takes a name, such as a100 or h100".into()),
+        [option, rest @ ..] => match option.strip_prefix("--card=") {
+            Some(card) => Ok((Some(card), rest)),
+            None => Ok((None, args)),
+        },
+        [] => Ok((None, args)),
+    }
+}
+
+fn chooses_test(args: &[String]) -> bool {
+    let mut for_cargo = args.iter().take_while(|arg| *arg != "--");
+    for_cargo.any(|arg| arg == "--test" || arg.starts_with("--test="))
+}
+
+/// A setting of cargo's by which programs are run with these variables.
+fn runner(environment: &[String]) -> String {
+    // TOML's strings have the escapes that Rust's have, as far as paths need any.
+    let words = environment.iter().map(|variable| format!("{variable:?}"));
+    let words: Vec<_> = std::iter::once("\"env\"".to_string())
+        .chain(words)
+        .collect();
+    format!("target.'cfg(unix)'.runner = [{}]", words.join(", "))
+}
+
+fn target_folder() -> PathBuf {
+    let folder = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
+    process::workspace_root().join(folder)
+}
+
+/// Builds the emulator for this processor, and lays it out under the names that programs look for.
+fn build(target: &Path) -> Result<PathBuf> {
+    let mut flags = env::var("RUSTFLAGS").unwrap_or_default();
+    flags.push_str(" -C target-cpu=native");
+    let mut command = process::cargo();
+    command.args(["build", "--release", "--package", "cuda-emulator"]);
+    command
+        .arg("--target-dir")
+        .arg(target)
+        .env("RUSTFLAGS", flags);
+    process::run(&mut command)?;
+
+    let libraries = target.join("lib");
+    let built = target.join("release/libcuda_emulator.so");
+    fs::create_dir_all(&libraries)
+        .and_then(|()| {
+            NAMES
+                .iter()
+                .try_for_each(|name| fs::copy(&built, libraries.join(name)).map(drop))
+        })
+        .map_err(|error| format!("{} could not be laid out: {error}", libraries.display()))?;
+    Ok(libraries)
+}
+
+/// NVIDIA's compiler for CUDA C++, and its headers. Neither needs a GPU.
+struct Cuda {
+    root: PathBuf,
+    libraries: PathBuf,
+    nvrtc: PathBuf,
+}
+
+impl Cuda {
+    fn find() -> Result<Self> {
+        if let Some(root) = env::var_os("CUDA_PATH") {
+            return Self::at(Path::new(&root)).ok_or_else(|| {
+                format!(
+                    "CUDA_PATH={} has no libnvrtc.so with its version in `lib` or `lib64`, or no `include/cuda_runtime.h`",
+                    root.display()
+                )
+            });
+        }
+        let of_python = ["python3", "python"]
+            .into_iter()
+            .find_map(|python| process::output(Command::new(python).args(["-c", PACKAGES])));
+        let of_python = of_python.unwrap_or_default();
+        of_python
+            .lines()
+            .flat_map(|folder| subfolders(Path::new(folder)))
+            .chain([PathBuf::from("/usr/local/cuda")])
+            .find_map(|root| Self::at(&root))
+            .ok_or_else(|| {
+                "NVIDIA's compiler NVRTC and the CUDA headers are not here; they need no GPU. Either set CUDA_PATH to a CUDA \
+                 toolkit, or let Python install them and run this again:\n  \
+                 python3 -m pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl\n\
+                 (in a virtual environment: activate it, or set CUDA_PATH to its `lib/python3.*/site-packages/nvidia/cu13`)"
+                    .to_string()
+            })
+    }
+
+    /// The CUDA in this folder, if it has all that is needed.
+    fn at(root: &Path) -> Option<Self> {
+        if !root.join("include/cuda_runtime.h").exists() {
+            return None;
+        }
+        ["lib", "lib64"].into_iter().find_map(|folder| {
+            let libraries = root.join(folder);
+            let mut found: Vec<_> = entries(&libraries)
+                .into_iter()
+                .filter(|path| {
+                    let name = path.file_name().unwrap_or_default().to_string_lossy();
+                    name.starts_with("libnvrtc.so.")
+                })
+                .collect();
+            found.sort();
+            Some(Self {
+                root: root.to_path_buf(),
+                nvrtc: found.pop()?,
+                libraries,
+            })
+        })
+    }
+}
+
+/// What is in a folder; nothing where it cannot be read.
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).collect()
+}
+
+fn subfolders(folder: &Path) -> Vec<PathBuf> {
+    let mut folders = entries(folder);
+    folders.sort();
+    folders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(line: &str) -> Vec<String> {
+        line.split_whitespace().map(String::from).collect()
+    }
+
+    #[test]
+    fn the_card_comes_first() {
+        for (line, expected, left) in [
+            ("--card h100 -- masks", Some("h100"), 2),
+            ("--card=a100", Some("a100"), 0),
+            ("-- --card h100", None, 3),
+            ("", None, 0),
+        ] {
+            let args = args(line);
+            let (card, rest) = card(&args).unwrap();
+            assert_eq!((card, rest.len()), (expected, left), "{line}");
+        }
+        assert!(card(&args("--card")).is_err());
+    }
+
+    #[test]
+    fn another_test_replaces_the_operators() {
+        assert!(chooses_test(&args("--test memory -- x")));
+        assert!(!chooses_test(&args("-- --test")));
+    }
+
+    #[test]
+    fn programs_are_run_with_variables() {
+        let variables = ["A=b c".to_string(), "D=\"".to_string()];
+        let expected = r#"target.'cfg(unix)'.runner = ["env", "A=b c", "D=\""]"#;
+        assert_eq!(runner(&variables), expected);
+    }
+}
