@@ -69,6 +69,8 @@ pub struct Settings {
     pub memory: usize,
     /// Threads that run a launch's cubes.
     pub threads: usize,
+    /// Whether a launch with a race fails, or is only told of.
+    pub races_fail: bool,
     /// Launches that take longer are told of, in milliseconds.
     pub slow_launch: Option<u64>,
 }
@@ -100,6 +102,11 @@ impl Settings {
                 Err(_) => Err(format!("{name}={text} is no number")),
             },
         };
+        let races_fail = match variable("EMULATOR_RACES").as_deref() {
+            None | Some("fail") => true,
+            Some("tell") => false,
+            Some(wrong) => return Err(format!("EMULATOR_RACES={wrong}: it is `fail` or `tell`")),
+        };
         let at_hand = || std::thread::available_parallelism().map_or(1, |threads| threads.get());
         Ok(Self {
             card,
@@ -107,6 +114,7 @@ impl Settings {
                 .map_or(MULTIPROCESSORS, |count| count as i32),
             memory: number("EMULATED_MEMORY")?.map_or(MEMORY, |bytes| bytes as usize),
             threads: number("EMULATOR_THREADS")?.map_or_else(at_hand, |threads| threads as usize),
+            races_fail,
             slow_launch: number("EMULATOR_SLOW_LAUNCH")?,
         })
     }
@@ -133,6 +141,8 @@ mod tests {
         assert_eq!(settings.card.capability, (9, 0));
         assert_eq!(settings.multiprocessors, 132);
         assert!(read(&[("EMULATED_CARD", "voodoo")]).is_err());
+        assert!(!read(&[("EMULATOR_RACES", "tell")]).unwrap().races_fail);
+        assert!(read(&[("EMULATOR_RACES", "no")]).is_err());
         assert!(read(&[("EMULATED_MEMORY", "much")]).is_err());
     }
 }

@@ -123,9 +123,9 @@ impl Launch<'_> {
     /// Checks all lanes' accesses; mostly they are in one allocation.
     fn check_lanes(&self, addresses: &DoubleRow, bytes: usize, mask: u32) -> Result<(), Fault> {
         let of_lanes = || lanes(mask).map(|lane| addresses[lane]);
-        let (Some(first), Some(last)) = (of_lanes().min(), of_lanes().max()) else {
-            return Ok(());
-        };
+        let (first, last) = of_lanes().fold((u64::MAX, 0), |(first, last), address| {
+            (first.min(address), last.max(address))
+        });
         let span = usize::try_from(last - first).unwrap_or(usize::MAX);
         if self.check_global(first, span.saturating_add(bytes)).is_ok() {
             return Ok(());
@@ -253,8 +253,9 @@ impl Cube<'_> {
         bytes: usize,
         mask: u32,
     ) -> Result<(), Fault> {
-        for lane in lanes(mask) {
-            check_aligned(addresses[lane], bytes)?;
+        let all = lanes(mask).fold(0, |all, lane| all | addresses[lane]);
+        if !all.is_multiple_of(bytes as u64) {
+            lanes(mask).try_for_each(|lane| check_aligned(addresses[lane], bytes))?;
         }
         match space {
             Space::Shared => {

@@ -32,6 +32,9 @@ use tensor::Arrival;
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::Function;
 
+/// How many races are told of a cube, and of the cubes that a thread runs.
+const RACES_TOLD: usize = 20;
+
 /// Memory that kernels may access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
@@ -111,11 +114,12 @@ impl Launch<'_> {
         let mut outcome = Outcome::default();
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            if index >= self.cubes() || !outcome.races.is_empty() {
+            if index >= self.cubes() {
                 break;
             }
             let result = cube.run(self.cube(index), &mut warps);
-            outcome.races.append(&mut cube.races);
+            let room = RACES_TOLD.saturating_sub(outcome.races.len());
+            outcome.races.extend(cube.races.drain(..).take(room));
             // The others stop, too.
             result.inspect_err(|_| next.store(self.cubes(), Ordering::Relaxed))?;
         }

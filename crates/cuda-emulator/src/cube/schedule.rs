@@ -1,9 +1,9 @@
 //! Who runs next. A warp runs until it waits; lanes that are furthest behind go first; and what is on its way to shared memory comes
 //! when nobody gets on without it.
 
-use super::Cube;
 use super::execute::Next;
 use super::warp::{Group, State, Warp, lanes};
+use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
@@ -166,6 +166,9 @@ impl Cube<'_> {
             ref operation => self.execute(warp, operation, active),
         };
         for race in std::mem::take(&mut self.shared.races) {
+            if self.races.len() >= RACES_TOLD {
+                break;
+            }
             let (id, text) = place(warp, self);
             let other = if race.other == self.warps {
                 "a copy".to_string()

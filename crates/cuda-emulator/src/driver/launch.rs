@@ -87,7 +87,10 @@ fn run(launch: &Launch) -> Status {
     let start = Instant::now();
     let outcome = match launch.run(settings.threads) {
         Ok(outcome) => outcome,
-        Err(fault) => return state().fail(&fault.to_string()),
+        Err(fault) => {
+            eprintln!("emulator: {fault}");
+            return state().fail(&fault.to_string());
+        }
     };
     let time = start.elapsed();
     if let Some(limit) = settings.slow_launch
@@ -102,13 +105,11 @@ fn run(launch: &Launch) -> Status {
             launch.function.name
         );
     }
-    let mut state = state();
     for race in outcome.races.iter().take(PRINTED) {
-        state.fail(race);
+        eprintln!("emulator: {race}");
     }
-    if outcome.races.is_empty() {
-        SUCCESS
-    } else {
-        state.status()
+    match outcome.races.first() {
+        Some(race) if settings.races_fail => state().fail(race),
+        _ => SUCCESS,
     }
 }

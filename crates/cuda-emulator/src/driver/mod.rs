@@ -49,9 +49,8 @@ impl State {
         }
     }
 
-    /// Tells of a fault, and keeps the first.
+    /// Keeps the first fault.
     fn fail(&mut self, fault: &str) -> Status {
-        eprintln!("emulator: {fault}");
         let text = CString::new(fault.replace('\0', " ")).unwrap_or_default();
         self.fault.get_or_insert(text);
         LAUNCH_FAILED

@@ -4,15 +4,20 @@
 pub fn without_comments(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
     let mut rest = source;
-    while let Some(start) = rest.find("//").into_iter().chain(rest.find("/*")).min() {
-        text.push_str(&rest[..start]);
-        let (end, skipped) = if rest[start..].starts_with("//") {
-            ("\n", 0)
-        } else {
-            ("*/", 2)
+    while let Some(slash) = rest.find('/') {
+        let (before, comment) = rest.split_at(slash);
+        text.push_str(before);
+        let (end, skipped) = match comment.as_bytes().get(1) {
+            Some(b'/') => ("\n", 0),
+            Some(b'*') => ("*/", 2),
+            _ => {
+                text.push('/');
+                rest = &comment[1..];
+                continue;
+            }
         };
-        rest = match rest[start + 2..].find(end) {
-            Some(length) => &rest[start + 2 + length + skipped..],
+        rest = match comment[2..].find(end) {
+            Some(length) => &comment[2 + length + skipped..],
             None => "",
         };
         text.push(' ');
