@@ -91,13 +91,7 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
     write_forward(wanted, folder, name, tiles, kind);
 }
 
-fn write_forward(
-    wanted: &Wanted,
-    folder: &Path,
-    name: &str,
-    tiles: ForwardTiles,
-    kind: TileKind,
-) {
+fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles, kind: TileKind) {
     println!("{name}: {tiles:?}");
     macro_rules! definition {
         ($kernel:ident, $tiles:expr) => {
