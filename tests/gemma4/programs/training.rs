@@ -237,6 +237,66 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     );
 }
 
+/// Conversations with a row each: a long answer to a short question, and a short one to a long question.
+fn unequal_conversations() -> String {
+    let line = |number: usize| {
+        let (question, answer) = match number % 2 {
+            0 => ("a", "the mat the cat the"),
+            _ => ("the cat the mat the", "a"),
+        };
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "{question}"}}, {{"role": "assistant", "content": "{answer}"}}]}}"#
+        ) + "\n"
+    };
+    (0..40).map(line).collect()
+}
+
+/// A step's gradient is the mean of its tokens, however they come to batches and devices.
+#[test]
+fn answers_weigh_by_their_tokens() {
+    let base = Folder::copy("dense-ple");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, unequal_conversations()).expect("a file");
+    let of = |name: &str, arguments: &[&str]| {
+        let out = folder.path().join(name);
+        let mut command = finetune(&base, &data, &out, &["--length", "40"]);
+        let ended = succeed(command.args(arguments));
+        assert!(!ended.stderr.contains("and cut"), "{ended:?}");
+        // Neither two of them fit into a row, nor is one longer.
+        assert!(ended.stderr.contains("38 rows"), "{ended:?}");
+        (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
+    };
+    let (steps, validations) = of("rows", &["--batch", "2"]);
+    assert_eq!(steps.len(), 8);
+    for (name, arguments) in [
+        ("batches", &["--batch", "1", "--accumulate", "2"][..]),
+        ("devices", &["--batch", "1", "--devices", "0,0"]),
+        (
+            "layers",
+            &[
+                "--batch",
+                "1",
+                "--accumulate",
+                "2",
+                "--checkpointing",
+                "layers",
+            ],
+        ),
+    ] {
+        let found = of(name, arguments);
+        let pairs = steps.iter().zip(&found.0);
+        let pairs = pairs.chain(validations.iter().zip(&found.1));
+        for ((step, expected), (_, found)) in pairs {
+            let error = (found - expected).abs();
+            assert!(
+                error < 1e-3,
+                "{name}: {found}, not {expected} in step {step}"
+            );
+        }
+    }
+}
+
 #[test]
 fn lines_that_are_no_examples_are_refused() {
     let base = Folder::copy("dense-ple");
