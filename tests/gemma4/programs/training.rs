@@ -19,7 +19,7 @@ use std::{
 use tempfile::TempDir;
 
 /// Trains the smallest model for 20 steps on a text of its own.
-fn train(out: &Path, arguments: &[&str]) -> Command {
+pub fn train(out: &Path, arguments: &[&str]) -> Command {
     let mut command = program("train");
     command
         .arg("--out")
@@ -42,7 +42,7 @@ fn train(out: &Path, arguments: &[&str]) -> Command {
 }
 
 /// The losses that a program has printed, by their steps.
-fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
+pub fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     let loss = |line: &str| {
         let step = line.strip_prefix("step ")?.split('/').next()?;
         let (_, rest) = line.split_once(kind)?;
@@ -52,7 +52,7 @@ fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     output.lines().filter_map(loss).collect()
 }
 
-fn validation(output: &str) -> Vec<(usize, f64)> {
+pub fn validation(output: &str) -> Vec<(usize, f64)> {
     losses(output, "  validation loss ")
 }
 
@@ -147,7 +147,7 @@ fn data_that_is_no_text_is_refused() {
 }
 
 /// 200 lines that say little.
-fn conversations() -> String {
+pub fn conversations() -> String {
     let line = |number: usize| {
         let number = number % 5;
         format!(
@@ -157,7 +157,7 @@ fn conversations() -> String {
     (0..200).map(line).collect()
 }
 
-fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Command {
+pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Command {
     let mut command = program("finetune");
     command.arg("--model").arg(base.path());
     command.arg("--data").arg(data).arg("--out").arg(out);
@@ -174,7 +174,9 @@ fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Comma
         ])
         .args(["--checkpoint-every", "2", "--device", "flex"])
         .args(["--learning-rate", "0.01", "--warmup", "1"])
-        .args(arguments);
+        .args(arguments)
+        // Burn restores an optimizer on its default device.
+        .env("BURN_DEVICE", "flex");
     command
 }
 
