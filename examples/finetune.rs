@@ -9,12 +9,15 @@
 use attention_workspace::{
     Dtype, Error,
     terminal::{WrongArgument, exit_code, note},
-    training::{arguments::TrainingArguments, conversations, loader::Data, rows::whole, run::Run},
+    training::{
+        arguments::TrainingArguments, conversations, loader::Data, resume, rows::whole, run::Run,
+    },
 };
 use burn::module::Module;
 use burn_gemma4::{Adapter, Gemma4, LoadOptions};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
+use serde_json::json;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -53,7 +56,7 @@ struct Cli {
     /// Writes the checkpoint with the adapter in its weights rather than the adapter.
     #[arg(long)]
     merge: bool,
-    /// To train in [default: the checkpoint's]. bf16 loses small changes of weights.
+    /// To train in [default: the checkpoint's]. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
     #[command(flatten)]
@@ -69,6 +72,8 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     let arguments = &cli.training;
     refuse_same_folder(cli)?;
     refuse_file(cli)?;
+    let history = cli.out.join("run");
+    let begun = resume::begun(&cli.out, &history, arguments.resume)?;
     let (chosen, devices) = arguments.choose()?;
     note(&chosen);
     let mut options = LoadOptions::new();
@@ -96,7 +101,19 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
             model
         }
     };
-    let history = cli.out.join("run");
+    let settings = arguments.settings(
+        &training.rows,
+        json!({
+            "dtype": format!("{:?}", model.dtype()),
+            "full": cli.full,
+            "rank": cli.rank,
+            "alpha": cli.alpha,
+        }),
+    );
+    match begun {
+        Some(step) => resume::check(&history, &settings, step)?,
+        None => resume::write_settings(&history, &settings)?,
+    }
     let run = Run {
         arguments,
         learning_rate: arguments
@@ -105,12 +122,11 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
         devices,
         averages: chosen.has_transport(),
         folder: &history,
-        keeps: false,
-        resume: None,
+        resume: begun,
     };
     let outcome = run.train(model, training, validation)?;
     if outcome.is_interrupted {
-        note("stopped; what it has learned so far is written");
+        note("stopped; what it has learned so far is written, and --resume goes on");
     }
     match &adapter {
         Some(adapter) if !cli.merge => {

@@ -8,32 +8,19 @@
 //! ```
 
 use attention_workspace::{
-    Dtype, Error, guarded,
+    Dtype, Error,
     terminal::{WrongArgument, exit_code, note},
     training::{
-        arguments::TrainingArguments,
-        checkpoints, corpus,
-        loader::Data,
-        presets::Preset,
-        rows::{Row, cut},
-        run::Run,
-        vocabulary,
+        arguments::TrainingArguments, corpus, loader::Data, masters::cast, presets::Preset, resume,
+        rows::cut, run::Run, vocabulary,
     },
 };
-use burn::{
-    module::Module,
-    tensor::{Device, DeviceConfig, Tensor},
-};
+use burn::module::Module;
 use burn_gemma4::{Gemma4Config, Gemma4Model};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
-use serde_json::{Value, json};
-use std::{
-    fs,
-    hash::{DefaultHasher, Hash, Hasher},
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use serde_json::json;
+use std::{fs, path::PathBuf, process::ExitCode};
 use tokenizers::Tokenizer;
 
 /// The share of the rows that the model is validated on.
@@ -56,10 +43,7 @@ struct Cli {
     /// Tokens of the vocabulary at most [default: what suits the shape].
     #[arg(long, value_name = "TOKENS")]
     vocabulary: Option<usize>,
-    /// Goes on from the last checkpoint in the folder.
-    #[arg(long)]
-    resume: bool,
-    /// To train in.
+    /// To train in. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
     /// To write the model in.
@@ -77,17 +61,10 @@ fn main() -> ExitCode {
 fn train(cli: &Cli) -> Result<(), Error> {
     let arguments = &cli.training;
     let history = cli.out.join("run");
-    let begun = begun(cli, &history)?;
+    let begun = resume::begun(&cli.out, &history, arguments.resume)?;
     let (chosen, devices) = arguments.choose()?;
     let dtype = chosen.dtype(Some(cli.dtype))?;
     note(&chosen);
-    chosen
-        .device
-        .clone()
-        .configure(DeviceConfig::default().float_dtype(dtype.burn()))?;
-    if begun.is_some() {
-        check_default_device()?;
-    }
 
     let texts = corpus::read(&match cli.data.is_empty() {
         true => vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))],
@@ -113,19 +90,22 @@ fn train(cli: &Cli) -> Result<(), Error> {
         validation.rows.len(),
     ));
 
-    let settings = settings(cli, &training.rows);
+    let settings = arguments.settings(
+        &training.rows,
+        json!({"config": format!("{:?}", cli.config), "dtype": cli.dtype.to_string()}),
+    );
     match begun {
-        Some(number) => check_settings(&history, &settings, number)?,
+        Some(step) => resume::check(&history, &settings, step)?,
         None => {
-            fs::create_dir_all(&history)
-                .map_err(|error| format!("{}: {error}", history.display()))?;
+            fs::create_dir_all(&cli.out)
+                .map_err(|error| format!("{}: {error}", cli.out.display()))?;
             vocabulary::write(&cli.out, &tokenizer, &config)?;
-            fs::write(history.join(SETTINGS), format!("{settings:#}\n"))?;
+            resume::write_settings(&history, &settings)?;
         }
     }
 
     chosen.device.seed(arguments.seed);
-    let model = Gemma4Model::new(&config, &devices[0]);
+    let model = cast(Gemma4Model::new(&config, &devices[0]), dtype.burn());
     note(format_args!("{} parameters", model.num_params()));
     let run = Run {
         arguments,
@@ -135,7 +115,6 @@ fn train(cli: &Cli) -> Result<(), Error> {
         devices,
         averages: chosen.has_transport(),
         folder: &history,
-        keeps: true,
         resume: begun,
     };
     let outcome = run.train(model, training, validation)?;
@@ -146,37 +125,6 @@ fn train(cli: &Cli) -> Result<(), Error> {
     outcome.model.save(&cli.out, Some(cli.save_dtype.burn()))?;
     note(format_args!("written to {}", cli.out.display()));
     Ok(())
-}
-
-/// Burn restores an optimizer's numbers on its default device, whichever the model is on.
-fn check_default_device() -> Result<(), Error> {
-    let open = || Tensor::<1>::zeros([1], &Device::default()).into_data();
-    guarded(open).map(|_| ()).map_err(|reason| {
-        format!(
-            "Burn's default device, on which it restores optimizers, does not open: BURN_DEVICE=flex chooses the processor. {reason}"
-        )
-        .into()
-    })
-}
-
-/// What a run was begun with.
-const SETTINGS: &str = "settings.json";
-
-/// The checkpoint to go on from, if the run is to go on.
-fn begun(cli: &Cli, history: &Path) -> Result<Option<usize>, Error> {
-    let out = cli.out.display();
-    let last = checkpoints::last(&history.join("checkpoints"))?;
-    match (cli.resume, last) {
-        (true, Some(number)) => Ok(Some(number)),
-        (true, None) => Err(format!("{out}: has no checkpoint to go on from").into()),
-        (false, None) if !cli.out.join("model.safetensors").exists() => Ok(None),
-        (false, _) => {
-            let reason = format!(
-                "{out}: has a model already: --resume goes on with it, and another --out begins anew"
-            );
-            Err(WrongArgument(reason).into())
-        }
-    }
 }
 
 fn vocabulary_size(cli: &Cli) -> Result<usize, Error> {
@@ -225,46 +173,4 @@ fn rows(
     };
     let validation = rows.split_off(rows.len() - validation);
     Ok((data(rows), data(validation)))
-}
-
-/// What has to stay the same for a run to go on where it was.
-fn settings(cli: &Cli, rows: &[Row]) -> Value {
-    let arguments = &cli.training;
-    let mut hasher = DefaultHasher::new();
-    for row in rows {
-        row.tokens.hash(&mut hasher);
-    }
-    let schedule = arguments.schedule();
-    json!({
-        "config": format!("{:?}", cli.config),
-        "dtype": cli.dtype.to_string(),
-        "steps": arguments.steps,
-        "length": arguments.length,
-        "rows of a step": arguments.batch * schedule.batches(),
-        "learning-rate": arguments.learning_rate,
-        "warmup": arguments.warmup,
-        "optimizer": format!("{:?}", arguments.optimizer),
-        "weight-decay": arguments.weight_decay,
-        "clip": arguments.clip,
-        "checkpoint-every": schedule.interval,
-        "seed": arguments.seed,
-        "data": format!("{:016x}", hasher.finish()),
-    })
-}
-
-fn check_settings(history: &Path, settings: &Value, number: usize) -> Result<(), Error> {
-    let path = history.join(SETTINGS);
-    let begun: Value = serde_json::from_str(&corpus::read_text(&path)?)
-        .map_err(|error| format!("{}: {error}", path.display()))?;
-    let fields = settings.as_object().into_iter().flatten();
-    for (name, value) in fields.filter(|(name, value)| begun[name.as_str()] != **value) {
-        if name == "data" {
-            note("the data are others than the run was begun with");
-            continue;
-        }
-        let before = &begun[name.as_str()];
-        let reason = format!("{name} is {value}, but the run was begun with {before}");
-        return Err(WrongArgument(reason).into());
-    }
-    checkpoints::check(&history.join("checkpoints"), number)
 }

@@ -1,11 +1,13 @@
 //! The arguments that `train` and `finetune` have in common.
 
-use super::loader::Schedule;
+use super::{loader::Schedule, rows::Row};
 use crate::{
     Error,
     device::{Chosen, DeviceName, choose, several},
 };
 use burn::tensor::Device;
+use serde_json::{Value, json};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// How long to train, on what, and how.
 #[derive(clap::Args, Clone, Debug)]
@@ -19,7 +21,7 @@ pub struct TrainingArguments {
     /// Rows of a batch, on each device.
     #[arg(long, value_name = "ROWS", default_value_t = 8, value_parser = positive)]
     pub batch: usize,
-    /// Batches whose gradients are added up for a step, on each device.
+    /// Batches whose gradients are added up for a step, on each device: a step's gradient is the mean of its tokens.
     #[arg(long, value_name = "BATCHES", default_value_t = 1, value_parser = positive)]
     pub accumulate: usize,
     /// The highest learning rate, after the warmup; a cosine takes it down to a tenth by the last step [default: what suits
@@ -32,10 +34,10 @@ pub struct TrainingArguments {
     /// Which optimizer.
     #[arg(long, value_enum, default_value_t)]
     pub optimizer: OptimizerName,
-    /// AdamW's decay of weights, norms excepted.
+    /// AdamW's decay of weights, norms and scales excepted.
     #[arg(long, default_value_t = 0.1)]
     pub weight_decay: f32,
-    /// The largest norm of a parameter's gradient; 0 leaves gradients as they are.
+    /// The largest norm of all gradients together; 0 leaves gradients as they are.
     #[arg(long, value_name = "NORM", default_value_t = 1.0)]
     pub clip: f32,
     /// What the backward computes anew rather than keeping it.
@@ -44,6 +46,9 @@ pub struct TrainingArguments {
     /// Steps from one validation and checkpoint to the next [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS", value_parser = positive)]
     pub checkpoint_every: Option<usize>,
+    /// Goes on from the last checkpoint in the folder.
+    #[arg(long)]
+    pub resume: bool,
     /// Determines weights and the order of the data.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
@@ -101,10 +106,11 @@ pub enum OptimizerName {
 }
 
 impl TrainingArguments {
-    /// The steps and what they are made of.
-    pub fn schedule(&self) -> Schedule {
+    /// The steps, of which `done` are done, and what they are made of.
+    pub fn schedule(&self, done: usize) -> Schedule {
         Schedule {
             steps: self.steps,
+            done,
             interval: self
                 .checkpoint_every
                 .unwrap_or(self.steps.div_ceil(10))
@@ -113,6 +119,33 @@ impl TrainingArguments {
             devices: self.devices.len().max(1),
             seed: self.seed,
         }
+    }
+
+    /// What has to stay the same for a run to go on where it was, but what `others` say.
+    pub fn settings(&self, rows: &[Row], others: Value) -> Value {
+        let mut hasher = DefaultHasher::new();
+        for row in rows {
+            row.tokens.hash(&mut hasher);
+            row.targets.hash(&mut hasher);
+        }
+        let schedule = self.schedule(0);
+        let mut settings = json!({
+            "steps": self.steps,
+            "length": self.length,
+            "rows of a step": self.batch * schedule.batches(),
+            "learning-rate": self.learning_rate,
+            "warmup": self.warmup,
+            "optimizer": format!("{:?}", self.optimizer),
+            "weight-decay": self.weight_decay,
+            "clip": self.clip,
+            "checkpoint-every": schedule.interval,
+            "seed": self.seed,
+            "data": format!("{:016x}", hasher.finish()),
+        });
+        if let (Some(settings), Value::Object(others)) = (settings.as_object_mut(), others) {
+            settings.extend(others);
+        }
+        settings
     }
 
     /// The devices, the first one being where the model is made.

@@ -1,5 +1,6 @@
 //! Checkpoints that a crash leaves whole: a file has its name when it is complete, and the one before is there until then.
 
+use super::{loader::Schedule, stop::Stop};
 use crate::Error;
 use burn::{
     lr_scheduler::LrSchedulerRecord,
@@ -9,44 +10,89 @@ use burn::{
 };
 use std::{
     fs::{self, File},
+    io,
     path::{Path, PathBuf},
 };
 
+/// The checkpoints' folder, in that of a run.
+pub const FOLDER: &str = "checkpoints";
 /// How many checkpoints stay.
 pub const KEPT: usize = 2;
 
 /// The records of a checkpoint.
 const RECORDS: [&str; 3] = ["model", "optimizer", "schedule"];
 
-/// One of the records of all checkpoints of a run.
+/// One of the records of all checkpoints of a run. Burn's learner numbers them by its epochs, and the folders by the steps
+/// that were done, since a run that is stopped ends its epoch early.
 pub struct Records {
     folder: PathBuf,
     name: &'static str,
+    schedule: Schedule,
+    stop: Stop,
 }
 
 impl Records {
     /// Those of the model, the optimizer and the learning rate's schedule, as Burn's learner wants them.
     ///
     /// # Errors
-    /// Where the folder cannot be made.
-    pub fn all(folder: &Path) -> Result<[Self; 3], Error> {
-        fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    /// Where the folder cannot be made, or what a killed run has left there cannot be removed.
+    pub fn all(folder: &Path, schedule: Schedule, stop: &Stop) -> Result<[Self; 3], Error> {
+        fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
+        for (step, path) in steps(folder)? {
+            // Parts of a checkpoint that was never complete.
+            if step > schedule.done {
+                fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
+            }
+        }
         Ok(RECORDS.map(|name| Self {
             folder: folder.to_owned(),
             name,
+            schedule,
+            stop: stop.clone(),
         }))
     }
 
-    fn path(&self, number: usize) -> PathBuf {
-        path(&self.folder, self.name, number)
+    /// The steps that are done at the end of an epoch.
+    fn step(&self, epoch: usize) -> usize {
+        let end = self.schedule.steps_of(epoch - 1).end;
+        end.min(self.stop.end())
+    }
+
+    fn of_step(&self, step: usize) -> PathBuf {
+        path(&self.folder, self.name, step)
     }
 }
 
-fn path(folder: &Path, name: &str, number: usize) -> PathBuf {
-    folder.join(format!("{name}-{number}.bpk"))
+fn failed(path: &Path, error: io::Error) -> String {
+    format!("{}: {error}", path.display())
 }
 
-/// The number of the last checkpoint that is complete.
+/// Before the number of steps in the name of a checkpoint's folder.
+const STEP: &str = "step-";
+
+fn path(folder: &Path, name: &str, step: usize) -> PathBuf {
+    folder
+        .join(format!("{STEP}{step}"))
+        .join(name)
+        .with_extension("bpk")
+}
+
+/// The folders of checkpoints, complete or not, by their steps.
+fn steps(folder: &Path) -> Result<Vec<(usize, PathBuf)>, Error> {
+    let mut steps = Vec::new();
+    for entry in fs::read_dir(folder).map_err(|error| failed(folder, error))? {
+        let entry = entry.map_err(|error| failed(folder, error))?;
+        let name = entry.file_name();
+        let step = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(STEP)?.parse().ok());
+        steps.extend(step.map(|step| (step, entry.path())));
+    }
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// The steps of the last checkpoint that is complete.
 ///
 /// # Errors
 /// Where the folder is there and cannot be read.
@@ -54,47 +100,73 @@ pub fn last(folder: &Path) -> Result<Option<usize>, Error> {
     if !folder.exists() {
         return Ok(None);
     }
-    let failed = |error: std::io::Error| format!("{}: {error}", folder.display());
-    let mut last = None;
-    for entry in fs::read_dir(folder).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let number = name
-            .to_str()
-            .and_then(|name| name.strip_prefix("model-")?.strip_suffix(".bpk"))
-            .and_then(|number| number.parse().ok());
-        let is_complete = |number: &usize| {
-            RECORDS
-                .iter()
-                .all(|name| path(folder, name, *number).exists())
-        };
-        last = last.max(number.filter(is_complete));
-    }
-    Ok(last)
+    let is_complete = |step: &usize| {
+        let mut records = RECORDS.iter();
+        records.all(|name| path(folder, name, *step).exists())
+    };
+    let steps = steps(folder)?.into_iter().rev();
+    Ok(steps.map(|(step, _)| step).find(is_complete))
 }
 
-impl<R: Checkpoint> Checkpointer<R> for Records {
-    fn save(&self, number: usize, record: R) -> Result<(), CheckpointerError> {
-        let path = self.path(number);
+/// A checkpoint that may lack what its run does not train.
+pub trait Restored: Checkpoint {
+    /// As a model takes it.
+    fn restored(self) -> Self;
+}
+
+impl Restored for ModuleRecord {
+    fn restored(self) -> Self {
+        self.allow_partial(true)
+    }
+}
+
+impl Restored for OptimizerRecord {
+    fn restored(self) -> Self {
+        self
+    }
+}
+
+impl Restored for LrSchedulerRecord {
+    fn restored(self) -> Self {
+        self
+    }
+}
+
+impl<R: Restored> Checkpointer<R> for Records {
+    fn save(&self, epoch: usize, record: R) -> Result<(), CheckpointerError> {
+        let path = self.of_step(self.step(epoch));
+        let folder = path.parent().unwrap_or(&self.folder);
         // Burn wants the ending.
-        let partial = self.folder.join(format!("partial-{}.bpk", self.name));
+        let partial = folder.join(format!("partial-{}.bpk", self.name));
+        fs::create_dir_all(folder).map_err(CheckpointerError::IOError)?;
         record.save(partial.clone())?;
         File::open(&partial)
             .and_then(|file| file.sync_all())
-            .and_then(|()| fs::rename(&partial, path))
+            .and_then(|()| fs::rename(&partial, &path))
             .map_err(CheckpointerError::IOError)
     }
 
-    fn delete(&self, number: usize) -> Result<(), CheckpointerError> {
-        match fs::remove_file(self.path(number)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(CheckpointerError::IOError(error))
+    /// Of the epoch, and what earlier runs have left before it.
+    fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
+        let last = self.step(epoch);
+        let steps =
+            steps(&self.folder).map_err(|error| CheckpointerError::Unknown(error.to_string()))?;
+        for (step, folder) in steps.into_iter().filter(|(step, _)| *step <= last) {
+            match fs::remove_file(self.of_step(step)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(CheckpointerError::IOError(error));
+                }
+                _ => (),
             }
-            _ => Ok(()),
+            // The last of the three records takes the folder along: the others find it not empty.
+            let _ = fs::remove_dir(folder);
         }
+        Ok(())
     }
 
-    fn restore(&self, number: usize) -> Result<R, CheckpointerError> {
-        R::load(self.path(number))
+    /// The record of the steps that the run goes on from.
+    fn restore(&self, _epoch: usize) -> Result<R, CheckpointerError> {
+        Ok(R::load(self.of_step(self.schedule.done))?.restored())
     }
 }
 
@@ -125,17 +197,40 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let folder = folder.path().join("checkpoints");
         assert_eq!(last(&folder).expect("no folder"), None);
-        fs::create_dir(&folder).expect("a folder");
-        for (name, number) in [
+        for (name, step) in [
             ("model", 3),
             ("optimizer", 3),
             ("schedule", 3),
-            ("model", 4),
+            ("partial-model", 4),
+            ("optimizer", 4),
+            ("schedule", 4),
         ] {
-            fs::write(path(&folder, name, number), []).expect("a file");
+            let path = path(&folder, name, step);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, []).expect("a file");
         }
-        fs::write(folder.join("partial-model.bpk"), []).expect("a file");
         assert_eq!(last(&folder).expect("a folder"), Some(3));
         assert!(check(&folder, 3).is_err());
+
+        let schedule = Schedule {
+            steps: 9,
+            done: 3,
+            interval: 3,
+            accumulation: 1,
+            devices: 1,
+            seed: 0,
+        };
+        let stop = Stop::default();
+        let [model, ..] = Records::all(&folder, schedule, &stop).expect("records");
+        let left: Vec<usize> = steps(&folder)
+            .expect("a folder")
+            .into_iter()
+            .map(|(step, _)| step)
+            .collect();
+        assert_eq!(left, [3]);
+        assert_eq!(model.step(2), 6);
+        stop.ask();
+        assert!(stop.is_before(5, true));
+        assert_eq!(model.step(2), 5);
     }
 }

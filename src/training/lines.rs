@@ -1,6 +1,6 @@
 //! A run's progress in lines of text, where there is no terminal for Burn's dashboard.
 
-use super::loader::Schedule;
+use super::{loader::Schedule, stop::Stop};
 use crate::terminal::Output;
 use burn::train::{
     LearnerSummary,
@@ -16,6 +16,7 @@ use std::{collections::HashMap, sync::Arc, time::Instant};
 /// Prints a line every few steps, and one after each validation.
 pub struct Lines {
     schedule: Schedule,
+    stop: Stop,
     /// Steps from one line to the next.
     every: usize,
     /// Rows of a batch, and tokens of a row.
@@ -32,9 +33,10 @@ pub struct Lines {
 
 impl Lines {
     /// A line every `every` steps. Batches are of `size`, rows and tokens.
-    pub fn new(schedule: Schedule, every: usize, size: [usize; 2]) -> Self {
+    pub fn new(schedule: Schedule, stop: Stop, every: usize, size: [usize; 2]) -> Self {
         Self {
             schedule,
+            stop,
             every,
             size,
             names: HashMap::new(),
@@ -51,20 +53,23 @@ impl Lines {
         let _ = self.output.write(&(line + "\n"));
     }
 
-    /// After each batch of each device. One may end its last step of an interval when another has begun to validate.
-    fn batch(&mut self, learning_rate: f64) {
-        let batches = self.schedule.batches();
+    /// After each device's part of a step. One may end its last step of an interval when another has begun to validate.
+    fn part(&mut self, learning_rate: f64) {
         let Schedule {
-            steps, interval, ..
+            steps,
+            interval,
+            devices,
+            accumulation,
+            ..
         } = self.schedule;
-        let step = self.last_step + self.losses.len() / batches;
+        let step = self.last_step + self.losses.len() / devices;
         let is_last = step.is_multiple_of(interval) || step == steps;
         let is_asked = step.is_multiple_of(self.every) || is_last;
-        if !self.losses.len().is_multiple_of(batches) || !is_asked {
+        if !self.losses.len().is_multiple_of(devices) || !is_asked {
             return;
         }
         let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
-        let tokens = self.losses.len() * self.size[0] * self.size[1];
+        let tokens = self.losses.len() * accumulation * self.size[0] * self.size[1];
         self.print(format!(
             "step {step}/{steps}  loss {loss:.4}  learning rate {learning_rate:.2e}  {:.0} tokens/s",
             tokens as f64 / self.since.elapsed().as_secs_f64(),
@@ -90,8 +95,8 @@ impl MetricsRendererTraining for Lines {
             // The mean of an interval, after its end.
             NumericEntry::Final(_) => (),
             value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
-            // It comes after the loss of the same batch.
-            value if self.is(&entry.metric_id, "Learning Rate") => self.batch(value.current()),
+            // It comes after the loss of the same part.
+            value if self.is(&entry.metric_id, "Learning Rate") => self.part(value.current()),
             _ => (),
         }
     }
@@ -99,6 +104,7 @@ impl MetricsRendererTraining for Lines {
     fn update_valid(&mut self, state: MetricState) {
         if let MetricState::Numeric(entry, Some(NumericEntry::Final(loss))) = state
             && self.is(&entry.metric_id, "Loss")
+            && !self.stop.is_asked()
         {
             let step = self.schedule.steps_of(self.interval).end;
             self.print(format!(
@@ -125,7 +131,7 @@ impl TrainingProgressLogger for Lines {
         _label: Option<&str>,
     ) {
         self.interval = starting_epoch - 1;
-        self.last_step = self.interval * self.schedule.interval;
+        self.last_step = self.schedule.steps_of(self.interval).start;
         self.since = Instant::now();
     }
 

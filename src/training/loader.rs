@@ -1,6 +1,6 @@
 //! Rows as batches, in an order that a seed determines.
 
-use super::rows::Row;
+use super::{rows::Row, stop::Stop};
 use burn::{
     data::{
         dataloader::{DataLoader, DataLoaderIterator, Progress},
@@ -18,13 +18,24 @@ use std::{
     },
 };
 
-/// What a model is trained on at once.
+/// What one device takes for a step of the optimizer.
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// Their gradients are added up.
+    pub batches: Vec<Batch>,
+    /// Targets of the whole step, those of other devices included.
+    pub targets: usize,
+}
+
+/// What a model reads at once.
 #[derive(Clone, Debug)]
 pub struct Batch {
     /// `[rows, positions]`.
     pub tokens: Tensor<2, Int>,
     /// `[rows, positions]`: the next token, negative where the loss does not count.
     pub targets: Tensor<2, Int>,
+    /// How many of the targets count.
+    pub counted: usize,
     /// Where the documents are.
     pub packing: Packing,
 }
@@ -53,14 +64,20 @@ impl Data {
         Ok(Batch {
             tokens: tensor(tokens.collect()),
             targets: tensor(targets.collect()),
+            counted: self.counted(rows),
             packing: Packing::new(documents, self.positions).map_err(DatasetError::new)?,
         })
     }
+
+    /// Targets that count.
+    fn counted(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|row| self.rows[*row].counted()).sum()
+    }
 }
 
-/// The batches of the steps between two checkpoints, of the next ones with each [`iter`](DataLoader::iter). Every pass over
-/// the data has an order of its own; which rows a step takes depends on the seed and its number only, and with several
-/// devices each takes its part of them.
+/// The steps between two checkpoints, the next ones with each [`iter`](DataLoader::iter), as far as nobody stops them. Every
+/// pass over the data has an order of its own; which rows a step takes depends on the seed and its number only, and with
+/// several devices each takes its part of them.
 pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
@@ -69,7 +86,7 @@ pub struct TrainingLoader {
     part: (usize, usize),
     /// The interval between checkpoints that comes next.
     interval: AtomicUsize,
-    first_interval: usize,
+    stop: Stop,
 }
 
 /// How many steps there are, and of what.
@@ -77,6 +94,8 @@ pub struct TrainingLoader {
 pub struct Schedule {
     /// Steps in all.
     pub steps: usize,
+    /// Steps that an earlier run has done.
+    pub done: usize,
     /// Steps from one checkpoint to the next.
     pub interval: usize,
     /// Batches that one device adds up for a step.
@@ -93,10 +112,15 @@ impl Schedule {
         self.steps.div_ceil(self.interval)
     }
 
-    /// The steps of an interval.
+    /// The interval of the first step that is to be done.
+    pub fn first_interval(&self) -> usize {
+        self.done / self.interval
+    }
+
+    /// The steps of an interval that are to be done.
     pub fn steps_of(&self, interval: usize) -> Range<usize> {
         let start = interval * self.interval;
-        start..self.steps.min(start + self.interval)
+        start.max(self.done)..self.steps.min(start + self.interval)
     }
 
     /// Batches that all devices take for a step.
@@ -106,37 +130,28 @@ impl Schedule {
 }
 
 impl TrainingLoader {
-    /// Of the steps after `first_interval` intervals.
-    pub fn new(
-        data: Arc<Data>,
-        schedule: Schedule,
-        first_interval: usize,
-        device: &Device,
-    ) -> Self {
+    /// Of the steps that the schedule has to do.
+    pub fn new(data: Arc<Data>, schedule: Schedule, stop: Stop, device: &Device) -> Self {
         Self {
             data,
             schedule,
             device: device.clone(),
             part: (0, 1),
-            interval: AtomicUsize::new(first_interval),
-            first_interval,
+            interval: AtomicUsize::new(schedule.first_interval()),
+            stop,
         }
     }
 
-    fn copy(&self, device: &Device, part: (usize, usize)) -> Arc<dyn DataLoader<Batch>> {
+    fn copy(&self, device: &Device, part: (usize, usize)) -> Arc<dyn DataLoader<Step>> {
+        let stop = self.stop.clone();
         Arc::new(Self {
             part,
-            ..Self::new(
-                self.data.clone(),
-                self.schedule,
-                self.first_interval,
-                device,
-            )
+            ..Self::new(self.data.clone(), self.schedule, stop, device)
         })
     }
 
-    /// The rows of an interval's batches, batch by batch.
-    fn order(&self, interval: usize) -> Vec<Vec<usize>> {
+    /// What this device takes for the steps of an interval.
+    fn order(&self, interval: usize) -> Vec<Chosen> {
         let rows = self.data.rows.len();
         let mut pass = None;
         let mut row_at = |index: usize| {
@@ -148,16 +163,23 @@ impl TrainingLoader {
             order[index % rows]
         };
         let (part, parts) = self.part;
-        let mut batches = Vec::new();
-        for step in self.schedule.steps_of(interval) {
+        let of_step = |step: usize| {
+            let mut chosen = Chosen {
+                step,
+                batches: Vec::new(),
+                targets: 0,
+            };
             for batch in 0..self.schedule.batches() {
+                let first = (step * self.schedule.batches() + batch) * self.data.batch;
+                let rows: Vec<usize> = (first..first + self.data.batch).map(&mut row_at).collect();
+                chosen.targets += self.data.counted(&rows);
                 if batch % parts == part {
-                    let first = (step * self.schedule.batches() + batch) * self.data.batch;
-                    batches.push((first..first + self.data.batch).map(&mut row_at).collect());
+                    chosen.batches.push(rows);
                 }
             }
-        }
-        batches
+            chosen
+        };
+        self.schedule.steps_of(interval).map(of_step).collect()
     }
 
     /// The order of the rows in a pass over the data.
@@ -169,42 +191,97 @@ impl TrainingLoader {
     }
 }
 
-impl DataLoader<Batch> for TrainingLoader {
-    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<Batch> + 'a> {
+impl DataLoader<Step> for TrainingLoader {
+    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<Step> + 'a> {
         let interval = self.interval.fetch_add(1, Ordering::Relaxed);
-        Box::new(Batches::new(&self.data, &self.device, self.order(interval)))
+        let steps = self.order(interval);
+        Box::new(Steps {
+            loader: self,
+            progress: Progress::new(0, steps.len(), Some("steps".into())),
+            steps: steps.into_iter(),
+        })
     }
 
     fn num_items(&self) -> usize {
-        let steps = self.schedule.interval.min(self.schedule.steps);
-        steps * self.schedule.batches() / self.part.1 * self.data.batch
+        let Schedule {
+            steps, interval, ..
+        } = self.schedule;
+        interval.min(steps) * self.schedule.devices / self.part.1
     }
 
-    fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<Batch>> {
+    fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<Step>> {
         self.copy(device, self.part)
     }
 
     /// Burn slices for devices; each gets its part of every step.
-    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<Batch>> {
-        let items = self.num_items();
-        let size = items / self.schedule.devices;
-        debug_assert_eq!(end - start, size, "as many slices as devices");
-        self.copy(&self.device, (start / size, self.schedule.devices))
+    fn slice(&self, start: usize, _end: usize) -> Arc<dyn DataLoader<Step>> {
+        let devices = self.schedule.devices;
+        let steps = self.num_items() / devices;
+        self.copy(&self.device, (start / steps, devices))
     }
 }
 
-/// All batches of the data, in their order.
+/// The rows of a step.
+struct Chosen {
+    step: usize,
+    /// This device's.
+    batches: Vec<Vec<usize>>,
+    /// All devices'.
+    targets: usize,
+}
+
+struct Steps<'a> {
+    loader: &'a TrainingLoader,
+    steps: std::vec::IntoIter<Chosen>,
+    progress: Progress,
+}
+
+impl Iterator for Steps<'_> {
+    type Item = Result<Step, DatasetError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let TrainingLoader {
+            data, device, stop, ..
+        } = self.loader;
+        let Chosen {
+            step,
+            batches,
+            targets,
+        } = self.steps.next()?;
+        let is_alone = self.loader.schedule.devices == 1;
+        if stop.is_before(step, is_alone) {
+            return None;
+        }
+        self.progress.items_processed += 1;
+        let batches = batches.iter().map(|rows| data.batch(rows, device));
+        Some(
+            batches
+                .collect::<Result<_, _>>()
+                .map(|batches| Step { batches, targets }),
+        )
+    }
+}
+
+impl DataLoaderIterator<Step> for Steps<'_> {
+    fn progress(&self) -> Progress {
+        self.progress.clone()
+    }
+}
+
+/// All batches of the data, in their order, until the run is stopped.
 pub struct ValidationLoader {
     data: Arc<Data>,
     device: Device,
+    stop: Stop,
 }
 
 impl ValidationLoader {
     /// Of `data`.
-    pub fn new(data: Arc<Data>, device: &Device) -> Self {
+    pub fn new(data: Arc<Data>, stop: Stop, device: &Device) -> Self {
         Self {
             data,
             device: device.clone(),
+            stop,
         }
     }
 }
@@ -212,8 +289,12 @@ impl ValidationLoader {
 impl DataLoader<Batch> for ValidationLoader {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<Batch> + 'a> {
         let rows: Vec<usize> = (0..self.data.rows.len()).collect();
-        let batches = rows.chunks(self.data.batch).map(Vec::from).collect();
-        Box::new(Batches::new(&self.data, &self.device, batches))
+        let batches: Vec<_> = rows.chunks(self.data.batch).map(Vec::from).collect();
+        Box::new(Batches {
+            loader: self,
+            batches: batches.into_iter(),
+            done: 0,
+        })
     }
 
     fn num_items(&self) -> usize {
@@ -221,7 +302,7 @@ impl DataLoader<Batch> for ValidationLoader {
     }
 
     fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<Batch>> {
-        Arc::new(Self::new(self.data.clone(), device))
+        Arc::new(Self::new(self.data.clone(), self.stop.clone(), device))
     }
 
     fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<Batch>> {
@@ -229,43 +310,31 @@ impl DataLoader<Batch> for ValidationLoader {
             rows: self.data.rows[start..end].to_vec(),
             ..*self.data
         };
-        Arc::new(Self::new(Arc::new(data), &self.device))
+        let stop = self.stop.clone();
+        Arc::new(Self::new(Arc::new(data), stop, &self.device))
     }
 }
 
 struct Batches<'a> {
-    data: &'a Data,
-    device: &'a Device,
+    loader: &'a ValidationLoader,
     batches: std::vec::IntoIter<Vec<usize>>,
     done: usize,
-    total: usize,
-}
-
-impl<'a> Batches<'a> {
-    fn new(data: &'a Data, device: &'a Device, batches: Vec<Vec<usize>>) -> Self {
-        Self {
-            data,
-            device,
-            done: 0,
-            total: batches.iter().map(Vec::len).sum(),
-            batches: batches.into_iter(),
-        }
-    }
 }
 
 impl Iterator for Batches<'_> {
     type Item = Result<Batch, DatasetError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let rows = self.batches.next()?;
+        let ValidationLoader { data, device, stop } = self.loader;
+        let rows = self.batches.next().filter(|_| !stop.is_asked())?;
         self.done += rows.len();
-        Some(self.data.batch(&rows, self.device))
+        Some(data.batch(&rows, device))
     }
 }
 
 impl DataLoaderIterator<Batch> for Batches<'_> {
     fn progress(&self) -> Progress {
-        Progress::new(self.done, self.total, Some("rows".into()))
+        Progress::new(self.done, self.loader.num_items(), Some("rows".into()))
     }
 }
 
@@ -275,7 +344,7 @@ mod tests {
 
     const ROWS: usize = 7;
 
-    fn loader(accumulation: usize, devices: usize, first_interval: usize) -> TrainingLoader {
+    fn loader(accumulation: usize, devices: usize, done: usize) -> TrainingLoader {
         let row = |token: u32| Row {
             tokens: vec![token; 2],
             targets: vec![token as i32, -1],
@@ -289,26 +358,36 @@ mod tests {
         };
         let schedule = Schedule {
             steps: 10,
+            done,
             interval: 4,
             accumulation,
             devices,
             seed: 3,
         };
-        TrainingLoader::new(Arc::new(data), schedule, first_interval, &Device::flex())
+        let device = Device::flex();
+        TrainingLoader::new(Arc::new(data), schedule, Stop::default(), &device)
     }
 
-    fn first_tokens(loader: &dyn DataLoader<Batch>) -> Vec<i64> {
-        let of_batch = |batch: Result<Batch, DatasetError>| {
-            let tokens = batch.expect("a batch").tokens.narrow(1, 0, 1);
+    /// The first tokens of an interval's rows, step by step.
+    fn first_tokens(loader: &dyn DataLoader<Step>) -> Vec<Vec<i64>> {
+        let of_batch = |batch: Batch| {
+            let tokens = batch.tokens.narrow(1, 0, 1);
             tokens.into_data().iter::<i64>().collect::<Vec<_>>()
         };
-        loader.iter().flat_map(of_batch).collect()
+        let of_step = |step: Result<Step, DatasetError>| {
+            let batches = step.expect("a step").batches;
+            batches.into_iter().flat_map(of_batch).collect()
+        };
+        loader.iter().map(of_step).collect()
     }
 
     #[test]
     fn every_pass_has_every_row_once() {
         let loader = loader(1, 1, 0);
-        let all: Vec<i64> = (0..3).flat_map(|_| first_tokens(&loader)).collect();
+        let all: Vec<i64> = (0..3)
+            .flat_map(|_| first_tokens(&loader))
+            .flatten()
+            .collect();
         assert_eq!(all.len(), 10 * 2);
         let mut orders = Vec::new();
         for pass in all.chunks_exact(ROWS) {
@@ -321,12 +400,15 @@ mod tests {
     }
 
     #[test]
-    fn a_later_start_has_the_same_batches() {
+    fn a_later_start_has_the_same_steps() {
         let whole = loader(2, 1, 0);
         let intervals: Vec<_> = (0..3).map(|_| first_tokens(&whole)).collect();
-        let later = loader(2, 1, 1);
+        let later = loader(2, 1, 4);
         assert_eq!(first_tokens(&later), intervals[1]);
         assert_eq!(first_tokens(&later), intervals[2]);
+        let within = loader(2, 1, 6);
+        assert_eq!(first_tokens(&within), intervals[1][2..]);
+        assert_eq!(first_tokens(&within), intervals[2]);
     }
 
     #[test]
@@ -336,15 +418,28 @@ mod tests {
         let items = whole.num_items();
         let halves = [whole.slice(0, items / 2), whole.slice(items / 2, items)];
         let [first, second] = halves.map(|half| first_tokens(&*half));
-        let together = first.chunks(2).zip(second.chunks(2));
-        let together: Vec<i64> = together.flat_map(|(a, b)| [a, b].concat()).collect();
+        let together = first.into_iter().zip(second);
+        let together: Vec<_> = together.map(|(a, b)| [a, b].concat()).collect();
         assert_eq!(together, alone);
+    }
+
+    #[test]
+    fn a_step_knows_the_targets_of_all_devices() {
+        let whole = loader(2, 3, 0);
+        let items = whole.num_items();
+        let (start, end) = (items / 3, 2 * (items / 3));
+        let second = whole.slice(start, end);
+        let step = second.iter().next().expect("a step").expect("a step");
+        assert_eq!(step.targets, 2 * 3 * 2);
+        let counted: Vec<_> = step.batches.iter().map(|batch| batch.counted).collect();
+        assert_eq!(counted, [2, 2]);
     }
 
     #[test]
     fn rows_are_filled_up() {
         let loader = loader(1, 1, 0);
-        let batch = loader.iter().next().expect("a batch").expect("a batch");
+        let step = loader.iter().next().expect("a step").expect("a step");
+        let batch = step.batches[0].clone();
         assert_eq!(batch.tokens.dims(), [2, 3]);
         let last = |tensor: Tensor<2, Int>| {
             let last = tensor.narrow(1, 2, 1).into_data();

@@ -1,21 +1,26 @@
 //! Training Gemma 4 with Burn's learner: what the programs `train` and `finetune` share.
 //!
 //! Text becomes rows of packed documents ([`corpus`], [`conversations`], [`vocabulary`], [`rows`]), rows become batches in an
-//! order that a seed and the number of the step determine ([`loader`]), and batches a loss and gradients ([`trainee`]), which several devices
-//! average ([`averaging`]).
+//! order that a seed and the number of the step determine ([`loader`]), and a step's batches a loss and gradients ([`trainee`],
+//! [`gradients`]), which several devices add up ([`averaging`]). The optimizer computes in f32 ([`masters`], [`loss_scale`]).
 //! [`run`] puts them into Burn's learner. What the learner calls an epoch is here the steps between two checkpoints, since it
 //! validates, writes checkpoints and resumes at the ends of epochs only; so a run goes on exactly where its last checkpoint
-//! is, in the middle of a pass over the data.
+//! is, in the middle of a pass over the data ([`checkpoints`], [`resume`]). One that is stopped ends its epoch early ([`stop`]).
 
 pub mod arguments;
 pub mod averaging;
 pub mod checkpoints;
 pub mod conversations;
 pub mod corpus;
+pub mod gradients;
 pub mod lines;
 pub mod loader;
+pub mod loss_scale;
+pub mod masters;
 pub mod presets;
+pub mod resume;
 pub mod rows;
 pub mod run;
+pub mod stop;
 pub mod trainee;
 pub mod vocabulary;

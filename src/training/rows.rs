@@ -102,6 +102,12 @@ impl Row {
         self.tokens.extend(example.tokens);
     }
 
+    /// How many targets count.
+    pub fn counted(&self) -> usize {
+        let counted = self.targets.iter().filter(|target| **target >= 0);
+        counted.count()
+    }
+
     /// The tokens, filled up to `positions` with `padding`.
     pub fn padded_tokens(&self, positions: usize, padding: u32) -> impl Iterator<Item = i32> {
         let fill = std::iter::repeat_n(padding, positions - self.tokens.len());

@@ -3,28 +3,30 @@
 use super::{
     arguments::{OptimizerName, TrainingArguments},
     averaging::Averaging,
-    checkpoints::{KEPT, Records},
+    checkpoints::{self, KEPT, Records},
     lines::Lines,
     loader::{Data, TrainingLoader, ValidationLoader},
-    trainee::Trainee,
+    masters::{InF32, Memory},
+    stop::{AfterCheckpoint, Stop},
+    trainee::{Trainee, gradients_in_f32},
 };
-use crate::{Error, terminal::INTERRUPTED};
+use crate::{
+    Error,
+    terminal::{INTERRUPTED, note},
+};
 use burn::{
-    grad_clipping::GradientClippingConfig,
     lr_scheduler::{
         LrSchedulerConfig, cosine::CosineAnnealingLrSchedulerConfig,
         linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
         sequential::SequentialLrSchedulerConfig,
     },
-    module::ParamGroup,
     optim::{AdamWConfig, ModuleOptimizer, SgdConfig},
     tensor::{
         Device,
         distributed::{DistributedConfig, ReduceOperation},
     },
     train::{
-        ExecutionStrategy, Interrupter, Learner, MultiDeviceOptim, SupervisedTraining,
-        TrainingStrategy,
+        ExecutionStrategy, Learner, MultiDeviceOptim, SupervisedTraining, TrainingStrategy,
         checkpoint::KeepLastNCheckpoints,
         metric::{IterationSpeedMetric, LearningRateMetric, LossMetric},
     },
@@ -49,13 +51,11 @@ pub struct Run<'a> {
     pub learning_rate: f64,
     /// With autodiff; the model is on the first one.
     pub devices: Vec<Device>,
-    /// Each of several devices has an optimizer, and they average their gradients; else the first one gathers these.
+    /// Each of several devices has an optimizer, and they add up their gradients; else the first one gathers these.
     pub averages: bool,
     /// For checkpoints and the history of the metrics.
     pub folder: &'a Path,
-    /// Writes checkpoints.
-    pub keeps: bool,
-    /// The checkpoint to go on from.
+    /// The steps of the checkpoint to go on from.
     pub resume: Option<usize>,
 }
 
@@ -67,13 +67,12 @@ pub struct Outcome {
     pub is_interrupted: bool,
 }
 
-/// Ctrl-C ends the run after the step that is under way; a second one ends the program.
-fn stop_on_interrupt(interrupter: Interrupter) -> Result<(), Error> {
+/// Ctrl-C ends the run after the step that is under way, with a checkpoint; a second one ends the program.
+fn stop_on_interrupt(stop: Stop) -> Result<(), Error> {
     ctrlc::set_handler(move || {
-        if interrupter.should_stop() {
+        if !stop.ask() {
             std::process::exit(INTERRUPTED);
         }
-        interrupter.stop(None);
     })?;
     Ok(())
 }
@@ -89,16 +88,17 @@ impl Run<'_> {
         training: Data,
         validation: Data,
     ) -> Result<Outcome, Error> {
-        let schedule = self.arguments.schedule();
+        let schedule = self.arguments.schedule(self.resume.unwrap_or(0));
         let first = &self.devices[0];
         let size = [training.batch, training.positions];
-        let loader = TrainingLoader::new(
-            Arc::new(training),
-            schedule,
-            self.resume.unwrap_or(0),
-            first,
-        );
-        let validation = ValidationLoader::new(Arc::new(validation), &first.clone().inner());
+        let in_f32 = gradients_in_f32(self.arguments, model.dtype());
+        note(Memory::of(&model, self.arguments.optimizer, in_f32));
+        let stop = Stop::default();
+        let loader = TrainingLoader::new(Arc::new(training), schedule, stop.clone(), first);
+        let plain = first.clone().inner();
+        let validation = ValidationLoader::new(Arc::new(validation), stop.clone(), &plain);
+        let checkpoints = self.folder.join(checkpoints::FOLDER);
+        let [of_model, of_optimizer, of_schedule] = Records::all(&checkpoints, schedule, &stop)?;
         let mut learning: SupervisedTraining<Trainee> =
             SupervisedTraining::new(self.folder, Arc::new(loader), Arc::new(validation))
                 .metric_train_numeric(LossMetric::new())
@@ -106,43 +106,38 @@ impl Run<'_> {
                 .metric_train_numeric(LearningRateMetric::new())
                 .metric_train_numeric(IterationSpeedMetric::new())
                 .num_epochs(schedule.intervals())
-                .grads_accumulation(schedule.accumulation)
                 .with_checkpointing_strategy(KeepLastNCheckpoints::new(KEPT))
+                .with_custom_checkpointers(of_model, of_optimizer, of_schedule)
+                .early_stopping(AfterCheckpoint {
+                    stop: stop.clone(),
+                    schedule,
+                })
                 .with_training_strategy(TrainingStrategy::Default(self.strategy()))
                 // It would take over the messages of panics.
                 .with_application_logger(None);
-        if self.keeps {
-            let [model, optimizer, schedule] = Records::all(&self.folder.join("checkpoints"))?;
-            learning = learning.with_custom_checkpointers(model, optimizer, schedule);
-        }
-        if let Some(number) = self.resume {
-            learning = learning.checkpoint(number);
+        if self.resume.is_some() {
+            learning = learning.checkpoint(schedule.first_interval());
         }
         if self.arguments.lines || !stdout().is_terminal() {
-            let lines = Lines::new(schedule, self.arguments.log_every, size);
+            let lines = Lines::new(schedule, stop.clone(), self.arguments.log_every, size);
             learning = learning.renderer(Box::new(lines));
         }
         let averaging = (self.averages && self.devices.len() > 1).then(|| {
             let devices = self.devices.iter().cloned().map(Device::inner);
             Averaging::new(devices.collect(), learning.interrupter())
         });
-        // Otherwise the learner adds up those of all devices.
-        let added = match averaging {
-            Some(_) => schedule.accumulation,
-            None => schedule.batches(),
-        };
         let learner = Learner::new(
-            Trainee::new(model, added, self.arguments.checkpointing, averaging),
-            self.optimizer(),
+            Trainee::new(model, self.arguments, averaging),
+            optimizer(self.arguments),
             self.rates()?,
         );
-        stop_on_interrupt(learning.interrupter())?;
+        stop_on_interrupt(stop.clone())?;
         let result = learning.launch(learner);
         match result.error {
             Some(error) => Err(error.to_string().into()),
             None => Ok(Outcome {
                 model: result.model.model,
-                is_interrupted: result.interrupted.is_some(),
+                is_interrupted: result.interrupted.is_some() || stop.end() < schedule.steps,
             }),
         }
     }
@@ -163,31 +158,6 @@ impl Run<'_> {
         }
     }
 
-    fn optimizer(&self) -> ModuleOptimizer {
-        let arguments = self.arguments;
-        let clipping =
-            (arguments.clip > 0.0).then_some(GradientClippingConfig::Norm(arguments.clip));
-        match arguments.optimizer {
-            OptimizerName::Sgd => SgdConfig::new().with_gradient_clipping(clipping).init(),
-            OptimizerName::Adamw => {
-                let adamw = AdamWConfig::new()
-                    .with_beta_1(BETAS[0])
-                    .with_beta_2(BETAS[1])
-                    .with_epsilon(1e-8)
-                    .with_grad_clipping(clipping.clone());
-                let norms = adamw.clone().with_weight_decay(0.0).build();
-                adamw
-                    .with_weight_decay(arguments.weight_decay)
-                    .init()
-                    .with_group(
-                        ParamGroup::from_predicate("norm"),
-                        norms,
-                        clipping.map(|clipping| clipping.init()),
-                    )
-            }
-        }
-    }
-
     /// A linear rise, then a cosine.
     fn rates(&self) -> Result<ModuleLrScheduler, Error> {
         let (highest, steps) = (self.learning_rate, self.arguments.steps);
@@ -203,5 +173,32 @@ impl Run<'_> {
             LrSchedulerConfig::Cosine(cosine),
         ];
         Ok(SequentialLrSchedulerConfig::new(rates, vec![warmup]).init()?)
+    }
+}
+
+/// The optimizer, which computes in f32. The gradients that it gets are clipped.
+fn optimizer(arguments: &TrainingArguments) -> ModuleOptimizer {
+    match arguments.optimizer {
+        OptimizerName::Sgd => {
+            let sgd = SgdConfig::new().build();
+            ModuleOptimizer::from(InF32 {
+                matrices: sgd.clone(),
+                vectors: sgd,
+            })
+        }
+        OptimizerName::Adamw => {
+            let adamw = |decay| {
+                let adamw = AdamWConfig::new()
+                    .with_beta_1(BETAS[0])
+                    .with_beta_2(BETAS[1])
+                    .with_epsilon(1e-8)
+                    .with_weight_decay(decay);
+                adamw.build()
+            };
+            ModuleOptimizer::from(InF32 {
+                matrices: adamw(arguments.weight_decay),
+                vectors: adamw(0.0),
+            })
+        }
     }
 }

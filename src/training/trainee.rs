@@ -1,68 +1,118 @@
 //! A model as Burn's learner takes it.
 
-use super::{arguments::Checkpointing, averaging::Averaging, loader::Batch};
+use super::{
+    arguments::TrainingArguments,
+    averaging::Averaging,
+    gradients::{add, clipping, norm, scale},
+    loader::{Batch, Step},
+    loss_scale::LossScale,
+};
 use burn::{
-    module::Module,
-    optim::GradientsParams,
-    tensor::{ExecutionError, Tensor},
+    lr_scheduler::module_lr_scheduler::ModuleLearningRate,
+    module::{
+        Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+        Param, ParamGroup,
+    },
+    optim::{GradientsParams, ModuleOptimizer},
+    store::ModuleRecord,
+    tensor::{DType, Device, ExecutionError, Tensor},
     train::{
         InferenceStep, ItemLazy, TrainOutput, TrainStep,
         metric::{Adaptor, LossInput},
     },
 };
 use burn_gemma4::{Gemma4Model, Logits};
+use std::fmt;
 
 const ONE_SHAPE: &str =
     "the loader makes tokens of the vocabulary, and targets and packing of their shape";
 
 /// A model that learns to predict the next token.
-#[derive(Module, Debug)]
+#[derive(Clone, Debug)]
 pub struct Trainee {
     /// The model.
     pub model: Gemma4Model,
-    /// What a batch's gradients count: the learner adds up those of a step.
-    #[module(skip)]
-    share: f64,
+    /// Of a model in f16.
+    scale: Option<LossScale>,
     /// Computes each layer anew in the backward.
-    #[module(skip)]
     by_layer: bool,
-    /// Where the gradients are averaged with those of other devices.
-    #[module(skip)]
+    /// The largest norm of all gradients together.
+    largest_norm: Option<f32>,
+    /// What a device's part of a step's loss counts for the learner, which takes the mean of all devices' losses.
+    devices: usize,
+    /// Where the gradients are added to those of other devices; without, the learner does that.
     averaging: Option<Averaging>,
 }
 
+/// Whether a step's gradients are added up, and stay, in f32.
+pub fn gradients_in_f32(arguments: &TrainingArguments, dtype: DType) -> bool {
+    arguments.accumulate > 1 || dtype == DType::F16
+}
+
 impl Trainee {
-    /// `model`, where the learner adds up the gradients of so many batches for a step.
+    /// `model`, which is trained as the arguments say.
     pub fn new(
         model: Gemma4Model,
-        batches: usize,
-        checkpointing: Checkpointing,
+        arguments: &TrainingArguments,
         averaging: Option<Averaging>,
     ) -> Self {
+        let is_f16 = model.dtype() == DType::F16;
         Self {
-            model,
-            share: 1.0 / batches as f64,
-            by_layer: checkpointing.is_by_layer(),
+            scale: is_f16.then(|| LossScale::new(&model.device())),
+            by_layer: arguments.checkpointing.is_by_layer(),
+            largest_norm: (arguments.clip > 0.0).then_some(arguments.clip),
+            devices: arguments.devices.len().max(1),
             averaging,
+            model,
         }
     }
 
-    /// The mean loss of a batch, without autodiff, and the gradients of its share in a step.
-    fn gradients(&self, model: &Gemma4Model, batch: Batch) -> (Tensor<1>, GradientsParams) {
+    /// This device's part of a step's mean loss, without autodiff, and the gradients of that, times the loss's scale.
+    fn gradients(&self, model: &Gemma4Model, step: Step) -> (Tensor<1>, GradientsParams) {
+        let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
+        let in_f32 = step.batches.len() > 1 || self.scale.is_some();
+        let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
+        let mut sum = GradientsParams::new();
+        for batch in step.batches {
+            let share = batch.counted as f64 / step.targets.max(1) as f64;
+            let (part, gradients) = self.of_batch(model, batch, share * f64::from(scale));
+            loss = loss + part.mul_scalar(share);
+            match in_f32 {
+                true => add(&mut sum, gradients, model),
+                // The only batch.
+                false => sum = gradients,
+            }
+        }
+        (loss, sum)
+    }
+
+    /// The mean loss of a batch, without autodiff, and the gradients of `factor` times that.
+    fn of_batch(
+        &self,
+        model: &Gemma4Model,
+        batch: Batch,
+        factor: f64,
+    ) -> (Tensor<1>, GradientsParams) {
         if !self.by_layer {
             let loss = loss(model, &batch);
-            let gradients = (loss.clone() * self.share).backward();
-            return (loss.detach(), GradientsParams::from_grads(gradients, model));
+            let gradients = (loss.clone() * factor).backward();
+            return (loss.inner(), GradientsParams::from_grads(gradients, model));
         }
         let Batch {
             tokens,
             targets,
             packing,
+            ..
         } = batch;
-        let share = |hidden| Ok(model.loss(hidden, targets)? * self.share);
-        let outcome = model.gradients(tokens, Some(&packing), Logits::All, share);
-        let (loss, gradients) = outcome.expect(ONE_SHAPE);
-        (loss / self.share, gradients)
+        let mut plain = None;
+        let scaled = |hidden| {
+            let loss = model.loss(hidden, targets)?;
+            plain = Some(loss.clone().inner());
+            Ok(loss * factor)
+        };
+        let outcome = model.gradients(tokens, Some(&packing), Logits::All, scaled);
+        let (_, gradients) = outcome.expect(ONE_SHAPE);
+        (plain.expect(ONE_SHAPE), gradients)
     }
 }
 
@@ -74,37 +124,80 @@ fn loss(model: &Gemma4Model, batch: &Batch) -> Tensor<1> {
         .expect(ONE_SHAPE)
 }
 
-/// The loss of a batch.
-pub struct Loss(Tensor<1>);
+/// A mean loss.
+pub struct Loss {
+    value: Tensor<1>,
+    /// What it counts among others: the tokens that it is the mean of, or 1 for a step.
+    weight: usize,
+}
 
 impl Adaptor<LossInput> for Loss {
+    /// Burn's metric weighs by the length.
     fn adapt(&self) -> LossInput {
-        LossInput::new(self.0.clone())
+        LossInput::new(self.value.clone().expand([self.weight]))
     }
 }
 
 impl ItemLazy for Loss {
     fn sync(self) -> Result<Self, ExecutionError> {
-        self.0.device().flush()?;
-        Ok(Self(self.0.without_autodiff()))
+        self.value.device().flush()?;
+        Ok(Self {
+            value: self.value.without_autodiff(),
+            ..self
+        })
     }
 }
 
 impl TrainStep for Trainee {
-    type Input = Batch;
+    type Input = Step;
     type Output = Loss;
 
-    fn step(&self, batch: Batch) -> TrainOutput<Loss> {
-        let (loss, grads) = match &self.averaging {
-            None => self.gradients(&self.model, batch),
+    fn step(&self, step: Step) -> TrainOutput<Loss> {
+        let (value, grads) = match &self.averaging {
+            None => {
+                let (loss, gradients) = self.gradients(&self.model, step);
+                (loss.mul_scalar(self.devices as f64), gradients)
+            }
             Some(averaging) => {
                 let model = averaging.unmarked(&self.model);
-                let (loss, gradients) = self.gradients(&model, batch);
-                (loss, averaging.average(gradients, &model))
+                let (loss, gradients) = self.gradients(&model, step);
+                averaging.sum(loss, gradients, &model)
             }
         };
-        let item = Loss(loss);
+        let item = Loss { value, weight: 1 };
         TrainOutput { grads, item }
+    }
+
+    /// With the gradients of the whole step, of all devices.
+    fn optimize(
+        mut self,
+        optimizer: &mut ModuleOptimizer,
+        rate: ModuleLearningRate,
+        mut gradients: GradientsParams,
+    ) -> Self {
+        let scaled_norm = match self.scale.is_some() || self.largest_norm.is_some() {
+            true => norm(&gradients, &self),
+            false => None,
+        };
+        if let Some(scaled_norm) = scaled_norm {
+            let mut factor = scaled_norm.ones_like();
+            let mut norm = scaled_norm;
+            if let Some(loss_scale) = self.scale.take() {
+                let scale = loss_scale.value();
+                let are_numbers = norm.clone().into_scalar::<f32>().is_finite();
+                self.scale = Some(loss_scale.after(are_numbers));
+                if !are_numbers {
+                    return self;
+                }
+                norm = norm.div_scalar(scale);
+                factor = factor.div_scalar(scale);
+            }
+            if let Some(largest) = self.largest_norm {
+                factor = factor * clipping(norm, largest);
+            }
+            scale(&mut gradients, factor, &self);
+        }
+        optimizer.step(rate, self, gradients)
     }
 }
 
@@ -113,6 +206,125 @@ impl InferenceStep for Trainee {
     type Output = Loss;
 
     fn step(&self, batch: Batch) -> Loss {
-        Loss(loss(&self.model, &batch))
+        let value = loss(&self.model, &batch);
+        Loss {
+            value,
+            weight: batch.counted,
+        }
+    }
+}
+
+/// Burn's derived one but for the record, which has what is trained: a checkpoint of an adapter is as small as the adapter.
+impl Module for Trainee {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.model.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        Self {
+            model: self.model.fork(device),
+            scale: self.scale.fork(device),
+            ..self
+        }
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        Self {
+            model: self.model.to_device(device),
+            scale: self.scale.to_device(device),
+            ..self
+        }
+    }
+
+    fn train(self) -> Self {
+        Self {
+            model: self.model.train(),
+            ..self
+        }
+    }
+
+    fn valid(&self) -> Self {
+        Self {
+            model: self.model.valid(),
+            ..self.clone()
+        }
+    }
+
+    fn materialize(self) -> Self {
+        Self {
+            model: self.model.materialize(),
+            ..self
+        }
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        visitor.enter_module("model", "Struct:Trainee");
+        self.model.visit(visitor);
+        visitor.exit_module("model", "Struct:Trainee");
+        visitor.enter_module("scale", "Struct:Trainee");
+        self.scale.visit(visitor);
+        visitor.exit_module("scale", "Struct:Trainee");
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        mapper.enter_module("model", "Struct:Trainee");
+        let model = self.model.map(mapper);
+        mapper.exit_module("model", "Struct:Trainee");
+        mapper.enter_module("scale", "Struct:Trainee");
+        let scale = self.scale.map(|scale| scale.map(mapper));
+        mapper.exit_module("scale", "Struct:Trainee");
+        Self {
+            model,
+            scale,
+            ..self
+        }
+    }
+
+    fn into_record(self) -> ModuleRecord {
+        let mut trained = Trained::default();
+        self.visit(&mut trained);
+        self.into_record_group(ParamGroup::from_paths(trained.paths))
+    }
+}
+
+/// The paths of what a checkpoint has: parameters that are trained, and the loss's scale.
+#[derive(Default)]
+struct Trained {
+    path: Vec<String>,
+    paths: Vec<String>,
+}
+
+impl ModuleVisitor for Trained {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let is_scale = self.path.first().is_some_and(|name| name == "scale");
+        if is_scale || param.base().is_require_grad() {
+            self.paths.push(self.path.join("."));
+        }
+    }
+}
+
+impl ModuleDisplayDefault for Trainee {
+    fn content(&self, content: Content) -> Option<Content> {
+        Some(content.add("model", &self.model))
+    }
+
+    fn num_params(&self) -> usize {
+        Module::num_params(&self.model)
+    }
+}
+
+impl ModuleDisplay for Trainee {}
+
+impl fmt::Display for Trainee {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.model.fmt(f)
     }
 }

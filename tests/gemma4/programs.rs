@@ -7,6 +7,10 @@ mod answers;
 pub mod folder;
 mod refused;
 #[cfg(feature = "training")]
+mod precision;
+#[cfg(feature = "training")]
+mod resumed;
+#[cfg(feature = "training")]
 mod training;
 
 use attention_workspace::testing::program::{Ended, program, run, succeed};

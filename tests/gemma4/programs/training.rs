@@ -19,7 +19,7 @@ use std::{
 use tempfile::TempDir;
 
 /// Trains the smallest model for 20 steps on a text of its own.
-fn train(out: &Path, arguments: &[&str]) -> Command {
+pub fn train(out: &Path, arguments: &[&str]) -> Command {
     let mut command = program("train");
     command
         .arg("--out")
@@ -42,7 +42,7 @@ fn train(out: &Path, arguments: &[&str]) -> Command {
 }
 
 /// The losses that a program has printed, by their steps.
-fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
+pub fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     let loss = |line: &str| {
         let step = line.strip_prefix("step ")?.split('/').next()?;
         let (_, rest) = line.split_once(kind)?;
@@ -52,7 +52,7 @@ fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     output.lines().filter_map(loss).collect()
 }
 
-fn validation(output: &str) -> Vec<(usize, f64)> {
+pub fn validation(output: &str) -> Vec<(usize, f64)> {
     losses(output, "  validation loss ")
 }
 
@@ -147,7 +147,7 @@ fn data_that_is_no_text_is_refused() {
 }
 
 /// 200 lines that say little.
-fn conversations() -> String {
+pub fn conversations() -> String {
     let line = |number: usize| {
         let number = number % 5;
         format!(
@@ -157,7 +157,7 @@ fn conversations() -> String {
     (0..200).map(line).collect()
 }
 
-fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Command {
+pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Command {
     let mut command = program("finetune");
     command.arg("--model").arg(base.path());
     command.arg("--data").arg(data).arg("--out").arg(out);
@@ -174,7 +174,9 @@ fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Comma
         ])
         .args(["--checkpoint-every", "2", "--device", "flex"])
         .args(["--learning-rate", "0.01", "--warmup", "1"])
-        .args(arguments);
+        .args(arguments)
+        // Burn restores an optimizer on its default device.
+        .env("BURN_DEVICE", "flex");
     command
 }
 
@@ -235,6 +237,66 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
         1,
         &words,
     );
+}
+
+/// Conversations with a row each: a long answer to a short question, and a short one to a long question.
+fn unequal_conversations() -> String {
+    let line = |number: usize| {
+        let (question, answer) = match number % 2 {
+            0 => ("a", "the mat the cat the"),
+            _ => ("the cat the mat the", "a"),
+        };
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "{question}"}}, {{"role": "assistant", "content": "{answer}"}}]}}"#
+        ) + "\n"
+    };
+    (0..40).map(line).collect()
+}
+
+/// A step's gradient is the mean of its tokens, however they come to batches and devices.
+#[test]
+fn answers_weigh_by_their_tokens() {
+    let base = Folder::copy("dense-ple");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, unequal_conversations()).expect("a file");
+    let of = |name: &str, arguments: &[&str]| {
+        let out = folder.path().join(name);
+        let mut command = finetune(&base, &data, &out, &["--length", "40"]);
+        let ended = succeed(command.args(arguments));
+        assert!(!ended.stderr.contains("and cut"), "{ended:?}");
+        // Neither two of them fit into a row, nor is one longer.
+        assert!(ended.stderr.contains("38 rows"), "{ended:?}");
+        (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
+    };
+    let (steps, validations) = of("rows", &["--batch", "2"]);
+    assert_eq!(steps.len(), 8);
+    for (name, arguments) in [
+        ("batches", &["--batch", "1", "--accumulate", "2"][..]),
+        ("devices", &["--batch", "1", "--devices", "0,0"]),
+        (
+            "layers",
+            &[
+                "--batch",
+                "1",
+                "--accumulate",
+                "2",
+                "--checkpointing",
+                "layers",
+            ],
+        ),
+    ] {
+        let found = of(name, arguments);
+        let pairs = steps.iter().zip(&found.0);
+        let pairs = pairs.chain(validations.iter().zip(&found.1));
+        for ((step, expected), (_, found)) in pairs {
+            let error = (found - expected).abs();
+            assert!(
+                error < 1e-3,
+                "{name}: {found}, not {expected} in step {step}"
+            );
+        }
+    }
 }
 
 #[test]

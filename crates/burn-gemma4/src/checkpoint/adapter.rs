@@ -1,10 +1,10 @@
 //! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
 
-use super::{create, stored, upload_f32, write_file, write_tensors};
+use super::{Names, create, files::TensorFiles, stored, upload_f32, write_file, write_tensors};
 use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product};
 use burn::{
     module::{Lora, Module, ModuleMapper, Param, ParamGroup},
-    tensor::{DType, Device, Tensor},
+    tensor::{DType, Device, FloatDType, Tensor},
 };
 use safetensors::{SafeTensors, View};
 use serde::{Deserialize, Serialize};
@@ -12,6 +12,8 @@ use std::{collections::BTreeSet, path::Path};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
+/// Before a module's name in the file: how PEFT wraps a model.
+const WRAPPED: &str = "base_model.model.";
 /// Before a parameter's path in the file, for a text checkpoint and for a multimodal one.
 const PREFIX: &str = "base_model.model.model.";
 const MULTIMODAL_PREFIX: &str = "base_model.model.model.language_model.";
@@ -94,7 +96,8 @@ impl Adapter {
         }
     }
 
-    /// Freezes the model and attaches Burn's low-rank adapters, which add nothing until they are trained.
+    /// Freezes the model and attaches Burn's low-rank adapters, which add nothing until they are trained. Their factors are in
+    /// f32, whatever the model is in, and are multiplied with rows in the rows' dtype.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices, or one is
@@ -125,7 +128,7 @@ impl Adapter {
             return refuse("rank", format!("is {rank}, but {path} is {shape:?}"));
         }
         let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
-        let lora = Lora::new(self.rank, self.alpha);
+        let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
         Ok(model.apply_lora(lora.set_param_group(ParamGroup::from_paths(paths))))
     }
 
@@ -137,11 +140,22 @@ impl Adapter {
         path.starts_with("layers.") && self.modules.iter().any(|name| name == module)
     }
 
+    /// What PEFT matches the whole names of a model's modules with. A list of last names would adapt towers, too, which have
+    /// modules of the same names.
+    fn pattern(&self, prefix: &str) -> String {
+        let prefix = prefix.replace('.', r"\.");
+        let modules = self.modules.join("|");
+        format!(r"{prefix}layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
+    }
+
     /// Writes the adapters that [`attach`](Self::attach) gave to `model` into `folder`, as PEFT does: `adapter_config.json`,
-    /// which names the checkpoint `base`, and `adapter_model.safetensors`.
+    /// which names the checkpoint `base`, and `adapter_model.safetensors`, in f32.
+    ///
+    /// Where `base` is a multimodal checkpoint's folder, modules have the names of `Gemma4ForConditionalGeneration`, whose
+    /// towers are left alone; else those of `Gemma4ForCausalLM`.
     ///
     /// # Errors
-    /// Where a file cannot be written.
+    /// Where `base` is a folder without a checkpoint that can be read, and where a file cannot be written.
     pub fn save(
         &self,
         model: &Gemma4Model,
@@ -149,11 +163,15 @@ impl Adapter {
         base: &str,
     ) -> Result<(), Gemma4Error> {
         let folder = folder.as_ref();
+        let prefix = match Path::new(base).is_dir() {
+            true => Names::of(&TensorFiles::open(Path::new(base))?).prefix,
+            false => Names::of_text().prefix,
+        };
         let file = File {
             peft_type: "LORA".into(),
             r: self.rank,
             lora_alpha: self.alpha,
-            target_modules: self.modules.clone().into(),
+            target_modules: self.pattern(prefix).into(),
             base_model_name_or_path: Some(base.into()),
             task_type: Some("CAUSAL_LM".into()),
             bias: Some("none".into()),
@@ -169,15 +187,16 @@ impl Adapter {
         create(folder)?;
         // Burn's first factor writes and its second one reads, since the matrices here are [columns out, columns in].
         let [reads, writes] = FACTORS;
-        let factors = stored(&model.valid(), model.dtype())
-            .into_iter()
-            .filter_map(|(path, tensor)| {
-                let (path, suffix) = match path.strip_suffix(".weight.lora.a") {
-                    Some(path) => (path, writes),
-                    None => (path.strip_suffix(".weight.lora.b")?, reads),
-                };
-                Some((format!("{PREFIX}{path}{suffix}"), tensor))
-            });
+        let factors =
+            stored(&model.valid(), DType::F32)
+                .into_iter()
+                .filter_map(|(path, tensor)| {
+                    let (path, suffix) = match path.strip_suffix(".weight.lora.a") {
+                        Some(path) => (path, writes),
+                        None => (path.strip_suffix(".weight.lora.b")?, reads),
+                    };
+                    Some((format!("{WRAPPED}{prefix}{path}{suffix}"), tensor))
+                });
         write_tensors(&folder.join(WEIGHTS), factors)?;
         write_file(&folder.join(CONFIG), json.as_bytes())
     }

@@ -30,8 +30,15 @@ impl Linear {
         rows.reshape([batch, positions, output])
     }
 
-    /// `[rows, columns in]` to `[rows, columns out]`.
+    /// `[rows, columns in]` to `[rows, columns out]`. What a low-rank adapter adds goes through its factors, in the dtype of the
+    /// rows: their product, of the weight's size, is never there, nor is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        rows(input, self.weight.val())
+        let Some(adapter) = self.weight.adapter() else {
+            return rows(input, self.weight.val());
+        };
+        let dtype = input.dtype();
+        let [reads, writes] = [&adapter.b, &adapter.a].map(|factor| factor.val().cast(dtype));
+        let added = rows(rows(input.clone(), reads), writes);
+        rows(input, self.weight.base()) + added * adapter.scale
     }
 }

@@ -1,0 +1,93 @@
+//! Sums of gradients, and their norm.
+
+use burn::{
+    module::{Module, ModuleVisitor, Param},
+    optim::GradientsParams,
+    tensor::{DType, Tensor},
+};
+
+/// Keeps a norm of 0 from being divided by.
+const SMALLEST_NORM: f32 = 1e-6;
+
+/// Adds gradients to those that are there, in f32: of many terms in half precision, the last ones would be rounded away.
+pub fn add(sum: &mut GradientsParams, new: GradientsParams, module: &impl Module) {
+    let mut new = new;
+    module.visit(&mut Add { sum, new: &mut new });
+}
+
+struct Add<'a> {
+    sum: &'a mut GradientsParams,
+    new: &'a mut GradientsParams,
+}
+
+impl ModuleVisitor for Add<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(new) = self.new.remove::<D>(param.id) else {
+            return;
+        };
+        let new = new.cast(DType::F32);
+        let sum = match self.sum.remove::<D>(param.id) {
+            Some(old) => old + new,
+            None => new,
+        };
+        self.sum.register(param.id, sum);
+    }
+}
+
+/// The Euclidean norm of all gradients together, `[1]` in f32, if there are any.
+pub fn norm(gradients: &GradientsParams, module: &impl Module) -> Option<Tensor<1>> {
+    let mut squares = Squares {
+        gradients,
+        sum: None,
+    };
+    module.visit(&mut squares);
+    squares.sum.map(Tensor::sqrt)
+}
+
+struct Squares<'a> {
+    gradients: &'a GradientsParams,
+    sum: Option<Tensor<1>>,
+}
+
+impl ModuleVisitor for Squares<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(gradient) = self.gradients.get::<D>(param.id) else {
+            return;
+        };
+        let squares = gradient.cast(DType::F32).square().sum();
+        self.sum = Some(match self.sum.take() {
+            Some(sum) => sum + squares,
+            None => squares,
+        });
+    }
+}
+
+/// What gradients of the norm `norm` are multiplied by so that theirs is `largest` at most, `[1]` in f32.
+pub fn clipping(norm: Tensor<1>, largest: f32) -> Tensor<1> {
+    (norm + SMALLEST_NORM)
+        .recip()
+        .mul_scalar(largest)
+        .clamp_max(1.0)
+}
+
+/// Multiplies all gradients by `factor` `[1]`, in f32; each keeps its dtype.
+pub fn scale(gradients: &mut GradientsParams, factor: Tensor<1>, module: &impl Module) {
+    module.visit(&mut Scale { gradients, factor });
+}
+
+struct Scale<'a> {
+    gradients: &'a mut GradientsParams,
+    factor: Tensor<1>,
+}
+
+impl ModuleVisitor for Scale<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(gradient) = self.gradients.remove::<D>(param.id) else {
+            return;
+        };
+        let dtype = gradient.dtype();
+        let factor = self.factor.clone().reshape([1; D]);
+        let scaled = (gradient.cast(DType::F32) * factor).cast(dtype);
+        self.gradients.register(param.id, scaled);
+    }
+}

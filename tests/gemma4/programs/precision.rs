@@ -1,0 +1,134 @@
+//! `finetune` in half precision learns what it learns in f32, and what PEFT is to load has the names that it looks for.
+
+use super::{
+    folder::{Folder, Stored, tensors},
+    succeed,
+    training::{conversations, finetune, validation},
+};
+use safetensors::{SafeTensors, tensor::Dtype};
+use serde_json::Value;
+use std::{collections::BTreeMap, fs, path::Path};
+use tempfile::TempDir;
+
+/// The lines of this repository's introduction, as texts.
+fn texts(path: &Path) {
+    let text = include_str!("../../../README.md");
+    let lines = text.lines().filter(|line| (20..200).contains(&line.len()));
+    let lines = lines
+        .take(120)
+        .map(|line| serde_json::json!({ "text": line }));
+    let lines: Vec<String> = lines.map(|line| line.to_string()).collect();
+    fs::write(path, lines.join("\n")).expect("a file");
+}
+
+/// The losses of validation of a fine-tuning of all weights.
+fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> Vec<f64> {
+    let data = folder.join("texts.jsonl");
+    texts(&data);
+    let out = folder.join(format!("{dtype}-{steps}-{rate}"));
+    let mut command = finetune(base, &data, &out, &["--full", "--dtype", dtype]);
+    command.args(["--length", "64", "--steps", steps, "--learning-rate", rate]);
+    command.args(["--weight-decay", "0", "--checkpoint-every", "30"]);
+    let ended = succeed(&mut command);
+    let losses = validation(&ended.stdout).into_iter().map(|(_, loss)| loss);
+    losses.collect()
+}
+
+/// A matrix's numbers as bf16 has them.
+fn in_bf16(tensor: &Stored) -> Vec<u16> {
+    let halves = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
+    match tensor.dtype {
+        Dtype::BF16 => tensor.bytes.chunks_exact(2).map(halves).collect(),
+        Dtype::F32 => {
+            let rounded = |bytes: &[u8]| {
+                let bits = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+                ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) as u16
+            };
+            tensor.bytes.chunks_exact(4).map(rounded).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The share of the layers' weights that are others in bf16.
+fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) -> f64 {
+    let layers = before.keys().filter(|name| name.contains(".layers."));
+    let (mut changed, mut all) = (0, 0);
+    for name in layers.filter(|name| name.ends_with("_proj.weight")) {
+        let [before, after] = [before, after].map(|tensors| in_bf16(&tensors[name]));
+        all += before.len();
+        changed += before.iter().zip(after).filter(|(a, b)| **a != *b).count();
+    }
+    changed as f64 / all as f64
+}
+
+/// At a fine-tuning's learning rate a step is less than a half of bf16's last place.
+#[test]
+fn weights_in_bf16_change_as_those_in_f32() {
+    let base = Folder::copy("dense-ple-mm-bf16");
+    let folder = TempDir::new().expect("a folder");
+    let before = tensors(base.path());
+    let [exact, found] = ["f32", "bf16"].map(|dtype| {
+        full(&base, folder.path(), dtype, "50", "1e-5");
+        let after = tensors(&folder.path().join(format!("{dtype}-50-1e-5")));
+        changed(&before, &after)
+    });
+    println!("changed: {exact:.4} in f32, {found:.4} in bf16");
+    assert!(exact > 0.05);
+    assert!((found / exact - 1.0).abs() < 0.1, "{found}, not {exact}");
+}
+
+/// In the second half of the curve, at a rate at which it does not depend on every rounding. In the first, the losses in bf16
+/// are apart by what its forward rounds.
+#[test]
+fn curves_in_half_precision_are_those_of_f32() {
+    let base = Folder::copy("dense-ple-mm-bf16");
+    let folder = TempDir::new().expect("a folder");
+    let [exact, of_bf16, of_f16] =
+        ["f32", "bf16", "f16"].map(|dtype| full(&base, folder.path(), dtype, "300", "1e-5"));
+    assert!(exact[9] < 0.95 * exact[0], "{exact:?}");
+    for (dtype, found) in [("bf16", of_bf16), ("f16", of_f16)] {
+        let apart = exact.iter().zip(&found).map(|(a, b)| (b / a - 1.0).abs());
+        let apart: Vec<f64> = apart.collect();
+        println!("{dtype} is apart from f32 by {apart:.4?}");
+        let largest = apart[5..].iter().copied().fold(0.0, f64::max);
+        assert!(largest < 5e-3, "{dtype}: {found:?}, not {exact:?}");
+    }
+}
+
+/// What PEFT calls the modules of the class that loads the base, and `target_modules`, which it matches whole names of modules
+/// with, towers' ones included.
+#[test]
+fn adapters_name_the_modules_of_the_published_classes() {
+    for (name, prefix) in [
+        ("dense-ple", "model.layers"),
+        ("dense-ple-mm-bf16", "model.language_model.layers"),
+    ] {
+        let base = Folder::copy(name);
+        let folder = TempDir::new().expect("a folder");
+        let data = folder.path().join("data.jsonl");
+        fs::write(&data, conversations()).expect("a file");
+        let out = folder.path().join("adapter");
+        succeed(&mut finetune(&base, &data, &out, &["--rank", "4"]));
+        let file = fs::read(out.join("adapter_model.safetensors")).expect("a file");
+        let adapter = SafeTensors::deserialize(&file).expect("tensors");
+        let first = format!("base_model.model.{prefix}.");
+        let mut zeros = 0;
+        for (tensor, view) in adapter.iter() {
+            assert!(tensor.starts_with(&first), "{name}: {tensor}");
+            // The factors of weights in bf16 are trained in f32.
+            assert_eq!(view.dtype(), Dtype::F32, "{name}: {tensor}");
+            let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
+            zeros += usize::from(is_zero(view.data()));
+        }
+        assert_eq!(zeros, 0, "{name}: factors have learned nothing");
+        let config = fs::read(out.join("adapter_config.json")).expect("a file");
+        let config: Value = serde_json::from_slice(&config).expect("JSON");
+        let modules = config["target_modules"].as_str().expect("a pattern");
+        let escaped = prefix.replace('.', r"\.");
+        let expected = format!(
+            r"{escaped}\.\d+\.(?:[^.]+\.)*(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+        );
+        assert_eq!(modules, expected, "{name}");
+    }
+}

@@ -1,0 +1,172 @@
+//! Runs that are killed or stopped, at any time, go on where they were.
+
+#[cfg(unix)]
+use super::interrupt;
+use super::{Ended, refused::check};
+use super::{
+    folder::Folder,
+    run, succeed,
+    training::{conversations, finetune, losses, train},
+};
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read},
+    path::Path,
+    process::Command,
+    thread,
+    time::Duration,
+};
+use tempfile::TempDir;
+
+/// What a finished run has written.
+fn written(folder: &Path) -> Vec<u8> {
+    let names = ["model.safetensors", "adapter_model.safetensors"];
+    let path = names
+        .map(|name| folder.join(name))
+        .into_iter()
+        .find(|path| path.exists());
+    fs::read(path.expect("weights")).expect("a file")
+}
+
+/// Kills a run again and again, each time a little later after its beginning, also while it writes checkpoints, until it comes
+/// to its end.
+fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> usize {
+    let mut kills = 0;
+    for delay in (0..400).map(|number| 3 * number) {
+        let steps = fs::read_dir(history.join("checkpoints"));
+        let is_begun = steps.is_ok_and(|mut steps| {
+            steps.any(|step| step.is_ok_and(|step| step.path().join("schedule.bpk").exists()))
+        });
+        let mut command = if is_begun { go_on() } else { begin() };
+        let mut child = command.spawn().expect("a process");
+        let mut lines = BufReader::new(child.stdout.take().expect("its output")).lines();
+        // From its first step on, or its end.
+        let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
+        thread::sleep(Duration::from_millis(delay));
+        let _ = child.kill();
+        let status = child.wait().expect("its end");
+        if status.success() {
+            return kills;
+        }
+        let mut error = String::new();
+        let stderr = child.stderr.as_mut().expect("its errors");
+        stderr.read_to_string(&mut error).expect("text");
+        assert!(reached.is_some() || !error.contains("error:"), "{error}");
+        kills += 1;
+    }
+    panic!("it does not come to its end");
+}
+
+#[test]
+fn a_run_that_is_killed_often_ends_as_one_that_is_not() {
+    let folder = TempDir::new().expect("a folder");
+    let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
+    let arguments = ["--checkpoint-every", "2"];
+    succeed(&mut train(&whole, &arguments));
+    let resumed = [&arguments[..], &["--resume"]].concat();
+    let kills = kill_often(
+        || train(&killed, &arguments),
+        || train(&killed, &resumed),
+        &killed.join("run"),
+    );
+    println!("{kills} kills");
+    assert!(kills > 3);
+    assert!(written(&whole) == written(&killed));
+}
+
+#[test]
+fn fine_tuning_goes_on_where_it_was() {
+    let base = Folder::copy("dense-ple-mm-bf16");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, conversations()).expect("a file");
+    for (name, arguments) in [("adapter", &["--rank", "4"][..]), ("full", &["--full"])] {
+        let path = |kind: &str| folder.path().join(format!("{name}-{kind}"));
+        let (whole, killed) = (path("whole"), path("killed"));
+        let expected = succeed(&mut finetune(&base, &data, &whole, arguments));
+        let mut child = finetune(&base, &data, &killed, arguments)
+            .spawn()
+            .expect("a process");
+        let output = BufReader::new(child.stdout.take().expect("its output"));
+        let mut lines = output.lines().map(|line| line.expect("text"));
+        assert!(lines.any(|line| line.starts_with("step 5/")), "{name}");
+        child.kill().expect("to end");
+        child.wait().expect("its end");
+        let resumed = [arguments, &["--resume"]].concat();
+        let ended = succeed(&mut finetune(&base, &data, &killed, &resumed));
+        let of_steps = losses(&expected.stdout, "  loss ");
+        let of_resumed = losses(&ended.stdout, "  loss ");
+        let begun = of_steps.len() - of_resumed.len();
+        assert!([2, 4].contains(&begun), "{name}: {ended:?}");
+        assert_eq!(of_resumed, of_steps[begun..], "{name}");
+        assert!(written(&whole) == written(&killed), "{name}");
+        let again = run(&mut finetune(&base, &data, &whole, arguments));
+        check("a second run", &again, 2, &["whole", "--resume"]);
+    }
+    // A checkpoint of an adapter is no checkpoint of the model.
+    let size = |name: &str| {
+        let path = folder
+            .path()
+            .join(name)
+            .join("run/checkpoints/step-8/model.bpk");
+        fs::metadata(path).expect("a checkpoint").len()
+    };
+    assert!(4 * size("adapter-whole") < size("full-whole"));
+}
+
+/// Waits for a line, and stops the program as Ctrl-C does.
+#[cfg(unix)]
+fn stop_at(mut command: Command, line: &str) -> (Vec<String>, Ended) {
+    let mut child = command.spawn().expect("a process");
+    let mut output = BufReader::new(child.stdout.take().expect("its output")).lines();
+    let mut lines = Vec::new();
+    for next in output.by_ref() {
+        let next = next.expect("text");
+        let is_reached = next.starts_with(line);
+        lines.push(next);
+        if is_reached {
+            break;
+        }
+    }
+    interrupt(&child);
+    lines.extend(output.map(|line| line.expect("text")));
+    (
+        lines,
+        Ended::from(child.wait_with_output().expect("its end")),
+    )
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_saves_first() {
+    let base = Folder::copy("dense-ple");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, conversations()).expect("a file");
+    // The only checkpoint that there is by itself is the last one.
+    let seldom = ["--steps", "400", "--checkpoint-every", "400"];
+    let seldom_resumed = [&seldom[..], &["--resume"]].concat();
+    let several = [&seldom[..], &["--devices", "0,0"]].concat();
+    let several_resumed = [&several[..], &["--resume"]].concat();
+    for (name, arguments, resumed) in [
+        ("one", &seldom[..], &seldom_resumed),
+        ("two", &several[..], &several_resumed),
+    ] {
+        let path = |kind: &str| folder.path().join(format!("{name}-{kind}"));
+        for program in ["train", "finetune"] {
+            let command = |kind: &str, arguments: &[&str]| match program {
+                "train" => train(&path(&format!("{program}-{kind}")), arguments),
+                _ => finetune(&base, &data, &path(&format!("{program}-{kind}")), arguments),
+            };
+            let whole = losses(&succeed(&mut command("whole", arguments)).stdout, "  loss ");
+            let (lines, ended) = stop_at(command("stopped", arguments), "step 3/");
+            assert_eq!(ended.code, Some(0), "{name}, {program}: {ended:?}");
+            assert!(ended.stderr.contains("--resume"), "{ended:?}");
+            let first = losses(&lines.join("\n"), "  loss ");
+            assert!((3..400).contains(&first.len()), "{lines:?}");
+            let ended = succeed(&mut command("stopped", resumed));
+            let second = losses(&ended.stdout, "  loss ");
+            assert_eq!([first, second].concat(), whole, "{name}, {program}");
+        }
+    }
+}
