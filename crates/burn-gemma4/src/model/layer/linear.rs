@@ -42,3 +42,60 @@ impl Linear {
         rows(input, self.weight.base()) + added * adapter.scale
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use burn::{
+        module::{Lora, ModuleMapper},
+        tensor::Distribution,
+    };
+
+    /// Draws the factors, of which one begins with zeros.
+    struct Drawn;
+
+    impl ModuleMapper for Drawn {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            match param.is_require_grad() {
+                true => param.map(|factor| {
+                    let drawn = factor.inner().random_like(Distribution::Default);
+                    drawn.autodiff().require_grad()
+                }),
+                false => param,
+            }
+        }
+    }
+
+    fn close(found: Tensor<2>, expected: Tensor<2>, what: &str) {
+        let [found, expected] =
+            [found, expected].map(|tensor| tensor.into_data().iter::<f32>().collect::<Vec<_>>());
+        assert_eq!(found.len(), expected.len(), "{what}");
+        for (found, expected) in found.into_iter().zip(expected) {
+            let error = (found - expected).abs();
+            assert!(error < 1e-4, "{what}: {found}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn factors_give_what_their_product_gives() {
+        let device = Device::flex().autodiff();
+        let linear = Linear::new(5, 7, 1.0, &device).apply_lora(Lora::new(3, 6.0));
+        let linear = linear.map(&mut Drawn);
+        let input = Tensor::<2>::random([4, 5], Distribution::Default, &device).require_grad();
+        let weighted = |output: Tensor<2>| (output.clone().tanh() * output).sum();
+        let found = linear.rows(input.clone());
+        let expected = rows(input.clone(), linear.weight.val());
+        close(found.clone(), expected.clone(), "output");
+        let [found, expected] = [found, expected].map(|output| weighted(output).backward());
+        let adapter = linear.weight.adapter().expect("an adapter");
+        for (what, leaf) in [
+            ("input", input),
+            ("a", adapter.a.val()),
+            ("b", adapter.b.val()),
+        ] {
+            let [found, expected] = [&found, &expected].map(|gradients| leaf.grad(gradients));
+            close(found.expect("one"), expected.expect("one"), what);
+        }
+        assert!(linear.weight.base().grad(&found).is_none());
+    }
+}
