@@ -5,9 +5,9 @@
 
 mod answers;
 pub mod folder;
-mod refused;
 #[cfg(feature = "training")]
 mod precision;
+mod refused;
 #[cfg(feature = "training")]
 mod resumed;
 #[cfg(feature = "training")]

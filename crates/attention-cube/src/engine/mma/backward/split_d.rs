@@ -46,6 +46,10 @@ const STEP_COLUMNS: usize = 16;
 type StepRegisters = Const<{ STEP_COLUMNS / 2 }>;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
 pub(crate) fn backward_split_d<
     E: Float,
     F: Float,
