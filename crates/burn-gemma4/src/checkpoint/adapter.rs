@@ -1,6 +1,8 @@
 //! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
 
-use super::{Names, create, files::TensorFiles, stored, upload_f32, write_file, write_tensors};
+use super::{
+    create, files::TensorFiles, names::Names, stored, upload_f32, write_file, write_tensors,
+};
 use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product};
 use burn::{
     module::{Lora, Module, ModuleMapper, Param, ParamGroup},

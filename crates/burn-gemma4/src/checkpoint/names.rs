@@ -5,7 +5,7 @@ use crate::Gemma4Config;
 
 /// How the file calls the model's tensors.
 pub(super) struct Names {
-    prefix: &'static str,
+    pub(super) prefix: &'static str,
 }
 
 /// Before the text model's tensors in a multimodal checkpoint.
