@@ -2,24 +2,41 @@
 
 use super::{corpus::read_text, rows::Example};
 use crate::Error;
-use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Message, Role, Tokenizer};
-use serde_json::Value;
+use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Tokenizer};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// What a line holds.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 enum Line {
     /// `{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}`
-    Messages(Vec<Message>),
+    Messages(Conversation),
     /// `{"text": "…"}`
     Text(String),
 }
 
+/// Messages as the file has them.
+#[derive(Clone, Debug, PartialEq)]
+struct Conversation {
+    /// Objects with a role.
+    messages: Vec<Value>,
+    /// What else the line has, such as `tools`.
+    variables: Map<String, Value>,
+    /// Whether the model thinks before it answers.
+    enable_thinking: bool,
+}
+
+/// The roles of messages, of which the model says one.
+const ROLES: [&str; 5] = ["system", "developer", "user", ASSISTANT, "tool"];
+const ASSISTANT: &str = "assistant";
+
 /// The examples of a file with a JSON object in every line: `messages`, of which the assistant's are learned, or `text`, which
-/// is learned as a whole. Other fields are passed over, and so are empty lines.
+/// is learned as a whole. A conversation may say `tools` and `enable_thinking`, and its messages what the chat template
+/// renders, such as `tool_calls`. Empty lines are passed over, and so is what else a line with a text has.
 ///
 /// # Errors
-/// Naming the file, and the line that is not such an object or that the chat template refuses.
+/// Naming the file, and the line that is not such an object, that the chat template refuses, or that has a field that the
+/// template does not render.
 pub fn read(path: &Path, gemma: &Gemma4) -> Result<Vec<Example>, Error> {
     let text = read_text(path)?;
     let mut examples = Vec::new();
@@ -27,11 +44,12 @@ pub fn read(path: &Path, gemma: &Gemma4) -> Result<Vec<Example>, Error> {
         if line.trim().is_empty() {
             continue;
         }
-        let example = parse(line)
-            .and_then(|line| example(line, gemma).map_err(|error| error.to_string()))
-            .and_then(|example| within(example, gemma.config().vocab_size));
         let named = |reason| format!("{}: line {}: {reason}", path.display(), index + 1);
-        examples.push(example.map_err(named)?);
+        let new = parse(line).and_then(|line| of_line(line, gemma));
+        for example in new.map_err(named)? {
+            let example = within(example, gemma.config().vocab_size);
+            examples.push(example.map_err(named)?);
+        }
     }
     match examples.is_empty() {
         true => Err(format!("{}: has no examples", path.display()).into()),
@@ -47,20 +65,7 @@ fn parse(line: &str) -> Result<Line, String> {
         return Err(format!("is no JSON object; {EXPECTED}"));
     };
     match (fields.remove("messages"), fields.remove("text")) {
-        (Some(messages), None) => {
-            let messages: Vec<Message> = serde_json::from_value(messages)
-                .map_err(|error| format!("\"messages\": {error}"))?;
-            match messages
-                .iter()
-                .any(|message| message.role == Role::Assistant)
-            {
-                true => Ok(Line::Messages(messages)),
-                false => Err(
-                    "\"messages\" has nothing to learn: no message of the role \"assistant\""
-                        .into(),
-                ),
-            }
-        }
+        (Some(messages), None) => conversation(messages, fields).map(Line::Messages),
         (None, Some(Value::String(text))) if !text.is_empty() => Ok(Line::Text(text)),
         (None, Some(_)) => Err("\"text\" is no text, or an empty one".into()),
         (Some(_), Some(_)) => Err(format!("has both; {EXPECTED}")),
@@ -71,26 +76,70 @@ fn parse(line: &str) -> Result<Line, String> {
     }
 }
 
-fn example(line: Line, gemma: &Gemma4) -> Result<Example, Gemma4Error> {
-    let tokenizer = gemma.tokenizer();
-    let mut example = Example {
-        tokens: Vec::new(),
-        learned: Vec::new(),
+fn conversation(
+    messages: Value,
+    mut variables: Map<String, Value>,
+) -> Result<Conversation, String> {
+    let Value::Array(messages) = messages else {
+        return Err("\"messages\" is no list".into());
     };
+    for message in &messages {
+        match message.get("role").and_then(Value::as_str) {
+            Some(role) if ROLES.contains(&role) => (),
+            Some(role) => {
+                return Err(format!(
+                    "\"messages\": {role:?} is none of the roles {ROLES:?}"
+                ));
+            }
+            None => return Err("\"messages\": a message is no object with a \"role\"".into()),
+        }
+    }
+    if !messages.iter().any(is_answer) {
+        let reason = "\"messages\" has nothing to learn: no message of the role \"assistant\"";
+        return Err(reason.into());
+    }
+    let enable_thinking = match variables.remove("enable_thinking") {
+        None => false,
+        Some(Value::Bool(is_enabled)) => is_enabled,
+        Some(_) => return Err("\"enable_thinking\" is neither true nor false".into()),
+    };
+    Ok(Conversation {
+        messages,
+        variables,
+        enable_thinking,
+    })
+}
+
+fn is_answer(message: &Value) -> bool {
+    message["role"] == ASSISTANT
+}
+
+fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
+    let tokenizer = gemma.tokenizer();
+    let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
             let config = gemma.config();
+            let mut example = Example::default();
             example.extend([config.bos_token], false);
-            example.extend(tokenizer.encode(&text)?, true);
+            example.extend(tokenizer.encode(&text).map_err(said)?, true);
             example.extend(config.eos_tokens.first().copied(), true);
+            Ok(vec![example])
         }
-        Line::Messages(messages) => {
-            for (text, learned) in turns(&messages, gemma.chat_template())? {
-                example.extend(encode(tokenizer, &text)?, learned);
-            }
+        Line::Messages(conversation) => {
+            conversation.refuse_unrendered(gemma.chat_template())?;
+            let pieces = conversation.pieces(gemma.chat_template()).map_err(said)?;
+            let of_pieces = |pieces: Vec<(String, bool)>| {
+                let mut example = Example::default();
+                for (text, learned) in pieces {
+                    example.extend(encode(tokenizer, &text)?, learned);
+                }
+                Ok(example)
+            };
+            let examples: Result<_, Gemma4Error> = pieces.into_iter().map(of_pieces).collect();
+            examples.map_err(said)
         }
     }
-    Ok(example)
 }
 
 /// A tokenizer may have tokens that the model has no row for.
@@ -111,47 +160,156 @@ fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Gemma4Error> {
     }
 }
 
-/// A conversation's text in pieces: what is read, and what the model has to say, through the end of its turn. Each is to be
-/// encoded alone, as a prompt is when the model goes on from it.
-fn turns(
-    messages: &[Message],
-    template: &ChatTemplate,
-) -> Result<Vec<(String, bool)>, Gemma4Error> {
-    let options = ChatOptions {
-        add_generation_prompt: false,
-        ..ChatOptions::default()
-    };
-    let whole = template.render(messages, options)?;
-    let mut pieces = Vec::new();
-    let mut done = 0;
-    for (index, message) in messages.iter().enumerate() {
-        if message.role != Role::Assistant {
-            continue;
+/// What a template makes of a turn of the model.
+struct Turn {
+    /// What comes before it.
+    before: String,
+    /// Whose turn it is, and what a prompt adds to that: read, not said.
+    opening: String,
+    /// What is to be learned, through the end of the turn.
+    answer: String,
+    /// Whether it stands so in the whole conversation.
+    stays: bool,
+}
+
+impl Conversation {
+    fn render(
+        &self,
+        template: &ChatTemplate,
+        messages: &[Value],
+        add_generation_prompt: bool,
+    ) -> Result<String, Gemma4Error> {
+        if messages.is_empty() {
+            return Ok(String::new());
         }
-        let ends = [index, index + 1].map(|count| match count {
-            0 => Ok(String::new()),
-            _ => template.render(&messages[..count], options),
-        });
-        let [before, after] = ends;
-        let (before, after) = (before?, after?);
-        let rest = whole
-            .strip_prefix(&after)
-            .filter(|_| after.starts_with(&before) && before.len() >= done)
-            .map(|_| &after[before.len()..]);
-        let Some(turn) = rest else {
+        let options = ChatOptions {
+            add_generation_prompt,
+            enable_thinking: self.enable_thinking,
+            ..ChatOptions::default()
+        };
+        template.render_json(messages, &self.variables, options)
+    }
+
+    /// The texts of its examples in pieces: what is read, and what the model has to say. Each is to be encoded alone, as a
+    /// prompt is when the model goes on from it.
+    ///
+    /// They are one example, if every turn of the model follows the text that it follows when it is generated. Where the template
+    /// begins an answer with more than it leaves of it later, such as an empty thought, each turn is one.
+    fn pieces(&self, template: &ChatTemplate) -> Result<Vec<Vec<(String, bool)>>, Gemma4Error> {
+        let whole = self.render(template, &self.messages, false)?;
+        let answers = self.messages.iter().enumerate();
+        let turns = answers
+            .filter(|(_, message)| is_answer(message))
+            .map(|(index, _)| self.turn(template, index, &whole))
+            .collect::<Result<Vec<_>, _>>()?;
+        if !turns.iter().all(|turn| turn.stays) {
+            let apart =
+                |turn: Turn| vec![(turn.before + &turn.opening, false), (turn.answer, true)];
+            return Ok(turns.into_iter().map(apart).collect());
+        }
+        let mut pieces = Vec::new();
+        let mut done = 0;
+        for turn in turns {
+            let start = turn.before.len() + turn.opening.len();
+            pieces.push((whole[done..start].to_owned(), false));
+            done = start + turn.answer.len();
+            pieces.push((turn.answer, true));
+        }
+        Ok(vec![pieces])
+    }
+
+    fn turn(
+        &self,
+        template: &ChatTemplate,
+        index: usize,
+        whole: &str,
+    ) -> Result<Turn, Gemma4Error> {
+        let before = self.render(template, &self.messages[..index], false)?;
+        let prompt = self.render(template, &self.messages[..index], true)?;
+        let after = self.render(template, &self.messages[..=index], false)?;
+        let Some(turn) = after.strip_prefix(&before) else {
             return Err(Gemma4Error::ChatTemplate(
-                "it renders a turn otherwise when the conversation goes on".into(),
+                "it renders a message otherwise when an answer follows".into(),
             ));
         };
-        // The turn's first line says whose it is; the line end after the turn is not the model's.
-        let header = turn.find('\n').map_or(turn.len(), |end| end + 1);
-        let start = before.len() + header;
-        let end = before.len() + turn.trim_end_matches('\n').len().max(header);
-        pieces.push((whole[done..start].to_owned(), false));
-        pieces.push((whole[start..end].to_owned(), true));
-        done = end;
+        let header = &turn[..turn.find('\n').map_or(turn.len(), |end| end + 1)];
+        let asked = prompt.strip_prefix(&before).unwrap_or(header);
+        // An answer with a thought of its own does without the prompt's.
+        let added = asked.strip_prefix(header).unwrap_or_default();
+        let (opening, read) = match turn.starts_with(asked) {
+            true => (asked, asked.len()),
+            false if added.is_empty() || begin_alike(added, &turn[header.len()..]) => {
+                (header, header.len())
+            }
+            false => (asked, header.len()),
+        };
+        // The line end after the turn is not the model's.
+        let end = turn.trim_end_matches('\n').len().max(read);
+        Ok(Turn {
+            stays: opening.len() == read && whole.starts_with(&after),
+            opening: opening.to_owned(),
+            answer: turn[read..end].to_owned(),
+            before,
+        })
     }
-    Ok(pieces)
+
+    /// Refuses fields without which the template renders the same, and contents of which it leaves something out.
+    fn refuse_unrendered(&self, template: &ChatTemplate) -> Result<(), String> {
+        let said = |error: Gemma4Error| error.to_string();
+        let whole = self.render(template, &self.messages, false).map_err(said)?;
+        for name in self.variables.keys() {
+            let mut without = self.clone();
+            without.variables.remove(name);
+            // A template that refuses it without the field renders it.
+            if matches!(without.render(template, &self.messages, false), Ok(text) if text == whole)
+            {
+                return Err(format!("{name:?} is not rendered by the chat template"));
+            }
+        }
+        for (index, message) in self.messages.iter().enumerate() {
+            let fields = message.as_object().into_iter().flatten();
+            // Earlier thoughts are left out when the conversation goes on.
+            let until = self
+                .render(template, &self.messages[..=index], false)
+                .map_err(said)?;
+            for (name, value) in fields.filter(|(name, value)| *name != "role" && !is_empty(value))
+            {
+                let is_rendered = match value.as_str().filter(|_| name == "content") {
+                    Some(content) => until.contains(content.trim()),
+                    None => {
+                        let mut without = self.messages[..=index].to_vec();
+                        if let Some(fields) = without[index].as_object_mut() {
+                            fields.remove(name);
+                        }
+                        let without = self.render(template, &without, false);
+                        !matches!(without, Ok(text) if text == until)
+                    }
+                };
+                if !is_rendered {
+                    let number = index + 1;
+                    return Err(format!(
+                        "{name:?} of message {number} is not rendered by the chat template, or not all of it"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn begin_alike(a: &str, b: &str) -> bool {
+    a.chars().next().is_some_and(|first| b.starts_with(first))
+}
+
+/// Whether there is nothing to render.
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.trim().is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(_) | Value::Number(_) => false,
+    }
 }
 
 impl Example {
@@ -165,16 +323,27 @@ impl Example {
 mod tests {
     use super::*;
 
+    fn read_line(line: &str) -> Conversation {
+        match parse(line).expect("a line") {
+            Line::Messages(conversation) => conversation,
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
     fn only_answers_are_learned() {
-        let messages = [
-            Message::system("Be brief."),
-            Message::user("Hi"),
-            Message::assistant("Hello!"),
-            Message::user("Bye"),
-            Message::assistant("See you."),
-        ];
-        let pieces = turns(&messages, &ChatTemplate::gemma4()).expect("a conversation");
+        let conversation = read_line(
+            r#"{"messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"},
+                {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "See you."}
+            ]}"#,
+        );
+        let template = ChatTemplate::gemma4();
+        conversation
+            .refuse_unrendered(&template)
+            .expect("all of it");
+        let pieces = conversation.pieces(&template).expect("a conversation");
         let expected = [
             (
                 "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n",
@@ -186,8 +355,109 @@ mod tests {
         ];
         assert_eq!(
             pieces,
-            expected.map(|(text, learned)| (text.to_owned(), learned))
+            [expected.map(|(text, learned)| (text.to_owned(), learned))]
         );
+    }
+
+    /// As the larger models' templates do: tools, calls and answers, thoughts, and an empty thought before an answer without.
+    const THINKING: &str = "{% if tools %}[{{ tools | length }}]{% endif %}\
+        {% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n\
+        {% if m.reasoning and loop.last %}<|channel>{{ m.reasoning }}<channel|>{% endif %}\
+        {{ m.content }}{% for call in m.tool_calls or [] %}<|call>{{ call.function.name }}<call|>{% endfor %}\
+        <turn|>\n{% endfor %}\
+        {% if add_generation_prompt %}<|turn>model\n{% if not enable_thinking %}<|channel><channel|>{% endif %}{% endif %}";
+
+    fn learned(line: &str) -> Result<Vec<Vec<(String, bool)>>, String> {
+        let template = ChatTemplate::from_source(THINKING).expect("a template");
+        let conversation = read_line(line);
+        conversation.refuse_unrendered(&template)?;
+        conversation
+            .pieces(&template)
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn an_empty_thought_is_read_and_not_learned() {
+        let found = learned(
+            r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}"#,
+        );
+        let first = "<|turn>user\na<turn|>\n<|turn>model\n";
+        let expected = [
+            [
+                (format!("{first}<|channel><channel|>"), false),
+                ("b<turn|>".into(), true),
+            ],
+            [
+                (
+                    format!(
+                        "{first}b<turn|>\n<|turn>user\nc<turn|>\n<|turn>model\n<|channel><channel|>"
+                    ),
+                    false,
+                ),
+                ("d<turn|>".into(), true),
+            ],
+        ];
+        assert_eq!(found.expect("pieces"), expected.map(Vec::from));
+    }
+
+    #[test]
+    fn thoughts_and_calls_of_tools_are_learned() {
+        let found = learned(
+            r#"{"tools": [{}], "enable_thinking": true, "messages": [{"role": "user", "content": "a"},
+                {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [{"function": {"name": "f"}}]},
+                {"role": "tool", "content": "7"}, {"role": "assistant", "content": "b"}]}"#,
+        );
+        let first = "[1]<|turn>user\na<turn|>\n<|turn>model\n";
+        let expected = [
+            [
+                (first.to_owned(), false),
+                ("<|channel>hm<channel|><|call>f<call|><turn|>".into(), true),
+            ],
+            [
+                (
+                    format!("{first}<|call>f<call|><turn|>\n<|turn>tool\n7<turn|>\n<|turn>model\n"),
+                    false,
+                ),
+                ("b<turn|>".into(), true),
+            ],
+        ];
+        assert_eq!(found.expect("pieces"), expected.map(Vec::from));
+    }
+
+    #[test]
+    fn what_is_not_rendered_is_named() {
+        let gemma4 = ChatTemplate::gemma4();
+        for (fields, words) in [
+            (
+                r#""content": "a", "mood": "good""#,
+                ["\"mood\"", "message 1"],
+            ),
+            (
+                r#""content": "a", "tool_calls": [{"function": {"name": "f"}}]"#,
+                ["tool_calls", "message 1"],
+            ),
+            (
+                r#""content": "<|channel>hm<channel|>a""#,
+                ["\"content\"", "message 1"],
+            ),
+            (
+                r#""content": "a"}], "source": [{"of": "b""#,
+                ["\"source\"", "not rendered"],
+            ),
+        ] {
+            let line = format!(r#"{{"messages": [{{"role": "assistant", {fields}}}]}}"#);
+            let reason = read_line(&line)
+                .refuse_unrendered(&gemma4)
+                .expect_err(&line);
+            for word in words {
+                assert!(reason.contains(word), "{line}: {reason}");
+            }
+        }
+        let empty = r#"{"messages": [{"role": "assistant", "content": "a", "tool_calls": [], "name": null}]}"#;
+        read_line(empty)
+            .refuse_unrendered(&gemma4)
+            .expect("nothing is left out");
     }
 
     #[test]

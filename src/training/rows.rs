@@ -15,7 +15,7 @@ pub struct Row {
 const IGNORED: i32 = -1;
 
 /// Tokens of which some are to be learned.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Example {
     /// The tokens.
     pub tokens: Vec<u32>,

@@ -170,16 +170,40 @@ impl ChatTemplate {
         messages: &[Message],
         options: ChatOptions,
     ) -> Result<String, Gemma4Error> {
-        let template = self
-            .environment
-            .template_from_named_str(NAME, &self.source)
-            .map_err(refused)?;
-        let context = context! {
+        self.render_context(context! {
             messages => messages,
             tools => (),
             add_generation_prompt => options.add_generation_prompt,
             enable_thinking => options.enable_thinking,
+        })
+    }
+
+    /// As [`render`](Self::render), with messages as other programs write them, whatever they have beside a role and a content:
+    /// calls of tools and their answers, reasoning. `variables` are what else the template may name, such as `tools`. What a
+    /// template does not name is left out.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn render_json(
+        &self,
+        messages: &[serde_json::Value],
+        variables: &serde_json::Map<String, serde_json::Value>,
+        options: ChatOptions,
+    ) -> Result<String, Gemma4Error> {
+        let own = context! {
+            messages => messages,
+            add_generation_prompt => options.add_generation_prompt,
+            enable_thinking => options.enable_thinking,
         };
+        let none = context! { tools => () };
+        self.render_context(context! { ..own, ..Value::from_serialize(variables), ..none })
+    }
+
+    fn render_context(&self, context: Value) -> Result<String, Gemma4Error> {
+        let template = self
+            .environment
+            .template_from_named_str(NAME, &self.source)
+            .map_err(refused)?;
         let compiled = get_compiled_template(&template);
         let guarded = guard::guard(&compiled.instructions).map_err(refused)?;
         let blocks = compiled
