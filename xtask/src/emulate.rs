@@ -15,6 +15,14 @@ use crate::{
 /// under that name, and expects more of it.
 const NAMES: [&str; 2] = ["libcuda.so", "libnvrtc.so"];
 
+/// How the tests are built.
+const PROFILE: [&str; 4] = [
+    "--release",
+    "--no-default-features",
+    "--features",
+    "cuda,flex",
+];
+
 /// What Python knows of NVIDIA's packages, a folder a line.
 const PACKAGES: &str = "import nvidia; print('\\n'.join(nvidia.__path__))";
 
@@ -50,10 +58,15 @@ pub fn run(args: &[String]) -> Result<u8> {
     let mut command = process::cargo();
     // For the programs alone: cargo itself would build CUDA's crates again for another CUDA_PATH.
     command.arg("--config").arg(runner(&environment));
-    command.args(["test", "--release", "--no-default-features"]);
-    command.args(["--features", "cuda,flex"]);
+    command.arg("test").args(PROFILE);
     if !chooses_test(args) {
         command.args(["--test", "operator"]);
+        // One of the operator's tests starts it.
+        process::run(
+            process::cargo()
+                .args(["build", "--example", "attention"])
+                .args(PROFILE),
+        )?;
     }
     let status = process::status(command.args(args))?;
     match status.code() {

@@ -22,6 +22,8 @@ struct Word {
     coming: u16,
     /// Products and copies on their way that read this.
     leaving: u16,
+    /// Whose the last of these is.
+    reader: u16,
     /// Whether the last write was an atomic's, which others' atomics may follow in any order.
     atomic: bool,
 }
@@ -31,6 +33,7 @@ const UNTOUCHED: Word = Word {
     writer: NOBODY,
     coming: 0,
     leaving: 0,
+    reader: NOBODY,
     atomic: false,
 };
 
@@ -158,7 +161,6 @@ impl SharedMemory {
     /// Looks whether a warp may write these bytes now.
     pub fn writing(&mut self, clock: &Clock, at: usize, bytes: usize) {
         let words = self.words_of(at, bytes);
-        let owner = clock.owner();
         for index in words.clone() {
             let word = self.words[index];
             if word.coming > 0 {
@@ -169,11 +171,8 @@ impl SharedMemory {
                 );
             }
             if word.leaving > 0 {
-                return self.tell(
-                    "a write to what a product or a copy is reading",
-                    index,
-                    owner,
-                );
+                let what = "a write to what a product or a copy is reading";
+                return self.tell(what, index, word.reader.into());
             }
             // Neighbours in a word may be two warps'.
             if bytes >= WORD && !is_known(word, clock) {
@@ -266,6 +265,7 @@ impl SharedMemory {
             self.tell(what, index, self.words[index].writer.into());
         }
         for word in &mut self.words[words] {
+            word.reader = clock.owner() as u16;
             word.leaving += 1;
         }
     }

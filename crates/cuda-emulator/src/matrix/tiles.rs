@@ -51,11 +51,16 @@ impl Cube<'_> {
                 self.shared.reading(&warp.clock, *at, ROW);
             }
             let bytes = self.shared.bytes();
+            let mut tile = [[0; SIZE]; SIZE];
+            for (row, at) in tile.iter_mut().zip(rows) {
+                for (half, pair) in row.iter_mut().zip(bytes[*at..*at + ROW].chunks_exact(2)) {
+                    *half = u32::from(u16::from_le_bytes([pair[0], pair[1]]));
+                }
+            }
             for (lane, word) in warp.words[*register as usize].iter_mut().enumerate() {
                 let half = |k| {
                     let (row, column) = element(lane, k, access.transposed);
-                    let at = rows[row] + 2 * column;
-                    u32::from(u16::from_le_bytes([bytes[at], bytes[at + 1]]))
+                    tile[row][column]
                 };
                 *word = half(0) | half(1) << 16;
             }

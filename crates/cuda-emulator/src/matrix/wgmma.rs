@@ -19,9 +19,9 @@ const TILE_ROWS: usize = 8;
 /// Halves of a row.
 const TILE_COLUMNS: usize = 64;
 
-/// What a product in flight reads: where, and how many bytes.
+/// What a product in flight reads, piece by piece.
 pub struct Product {
-    reads: Vec<(usize, usize)>,
+    reads: Vec<usize>,
 }
 
 /// An operand in shared memory, of tiles of 8 rows of 128 bytes, permuted.
@@ -63,7 +63,7 @@ impl Cube<'_> {
         product: &mut Product,
     ) -> Result<[f32; PIECE_HALVES], Fault> {
         let at = self.shared.offset(address, PIECE)?;
-        product.reads.push((at, PIECE));
+        product.reads.push(at);
         let mut piece = [0.0; PIECE_HALVES];
         let bytes = &self.shared.bytes()[at..at + PIECE];
         for (to, from) in piece.chunks_exact_mut(2).zip(bytes.chunks_exact(4)) {
@@ -143,9 +143,8 @@ impl Cube<'_> {
                 warp.words[*to as usize] = register_of(&sums, k);
             }
         }
-        product.reads = merged(product.reads);
-        for (at, bytes) in &product.reads {
-            self.shared.read_starts(&warp.clock, *at, *bytes);
+        for at in &product.reads {
+            self.shared.read_starts(&warp.clock, *at, PIECE);
         }
         if let Some(group) = warp.products.back_mut() {
             group.push(product);
@@ -157,27 +156,13 @@ impl Cube<'_> {
     pub fn products_end(&mut self, warp: &mut Warp, left: usize) {
         while warp.products.len() > left + 1 {
             let group = warp.products.pop_front();
-            for (at, bytes) in group
+            for at in group
                 .into_iter()
                 .flatten()
                 .flat_map(|product| product.reads)
             {
-                self.shared.read_ends(&warp.clock, at, bytes);
+                self.shared.read_ends(&warp.clock, at, PIECE);
             }
         }
     }
-}
-
-/// Neighbours in one.
-fn merged(mut reads: Vec<(usize, usize)>) -> Vec<(usize, usize)> {
-    reads.sort_unstable();
-    reads.dedup();
-    let mut result: Vec<(usize, usize)> = Vec::new();
-    for (at, bytes) in reads {
-        match result.last_mut() {
-            Some((start, length)) if *start + *length == at => *length += bytes,
-            _ => result.push((at, bytes)),
-        }
-    }
-    result
 }

@@ -57,8 +57,13 @@ pub fn integer(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) ->
             return Some(if bits == 16 { sum & 0xffff_ffff } else { sum });
         }
         // What CUDA leaves open is what its cards do: all bits for a quotient by 0.
-        Op::Divide => x.checked_div(y).unwrap_or(-1),
-        Op::Remainder => x.checked_rem(y).unwrap_or(x),
+        Op::Divide if y == 0 => -1,
+        Op::Remainder if y == 0 => x,
+        // In 64 bits, where the processor divides.
+        Op::Divide if number.is_signed() => (x as i64).wrapping_div(y as i64).into(),
+        Op::Remainder if number.is_signed() => (x as i64).wrapping_rem(y as i64).into(),
+        Op::Divide => (ua / ub).into(),
+        Op::Remainder => (ua % ub).into(),
         Op::Min => x.min(y),
         Op::Max => x.max(y),
         Op::Absolute => x.abs(),
