@@ -328,3 +328,124 @@ impl fmt::Display for Trainee {
         self.model.fmt(f)
     }
 }
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use crate::training::masters::InF32;
+    use burn::{
+        module::Param,
+        optim::{Optimizer, SgdConfig},
+    };
+    use burn_gemma4::LoadOptions;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        arguments: TrainingArguments,
+    }
+
+    fn trainee(clip: &str, dtype: DType) -> Trainee {
+        let cli = Cli::parse_from(["train", "--clip", clip]);
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dense-ple");
+        let device = Device::flex().autodiff();
+        let options = LoadOptions::new().dtype(dtype);
+        let model = Gemma4Model::load(folder, &device, options).expect("a fixture");
+        Trainee::new(model, &cli.arguments, None)
+    }
+
+    /// Gradients of one value everywhere.
+    struct Everywhere {
+        value: f32,
+        gradients: GradientsParams,
+    }
+
+    impl ModuleVisitor for Everywhere {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let like = param.val().inner().cast(DType::F32);
+            let gradient = like.zeros_like().add_scalar(self.value);
+            self.gradients.register(param.id, gradient);
+        }
+    }
+
+    fn gradients(trainee: &Trainee, value: f32) -> GradientsParams {
+        let gradients = GradientsParams::new();
+        let mut everywhere = Everywhere { value, gradients };
+        trainee.model.visit(&mut everywhere);
+        everywhere.gradients
+    }
+
+    /// The sum of the squares of the differences of all weights.
+    struct Moved<'a> {
+        before: &'a GradientsParams,
+        squares: f64,
+    }
+
+    impl ModuleVisitor for Moved<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let before = self.before.get::<D>(param.id).expect("a weight");
+            let after = param.val().inner().cast(DType::F32);
+            let squares = (after - before).square().sum();
+            self.squares += f64::from(squares.into_scalar::<f32>());
+        }
+    }
+
+    struct Weights(GradientsParams);
+
+    impl ModuleVisitor for Weights {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let weight = param.val().inner().cast(DType::F32);
+            self.0.register(param.id, weight);
+        }
+    }
+
+    fn sgd() -> ModuleOptimizer {
+        fn both<O: Optimizer>(optimizer: O) -> ModuleOptimizer {
+            ModuleOptimizer::from(InF32 {
+                matrices: optimizer.clone(),
+                vectors: optimizer,
+            })
+        }
+        both(SgdConfig::new().build())
+    }
+
+    /// How far a step of rate 1 moves the weights.
+    fn step(trainee: Trainee, value: f32) -> (Trainee, f64) {
+        let mut weights = Weights(GradientsParams::new());
+        trainee.model.visit(&mut weights);
+        let gradients = gradients(&trainee, value);
+        let trainee = trainee.optimize(&mut sgd(), 1.0.into(), gradients);
+        let before = &weights.0;
+        let mut moved = Moved {
+            before,
+            squares: 0.0,
+        };
+        trainee.model.visit(&mut moved);
+        (trainee, moved.squares.sqrt())
+    }
+
+    #[test]
+    fn all_gradients_together_are_clipped() {
+        let (_, moved) = step(trainee("0.5", DType::F32), 3.0);
+        assert!((moved - 0.5).abs() < 1e-3, "{moved}");
+        // A norm that is small enough stays.
+        let trainee = trainee("0.5", DType::F32);
+        let norm = 1e-5 * (Module::num_params(&trainee.model) as f64).sqrt();
+        let (_, moved) = step(trainee, 1e-5);
+        assert!((moved / norm - 1.0).abs() < 0.02, "{moved}, not {norm}");
+    }
+
+    #[test]
+    fn a_step_that_overflows_is_left_out() {
+        let trainee = trainee("1", DType::F16);
+        let (trainee, moved) = step(trainee, f32::INFINITY);
+        assert_eq!(moved, 0.0);
+        let scale = trainee.scale.as_ref().map(LossScale::value);
+        assert_eq!(scale, Some(32768.0));
+        let (trainee, moved) = step(trainee, 32768.0);
+        assert!(moved > 0.5, "{moved}");
+        let scale = trainee.scale.as_ref().map(LossScale::value);
+        assert_eq!(scale, Some(32768.0));
+    }
+}
