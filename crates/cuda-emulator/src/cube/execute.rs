@@ -50,6 +50,9 @@ impl Cube<'_> {
             Operation::Store(access) => self.store(warp, access, mask)?,
             Operation::LoadMatrix(access) => self.load_matrix(warp, access, mask)?,
             Operation::Mma(mma) => warp.mma(mma, mask)?,
+            Operation::WmmaLoad(access) => self.wmma_load(warp, access, mask)?,
+            Operation::WmmaStore(access) => self.wmma_store(warp, access, mask)?,
+            Operation::Wmma(wmma) => warp.wmma(wmma, mask)?,
             Operation::Arithmetic {
                 arithmetic,
                 to,

@@ -5,6 +5,7 @@ mod clock;
 mod collective;
 mod copies;
 mod execute;
+mod lines;
 mod mbarriers;
 mod memory;
 mod numbers;

@@ -196,6 +196,9 @@ fn is_complete(warp: &Warp, operation: &Operation, mask: u32, active: u32) -> bo
         | Operation::LoadMatrix(_)
         | Operation::StoreMatrix(_)
         | Operation::Mma(_)
+        | Operation::WmmaLoad(_)
+        | Operation::WmmaStore(_)
+        | Operation::Wmma(_)
         | Operation::Wgmma(_) => return mask == warp.live,
         _ => return true,
     };

@@ -4,6 +4,7 @@
 mod mma;
 mod tiles;
 mod wgmma;
+mod wmma;
 
 pub use wgmma::Product;
 

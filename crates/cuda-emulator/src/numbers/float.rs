@@ -82,6 +82,11 @@ pub fn single(operation: Op, flags: Flags, operands: [u64; 4]) -> Option<u64> {
     if let Some(holds) = is_of_kind(operation, x) {
         return Some(holds.into());
     }
+    if operation == Op::Reduce {
+        let rounded = (x.to_bits() & 0x7fff_ffff).wrapping_add(0x1000) & !0x1fff;
+        let signed = f32::from_bits(rounded).copysign(x).to_bits();
+        return Some(if x.is_nan() { CANONICAL_NAN } else { signed }.into());
+    }
     // The sign alone, also of what is no number.
     match operation {
         Op::Negate => return Some((-x).to_bits().into()),
@@ -302,6 +307,19 @@ mod tests {
         assert!(min(f32::NAN, f32::NAN).is_nan());
         assert!(min(0.0, -0.0).is_sign_negative());
         assert!(max(-0.0, 0.0).is_sign_positive());
+    }
+
+    #[test]
+    fn reduced_floats_round_away_from_zero() {
+        let of = |x: f32| {
+            let reduced = single(Op::Reduce, Flags::default(), [bits(x), 0, 0, 0]);
+            f32::from_bits(reduced.unwrap() as u32)
+        };
+        assert_eq!(of(1.0 + 2f32.powi(-11)), 1.0 + 2f32.powi(-10));
+        assert_eq!(of(-1.0 - 2f32.powi(-11)), -1.0 - 2f32.powi(-10));
+        assert_eq!(of(1.0 + 2f32.powi(-12)), 1.0);
+        assert_eq!(of(f32::MAX), f32::INFINITY);
+        assert!(of(f32::NAN).is_nan());
     }
 
     #[test]

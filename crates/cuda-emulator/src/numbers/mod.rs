@@ -63,6 +63,8 @@ pub enum ArithmeticOperation {
     AbsoluteDifferenceAdd,
     /// Four products of bytes, added up.
     DotBytes,
+    /// To 10 bits behind the point, ties away from 0 (tf32).
+    Reduce,
     /// The kinds of floats that `testp` asks for.
     IsFinite,
     IsInfinite,

@@ -234,6 +234,44 @@ pub struct Mma {
     pub sums: [u32; 4],
 }
 
+/// What a fragment of `wmma` has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Element {
+    /// A half of this type.
+    Half(Type),
+    /// An f32 without its last 13 bits (tf32).
+    Reduced,
+    Single,
+}
+
+/// A tile as a warp has it.
+#[derive(Debug)]
+pub struct Fragment {
+    pub element: Element,
+    pub registers: Box<[u32]>,
+    pub rows: usize,
+    pub columns: usize,
+}
+
+#[derive(Debug)]
+pub struct WmmaAccess {
+    pub fragment: Fragment,
+    /// Whether rows lie side by side in memory, or columns.
+    pub by_rows: bool,
+    pub space: super::Space,
+    pub address: Address,
+    /// Elements from one to the next; none lie between if it is not said.
+    pub stride: Option<u32>,
+}
+
+#[derive(Debug)]
+pub struct Wmma {
+    pub to: Fragment,
+    pub left: Fragment,
+    pub right: Fragment,
+    pub sums: Fragment,
+}
+
 /// Where a product's left operand is.
 #[derive(Debug)]
 pub enum Left {
@@ -400,6 +438,9 @@ pub enum Operation {
     LoadMatrix(Box<MatrixAccess>),
     StoreMatrix(Box<MatrixAccess>),
     Mma(Box<Mma>),
+    WmmaLoad(Box<WmmaAccess>),
+    WmmaStore(Box<WmmaAccess>),
+    Wmma(Box<Wmma>),
     Wgmma(Box<Wgmma>),
     WgmmaCommit,
     /// Until so many groups are left.

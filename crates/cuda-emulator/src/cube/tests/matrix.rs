@@ -92,6 +92,44 @@ fn a_product_is_that_of_the_matrices() {
 }
 
 #[test]
+fn fragments_are_multiplied() {
+    for (kind, loaded, half, registers) in [
+        ("f32.f32", "f16", to_half as fn(f32) -> u16, 8),
+        ("f32.bf16.bf16.f32", "bf16", to_brain, 4),
+    ] {
+        let names: Vec<String> = (0..registers).map(|k| format!("%a{k}")).collect();
+        let a = names.join(", ");
+        let b = a.replace('a', "b");
+        let c = (0..8)
+            .map(|k| format!("%c{k}"))
+            .collect::<Vec<_>>()
+            .join(", ");
+        // The right operand lies as its transpose, so that its columns are side by side.
+        let body = format!(
+            ".reg .b64 %in; .reg .b32 %a<8>, %b<8>; .reg .f32 %c<8>;
+            ld.param.u64 %in, [input0];
+            wmma.load.a.sync.aligned.row.m16n16k16.global.{loaded} {{{a}}}, [%in], 16;
+            ld.param.u64 %in, [input1];
+            wmma.load.b.sync.aligned.col.m16n16k16.{loaded} {{{b}}}, [%in], 16;
+            ld.param.u64 %in, [input2];
+            wmma.load.c.sync.aligned.row.m16n16k16.global.f32 {{{c}}}, [%in];
+            wmma.mma.sync.aligned.row.col.m16n16k16.{kind} {{{c}}}, {{{a}}}, {{{b}}}, {{{c}}};
+            wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%out], {{{c}}}, 16;"
+        );
+        let mut kernel = Kernel::new(&body, 32);
+        kernel.words = 256;
+        kernel.inputs = vec![
+            bytes(16, 16, half, number),
+            bytes(16, 16, half, |row, column| transposed(column, row)),
+            (0..256).flat_map(|_| 2f32.to_le_bytes()).collect(),
+        ];
+        let sums: Vec<f32> = kernel.output().into_iter().map(f32::from_bits).collect();
+        let expected: Vec<f32> = product(16, 16).into_iter().map(|sum| sum + 2.0).collect();
+        assert_eq!(sums, expected, "{kind}");
+    }
+}
+
+#[test]
 fn tiles_come_back_transposed() {
     let values = output(
         ".shared .align 16 .b8 tile[128]; .reg .b32 %at, %x;

@@ -360,7 +360,24 @@ impl Decoder<'_> {
         })
     }
 
+    /// `cvt.rna.tf32.f32`.
+    fn reduce_precision(&mut self) -> Result<Operation> {
+        if !self.takes("tf32") || self.take_type()? != Type::F32 {
+            return Err(self.unsupported("the types"));
+        }
+        let to = self.target(0, Class::Word)?;
+        let from = self.source(1, Type::F32)?;
+        Ok(Operation::Arithmetic {
+            arithmetic: Arithmetic::plain(Op::Reduce, Type::F32),
+            to,
+            from: [from; 4],
+        })
+    }
+
     fn cvt(&mut self) -> Result<Operation> {
+        if self.takes("rna") {
+            return self.reduce_precision();
+        }
         let relu = self.takes("relu");
         let to_integer = self.take_first(integer_rounding);
         let rounding = self.take_first(rounding);

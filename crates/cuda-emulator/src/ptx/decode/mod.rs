@@ -7,6 +7,7 @@ mod fast;
 mod matrix;
 mod memory;
 mod warp;
+mod wmma;
 
 use super::instruction::{Address, Guard, Operation};
 use super::operand::{self, Operand};
@@ -66,6 +67,7 @@ impl<'a> Decoder<'a> {
             "bar" | "barrier" | "shfl" | "vote" | "match" | "redux" | "activemask" | "elect"
             | "setmaxnreg" | "griddepcontrol" => self.warp(),
             "ldmatrix" | "stmatrix" | "mma" | "wgmma" => self.matrix(),
+            "wmma" => self.wmma(),
             "cp" | "mbarrier" => self.asynchronous(),
             _ => self.arithmetic(),
         }
