@@ -30,9 +30,8 @@ fn written(folder: &Path) -> Vec<u8> {
 
 /// Kills a run again and again, each time a little later after its beginning, also while it writes checkpoints, until it comes
 /// to its end.
-fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> usize {
-    let mut kills = 0;
-    for delay in (0..400).map(|number| 3 * number) {
+fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
+    for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
         let is_begun = steps.is_ok_and(|mut steps| {
             steps.any(|step| step.is_ok_and(|step| step.path().join("schedule.bpk").exists()))
@@ -42,7 +41,7 @@ fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history:
         let mut lines = BufReader::new(child.stdout.take().expect("its output")).lines();
         // From its first step on, or its end.
         let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
-        thread::sleep(Duration::from_millis(delay));
+        thread::sleep(Duration::from_millis(3 * kills));
         let _ = child.kill();
         let status = child.wait().expect("its end");
         if status.success() {
@@ -52,7 +51,6 @@ fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history:
         let stderr = child.stderr.as_mut().expect("its errors");
         stderr.read_to_string(&mut error).expect("text");
         assert!(reached.is_some() || !error.contains("error:"), "{error}");
-        kills += 1;
     }
     panic!("it does not come to its end");
 }
