@@ -10,10 +10,11 @@ use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path};
 use tempfile::TempDir;
 
-/// The lines of this repository's introduction, as texts.
+/// Lines of a text that does not change.
 fn texts(path: &Path) {
-    let text = include_str!("../../../README.md");
-    let lines = text.lines().filter(|line| (20..200).contains(&line.len()));
+    let text = include_str!("../../../LICENSE-APACHE");
+    let lines = text.lines().map(str::trim);
+    let lines = lines.filter(|line| (20..200).contains(&line.len()));
     let lines = lines
         .take(120)
         .map(|line| serde_json::json!({ "text": line }));
