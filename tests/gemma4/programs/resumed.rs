@@ -30,13 +30,8 @@ fn written(folder: &Path) -> Vec<u8> {
 
 /// Kills a run again and again, each time a little later after its beginning, also while it writes checkpoints, until it comes
 /// to its end.
-<<<<<<< HEAD
-fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> usize {
-    for (kills, delay) in (0..400).map(|number| 3 * number).enumerate() {
-=======
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
->>>>>>> train
         let steps = fs::read_dir(history.join("checkpoints"));
         let is_begun = steps.is_ok_and(|mut steps| {
             steps.any(|step| step.is_ok_and(|step| step.path().join("schedule.bpk").exists()))
