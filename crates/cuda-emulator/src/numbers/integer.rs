@@ -17,11 +17,17 @@ pub fn integer(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) ->
     let plain = Flags {
         saturate: flags.saturate,
         wrap: flags.wrap,
+        relu: flags.relu,
         ..Flags::default()
     };
     let saturates = matches!(operation, Op::Add | Op::Subtract) && number == Type::S32;
     let wraps = matches!(operation, Op::FunnelLeft | Op::FunnelRight | Op::HighestBit);
-    if flags != plain || flags.saturate && !saturates || flags.wrap && !wraps {
+    let has_relu = matches!(operation, Op::Min | Op::Max) && number == Type::S32;
+    if flags != plain
+        || flags.relu && !has_relu
+        || flags.saturate && !saturates
+        || flags.wrap && !wraps
+    {
         return None;
     }
     let [a, b, c, d] = operands;
@@ -64,6 +70,8 @@ pub fn integer(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) ->
         Op::Remainder if number.is_signed() => (x as i64).wrapping_rem(y as i64).into(),
         Op::Divide => (ua / ub).into(),
         Op::Remainder => (ua % ub).into(),
+        Op::Min if flags.relu => x.min(y).max(0),
+        Op::Max if flags.relu => x.max(y).max(0),
         Op::Min => x.min(y),
         Op::Max => x.max(y),
         Op::Absolute => x.abs(),
@@ -217,6 +225,24 @@ mod tests {
         let sum = integer(Op::Add, Type::S32, flags, [0x7fff_ffff, 1, 0, 0]);
         assert_eq!(sum, Some(0x7fff_ffff));
         assert_eq!(integer(Op::Multiply, Type::S32, flags, [1; 4]), None);
+    }
+
+    #[test]
+    fn negative_results_are_zero_where_it_is_said() {
+        let flags = Flags {
+            relu: true,
+            ..Flags::default()
+        };
+        let minus_one = 0xffff_ffff;
+        assert_eq!(
+            integer(Op::Min, Type::S32, flags, [minus_one, 5, 0, 0]),
+            Some(0)
+        );
+        assert_eq!(
+            integer(Op::Max, Type::S32, flags, [minus_one, 5, 0, 0]),
+            Some(5)
+        );
+        assert_eq!(integer(Op::Min, Type::U32, flags, [1; 4]), None);
     }
 
     #[test]
