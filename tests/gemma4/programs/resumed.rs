@@ -28,14 +28,20 @@ fn written(folder: &Path) -> Vec<u8> {
     fs::read(path.expect("weights")).expect("a file")
 }
 
+/// Whether a checkpoint has all of its records. They are written beside each other, in any order.
+fn is_whole(step: &Path) -> bool {
+    ["model", "optimizer", "schedule"]
+        .iter()
+        .all(|record| step.join(record).with_extension("bpk").exists())
+}
+
 /// Kills a run again and again, each time a little later after its beginning, also while it writes checkpoints, until it comes
 /// to its end.
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
-        let is_begun = steps.is_ok_and(|mut steps| {
-            steps.any(|step| step.is_ok_and(|step| step.path().join("schedule.bpk").exists()))
-        });
+        let is_begun = steps
+            .is_ok_and(|mut steps| steps.any(|step| step.is_ok_and(|step| is_whole(&step.path()))));
         let mut command = if is_begun { go_on() } else { begin() };
         let mut child = command.spawn().expect("a process");
         let mut lines = BufReader::new(child.stdout.take().expect("its output")).lines();
