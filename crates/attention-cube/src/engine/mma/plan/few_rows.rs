@@ -133,9 +133,19 @@ pub(crate) fn few_rows_tiles(
         .find(|(shape, tiles)| {
             rows <= tiles.rows()
                 && tiles.units() <= units
+                && sums_as_backward(tiles)
                 && shape.cubes() <= cubes_that_fit(tiles.shared_memory(), shared_memory)
         })
         .map(|(_, tiles)| tiles)
+}
+
+/// Whether dots are summed in the order in which the backward sums them, as far as it matters: in f16, where scores are in the hundreds,
+/// another order changes gradients by more than the rounding of P does. Warps that divide the columns add up two halves.
+const fn sums_as_backward(tiles: &ForwardTiles) -> bool {
+    match tiles {
+        ForwardTiles::SplitN(tiles) => matches!(tiles.half, Half::Bf16) || tiles.column_groups == 1,
+        ForwardTiles::SplitM(_) | ForwardTiles::SplitD(_) => true,
+    }
 }
 
 #[cfg(test)]
