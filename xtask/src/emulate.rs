@@ -38,9 +38,10 @@ pub fn run(args: &[String]) -> Result<u8> {
     setup::llvm_if_possible();
 
     let path = |folder: &Path| folder.display().to_string();
+    let others = env::var("LD_LIBRARY_PATH").map_or(String::new(), |others| format!(":{others}"));
     let mut environment = vec![
         format!(
-            "LD_LIBRARY_PATH={}:{}",
+            "LD_LIBRARY_PATH={}:{}{others}",
             path(&libraries),
             path(&cuda.libraries)
         ),
@@ -155,7 +156,7 @@ impl Cuda {
         let of_python = of_python.unwrap_or_default();
         of_python
             .lines()
-            .flat_map(|folder| subfolders(Path::new(folder)))
+            .flat_map(|folder| entries(Path::new(folder)))
             .chain([PathBuf::from("/usr/local/cuda")])
             .find_map(|root| Self::at(&root))
             .ok_or_else(|| {
@@ -174,33 +175,25 @@ impl Cuda {
         }
         ["lib", "lib64"].into_iter().find_map(|folder| {
             let libraries = root.join(folder);
-            let mut found: Vec<_> = entries(&libraries)
-                .into_iter()
-                .filter(|path| {
-                    let name = path.file_name().unwrap_or_default().to_string_lossy();
-                    name.starts_with("libnvrtc.so.")
-                })
-                .collect();
-            found.sort();
+            let nvrtc = entries(&libraries).into_iter().rfind(|path| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                name.starts_with("libnvrtc.so.")
+            })?;
             Some(Self {
                 root: root.to_path_buf(),
-                nvrtc: found.pop()?,
+                nvrtc,
                 libraries,
             })
         })
     }
 }
 
-/// What is in a folder; nothing where it cannot be read.
+/// What is in a folder, by name; nothing where it cannot be read.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| entry.path()).collect()
-}
-
-fn subfolders(folder: &Path) -> Vec<PathBuf> {
-    let mut folders = entries(folder);
-    folders.sort();
-    folders
+    let mut entries: Vec<_> = entries.map(|entry| entry.path()).collect();
+    entries.sort();
+    entries
 }
 
 #[cfg(test)]

@@ -91,6 +91,8 @@ pub fn run() -> Result<()> {
     let path = process::workspace_root().join(TABLE);
     fs::write(&path, &table).map_err(|error| format!("{}: {error}", path.display()))?;
     println!("{table}");
+    // What did not compile is left to be looked at.
+    fs::remove_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let hot: Vec<_> = compiled
         .iter()
         .filter(|(_, kernel)| kernel.hot_spills > 0)

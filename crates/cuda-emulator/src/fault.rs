@@ -36,6 +36,17 @@ pub enum Fault {
     Endless(u64),
 }
 
+impl Fault {
+    /// The same; of what is not understood or not emulated, `place` says where it stands.
+    pub fn at(self, place: &str) -> Self {
+        match self {
+            Self::Syntax(what) => Self::Syntax(what + place),
+            Self::Unsupported(what) => Self::Unsupported(what + place),
+            fault => fault,
+        }
+    }
+}
+
 /// A fault and where it was.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("kernel {kernel}, cube {cube:?}: {fault}{}", self.instruction())]

@@ -24,6 +24,8 @@ impl Cube<'_> {
         mask: u32,
     ) -> Result<Next, Fault> {
         match operation {
+            // The lanes of a barrier have met before it is run.
+            Operation::Nothing | Operation::WarpBarrier { .. } => {}
             Operation::Words {
                 operation,
                 to,
@@ -171,7 +173,8 @@ impl Cube<'_> {
                 self.events -= 1;
                 return Ok(Next::AskLater);
             }
-            _ => {}
+            // What says where lanes go on is not run here.
+            operation => return Err(Fault::Unsupported(format!("{operation:?} here"))),
         }
         Ok(Next::GoOn)
     }

@@ -6,9 +6,13 @@ use crate::fault::Fault;
 use crate::numbers::truncate;
 use crate::ptx::{Access, Address, Atomic, AtomicOperation, Register, Space, Type};
 
-/// Memory that is read and written at addresses which have been checked.
+/// Memory that is read at addresses which have been checked.
 trait Memory {
     fn read<const N: usize>(&self, address: u64) -> [u8; N];
+}
+
+/// Memory that is written at such addresses, too.
+trait WritableMemory: Memory {
     fn write<const N: usize>(&mut self, address: u64, bytes: [u8; N]);
 }
 
@@ -20,7 +24,9 @@ impl Memory for Host {
         // SAFETY: `Launch::check_global` has found the address in an allocation, which outlives the launch.
         unsafe { (address as *const [u8; N]).read_unaligned() }
     }
+}
 
+impl WritableMemory for Host {
     fn write<const N: usize>(&mut self, address: u64, bytes: [u8; N]) {
         // SAFETY: as for `read`; nobody holds references into allocations.
         unsafe { (address as *mut [u8; N]).write_unaligned(bytes) }
@@ -28,25 +34,18 @@ impl Memory for Host {
 }
 
 /// Memory of the emulator's own.
-impl Memory for &mut [u8] {
-    fn read<const N: usize>(&self, address: u64) -> [u8; N] {
-        (&**self).read(address)
-    }
-
-    fn write<const N: usize>(&mut self, address: u64, bytes: [u8; N]) {
-        self[address as usize..][..N].copy_from_slice(&bytes);
-    }
-}
-
-/// Memory that nobody writes.
-impl Memory for &[u8] {
+impl Memory for [u8] {
     fn read<const N: usize>(&self, address: u64) -> [u8; N] {
         let mut bytes = [0; N];
         bytes.copy_from_slice(&self[address as usize..][..N]);
         bytes
     }
+}
 
-    fn write<const N: usize>(&mut self, _: u64, _: [u8; N]) {}
+impl WritableMemory for [u8] {
+    fn write<const N: usize>(&mut self, address: u64, bytes: [u8; N]) {
+        self[address as usize..][..N].copy_from_slice(&bytes);
+    }
 }
 
 /// Bytes of global memory.
@@ -173,15 +172,15 @@ impl Cube<'_> {
                         let at = addresses[lane] as usize;
                         cube.shared.reading(&warp.clock, at, bytes * count);
                     });
-                    load_from(&cube.shared.bytes(), warp, access, addresses, mask);
+                    load_from(cube.shared.bytes(), warp, access, addresses, mask);
                 }
                 Space::Local => {
                     let local = std::mem::take(&mut warp.local);
-                    load_from(&local.as_slice(), warp, access, addresses, mask);
+                    load_from(local.as_slice(), warp, access, addresses, mask);
                     warp.local = local;
                 }
                 Space::Parameter => {
-                    load_from(&cube.launch.arguments, warp, access, addresses, mask);
+                    load_from(cube.launch.arguments, warp, access, addresses, mask);
                 }
                 Space::Global | Space::Generic => load_from(&Host, warp, access, addresses, mask),
             }
@@ -206,11 +205,11 @@ impl Cube<'_> {
                         let (owner, now) = (warp.clock.owner(), warp.clock.now());
                         cube.shared.written(owner, now, at, bytes);
                     });
-                    store_to(&mut cube.shared.bytes_mut(), warp, access, addresses, mask);
+                    store_to(cube.shared.bytes_mut(), warp, access, addresses, mask);
                 }
                 Space::Local => {
                     let mut local = std::mem::take(&mut warp.local);
-                    store_to(&mut local.as_mut_slice(), warp, access, addresses, mask);
+                    store_to(local.as_mut_slice(), warp, access, addresses, mask);
                     warp.local = local;
                 }
                 Space::Parameter => {
@@ -301,7 +300,7 @@ impl Cube<'_> {
                 let old = match space {
                     Space::Shared => {
                         self.shared.changing(&warp.clock, at as usize, bytes);
-                        change(&mut self.shared.bytes_mut(), atomic, at, operands)
+                        change(self.shared.bytes_mut(), atomic, at, operands)
                     }
                     Space::Global => change(&mut Host, atomic, at, operands),
                     _ => None,
@@ -361,7 +360,7 @@ fn check_inside(
 }
 
 fn load_from(
-    memory: &impl Memory,
+    memory: &(impl Memory + ?Sized),
     warp: &mut Warp,
     access: &Access,
     addresses: &DoubleRow,
@@ -394,7 +393,7 @@ fn load_from(
 }
 
 /// A number, which keeps its sign in a wider register.
-fn read(memory: &impl Memory, number: Type, address: u64) -> u64 {
+fn read(memory: &(impl Memory + ?Sized), number: Type, address: u64) -> u64 {
     let value = match number.bytes() {
         1 => u8::from_le_bytes(memory.read(address)).into(),
         2 => u16::from_le_bytes(memory.read(address)).into(),
@@ -408,7 +407,7 @@ fn read(memory: &impl Memory, number: Type, address: u64) -> u64 {
     }
 }
 
-fn write(memory: &mut impl Memory, number: Type, address: u64, value: u64) {
+fn write(memory: &mut (impl WritableMemory + ?Sized), number: Type, address: u64, value: u64) {
     match number.bytes() {
         1 => memory.write(address, (value as u8).to_le_bytes()),
         2 => memory.write(address, (value as u16).to_le_bytes()),
@@ -418,7 +417,7 @@ fn write(memory: &mut impl Memory, number: Type, address: u64, value: u64) {
 }
 
 fn store_to(
-    memory: &mut impl Memory,
+    memory: &mut (impl WritableMemory + ?Sized),
     warp: &Warp,
     access: &Access,
     addresses: &DoubleRow,
@@ -435,7 +434,7 @@ fn store_to(
 
 /// Does an atomic's operation, and returns what was there.
 fn change(
-    memory: &mut impl Memory,
+    memory: &mut (impl WritableMemory + ?Sized),
     atomic: &Atomic,
     address: u64,
     [x, y]: [u64; 2],

@@ -18,8 +18,8 @@ mod warp;
 mod tests;
 
 pub use memory::check_aligned;
-pub use tensor::{DIMENSIONS, MAP_BYTES, TensorMap, swizzled};
-pub use warp::{ALL, Warp, WordRow};
+pub use tensor::{DIMENSIONS, MAP_BYTES, PIECE, TensorMap, swizzled};
+pub use warp::{ALL, LANES, Warp, WordRow};
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -63,7 +63,7 @@ impl Launch<'_> {
     }
 
     pub fn warps(&self) -> usize {
-        self.threads().div_ceil(warp::LANES)
+        self.threads().div_ceil(LANES)
     }
 
     fn cubes(&self) -> u64 {

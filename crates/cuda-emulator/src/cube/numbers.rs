@@ -18,56 +18,55 @@ fn shifted(amount: u32, width: u32) -> u32 {
     amount.min(width - 1)
 }
 
+/// Puts values into a row where the mask says so.
+#[inline(always)]
+fn put<T: Copy>(row: &mut [T; LANES], values: [T; LANES], mask: u32) {
+    if mask == ALL {
+        *row = values;
+    } else {
+        for lane in 0..LANES {
+            row[lane] = if mask >> lane & 1 != 0 {
+                values[lane]
+            } else {
+                row[lane]
+            };
+        }
+    }
+}
+
+/// What a function makes of two rows, lane by lane.
+#[inline(always)]
+fn of_rows<A: Copy, B: Copy, T: Copy + Default>(
+    a: &[A; LANES],
+    b: &[B; LANES],
+    f: impl Fn(A, B) -> T,
+) -> [T; LANES] {
+    let mut result = [T::default(); LANES];
+    for lane in 0..LANES {
+        result[lane] = f(a[lane], b[lane]);
+    }
+    result
+}
+
 impl Warp {
     fn put_words(&mut self, to: u32, values: WordRow, mask: u32) {
-        let row = &mut self.words[to as usize];
-        if mask == ALL {
-            *row = values;
-        } else {
-            for lane in 0..LANES {
-                row[lane] = if mask >> lane & 1 != 0 {
-                    values[lane]
-                } else {
-                    row[lane]
-                };
-            }
-        }
+        put(&mut self.words[to as usize], values, mask);
     }
 
     fn put_doubles(&mut self, to: u32, values: DoubleRow, mask: u32) {
-        let row = &mut self.doubles[to as usize];
-        if mask == ALL {
-            *row = values;
-        } else {
-            for lane in 0..LANES {
-                row[lane] = if mask >> lane & 1 != 0 {
-                    values[lane]
-                } else {
-                    row[lane]
-                };
-            }
-        }
+        put(&mut self.doubles[to as usize], values, mask);
     }
 
     #[inline(always)]
     fn of_one(&mut self, to: u32, from: u32, mask: u32, f: impl Fn(u32) -> u32) {
-        let a = &self.words[from as usize];
-        let mut result = [0; LANES];
-        for lane in 0..LANES {
-            result[lane] = f(a[lane]);
-        }
-        self.put_words(to, result, mask);
+        self.put_words(to, self.words[from as usize].map(f), mask);
     }
 
     #[inline(always)]
     fn of_two(&mut self, to: u32, from: [u32; 3], mask: u32, f: impl Fn(u32, u32) -> u32) {
         let [a, b, _] = from;
         let (a, b) = (&self.words[a as usize], &self.words[b as usize]);
-        let mut result = [0; LANES];
-        for lane in 0..LANES {
-            result[lane] = f(a[lane], b[lane]);
-        }
-        self.put_words(to, result, mask);
+        self.put_words(to, of_rows(a, b, f), mask);
     }
 
     #[inline(always)]
@@ -154,28 +153,16 @@ impl Warp {
 
     #[inline(always)]
     fn double_of_two(&mut self, to: u32, from: [u32; 3], mask: u32, f: impl Fn(u64, u64) -> u64) {
-        let (a, b) = (
-            &self.doubles[from[0] as usize],
-            &self.doubles[from[1] as usize],
-        );
-        let mut result = [0; LANES];
-        for lane in 0..LANES {
-            result[lane] = f(a[lane], b[lane]);
-        }
-        self.put_doubles(to, result, mask);
+        let [a, b, _] = from;
+        let (a, b) = (&self.doubles[a as usize], &self.doubles[b as usize]);
+        self.put_doubles(to, of_rows(a, b, f), mask);
     }
 
     #[inline(always)]
     fn double_shifted(&mut self, to: u32, from: [u32; 3], mask: u32, f: impl Fn(u64, u32) -> u64) {
-        let (a, b) = (
-            &self.doubles[from[0] as usize],
-            &self.words[from[1] as usize],
-        );
-        let mut result = [0; LANES];
-        for lane in 0..LANES {
-            result[lane] = f(a[lane], b[lane]);
-        }
-        self.put_doubles(to, result, mask);
+        let [a, b, _] = from;
+        let (a, b) = (&self.doubles[a as usize], &self.words[b as usize]);
+        self.put_doubles(to, of_rows(a, b, f), mask);
     }
 
     /// The third row is of doubles if `adds`.

@@ -12,8 +12,8 @@ const MAGIC: u64 = 0x7465_6e73_6f72_6d70;
 /// Bytes of a map.
 pub const MAP_BYTES: usize = 128;
 
-/// Bytes that move together where rows are permuted.
-const PIECE: usize = 16;
+/// Bytes that stay together where rows are permuted.
+pub const PIECE: usize = 16;
 
 /// The dimensions that a map can have.
 pub const DIMENSIONS: usize = 5;

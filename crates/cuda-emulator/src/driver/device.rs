@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use super::{SUCCESS, Status, give, state};
+use super::{INVALID_VALUE, SUCCESS, Status, give, state};
 use crate::card::Settings;
 use crate::nvrtc;
 
@@ -37,9 +37,14 @@ unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Status {
 /// Writes a text and its end, as much as there is room for.
 ///
 /// # Safety
-/// `length` bytes may be written.
+/// The place is null, or `length` bytes may be written.
 unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
-    let room = (length as usize).saturating_sub(1);
+    let room = usize::try_from(length)
+        .ok()
+        .and_then(|length| length.checked_sub(1));
+    let (Some(room), false) = (room, to.is_null()) else {
+        return INVALID_VALUE;
+    };
     let bytes = &text.as_bytes()[..text.len().min(room)];
     // SAFETY: the caller's, with one byte left for the end.
     unsafe {

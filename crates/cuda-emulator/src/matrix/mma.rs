@@ -1,7 +1,9 @@
 //! `mma.sync` of 16 × 8 × 8 and 16 × 8 × 16.
 
-use super::{COLUMNS, DEPTH, add_product, halves, left_operand, place, register_of, sums_of};
-use crate::cube::{ALL, Warp};
+use super::{
+    COLUMNS, DEPTH, add_product, check_all, halves, left_operand, place, register_of, sums_of,
+};
+use crate::cube::Warp;
 use crate::fault::Fault;
 use crate::ptx::Mma;
 
@@ -9,9 +11,7 @@ impl Warp {
     /// # Errors
     /// Lanes that are missing.
     pub fn mma(&mut self, mma: &Mma, mask: u32) -> Result<(), Fault> {
-        if mask != ALL {
-            return Err(Fault::Argument("not all lanes take part".into()));
-        }
+        check_all(mask)?;
         let row = |row: &u32| &self.words[*row as usize];
         let left = left_operand(mma.half, mma.left.iter().map(row));
         let mut right = [[0.0; COLUMNS]; DEPTH];

@@ -8,7 +8,8 @@ mod wmma;
 
 pub use wgmma::Product;
 
-use crate::cube::WordRow;
+use crate::cube::{ALL, WordRow};
+use crate::fault::Fault;
 use crate::numbers::{half_to_single, single_bits};
 use crate::ptx::Type;
 
@@ -18,6 +19,14 @@ const DEPTH: usize = 16;
 
 /// The columns that a register of sums has two of.
 const COLUMNS: usize = 8;
+
+/// Whether a warp's lanes are all there, as these instructions ask.
+fn check_all(mask: u32) -> Result<(), Fault> {
+    match mask {
+        ALL => Ok(()),
+        _ => Err(Fault::Argument("not all lanes take part".into())),
+    }
+}
 
 /// The row of a tile of which a lane has a register's two elements, and the first of their columns.
 fn place(lane: usize) -> (usize, usize) {

@@ -1,7 +1,7 @@
 //! `ldmatrix` and `stmatrix`: tiles of 8 × 8 halves, whose rows the lanes name one after the other.
 
-use super::place;
-use crate::cube::{ALL, Cube, Warp, check_aligned};
+use super::{check_all, place};
+use crate::cube::{Cube, Warp, check_aligned};
 use crate::fault::Fault;
 use crate::ptx::MatrixAccess;
 
@@ -27,9 +27,7 @@ impl Cube<'_> {
         access: &MatrixAccess,
         mask: u32,
     ) -> Result<Vec<usize>, Fault> {
-        if mask != ALL {
-            return Err(Fault::Argument("not all lanes take part".into()));
-        }
+        check_all(mask)?;
         warp.shared_addresses(access.address)[..SIZE * access.registers.len()]
             .iter()
             .map(|address| {
@@ -74,7 +72,6 @@ impl Cube<'_> {
         access: &MatrixAccess,
         mask: u32,
     ) -> Result<(), Fault> {
-        self.events += 1;
         let rows = self.tile_rows(warp, access, mask)?;
         for (rows, register) in rows.chunks_exact(SIZE).zip(&access.registers) {
             let mut tile = [[0u8; ROW]; SIZE];

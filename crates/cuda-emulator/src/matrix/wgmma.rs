@@ -1,17 +1,18 @@
 //! `wgmma`: a warpgroup's product with operands in shared memory. It is computed at once; until a warp waits for it, what it reads
 //! must stay.
 
-use super::{COLUMNS, DEPTH, ROWS, add_product, halves, left_operand, register_of, sums_of};
-use crate::cube::{ALL, Cube, Warp, swizzled};
+use super::{
+    COLUMNS, DEPTH, ROWS, add_product, check_all, halves, left_operand, register_of, sums_of,
+};
+use crate::cube::{Cube, PIECE, Warp, swizzled};
 use crate::fault::Fault;
 use crate::ptx::{Left, Wgmma};
 
 /// The warps of a warpgroup.
 const WARPS: usize = 4;
 
-/// Bytes that stay together where rows are permuted, and the halves in them.
-const PIECE: usize = 16;
-const PIECE_HALVES: usize = 8;
+/// The halves of a piece.
+const PIECE_HALVES: usize = PIECE / 2;
 
 /// Bytes of a row in an operand's tile, and the rows of one.
 const TILE_ROW: usize = 128;
@@ -125,9 +126,7 @@ impl Cube<'_> {
     }
 
     pub fn wgmma(&mut self, warp: &mut Warp, wgmma: &Wgmma, mask: u32) -> Result<(), Fault> {
-        if mask != ALL {
-            return Err(Fault::Argument("not all lanes take part".into()));
-        }
+        check_all(mask)?;
         let mut product = Product { reads: Vec::new() };
         let left = self.left(warp, wgmma, &mut product)?;
         let right = Operand::of(warp.doubles[wgmma.right as usize][0])?;

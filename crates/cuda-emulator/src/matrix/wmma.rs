@@ -1,13 +1,11 @@
 //! `wmma`: products whose operands are fragments, of which nobody but these instructions knows which lane has what. Here element
 //! `e` of a tile, row after row, is in the lane and register that `e` counts to; registers beyond the tile hold it once more.
 
-use crate::cube::{ALL, Cube, Warp, WordRow};
+use super::check_all;
+use crate::cube::{Cube, LANES, Warp, WordRow};
 use crate::fault::Fault;
 use crate::numbers::{half_to_single, single_bits};
 use crate::ptx::{Element, Fragment, Wmma, WmmaAccess};
-
-/// Lanes of a register.
-const LANES: usize = 32;
 
 impl Element {
     /// Bytes in memory.
@@ -161,12 +159,5 @@ fn place(access: &WmmaAccess, line: usize, k: usize) -> usize {
     match access.by_rows {
         true => line * columns + k,
         false => k * columns + line,
-    }
-}
-
-fn check_all(mask: u32) -> Result<(), Fault> {
-    match mask {
-        ALL => Ok(()),
-        _ => Err(Fault::Argument("not all lanes take part".into())),
     }
 }

@@ -1,7 +1,7 @@
 //! From one type to another.
 
 use super::half::double_to_half;
-use super::{Rounding, extend, float, half_to_single, single_bits, truncate};
+use super::{Rounding, extend, float, half_to_single, saturated, single_bits, truncate};
 use crate::ptx::Type;
 
 /// A conversion, as `cvt` says it.
@@ -48,11 +48,7 @@ fn in_register(number: Type, bits: u64) -> u64 {
 fn real(conversion: Conversion, bits: u64) -> f64 {
     match conversion.from {
         Type::F64 => f64::from_bits(bits),
-        Type::F32 => {
-            let x = f32::from_bits(bits as u32);
-            let flushed = conversion.flush && x.is_subnormal();
-            f64::from(if flushed { 0f32.copysign(x) } else { x })
-        }
+        Type::F32 => float::flushed(f32::from_bits(bits as u32), conversion.flush).into(),
         half => half_to_single(half, bits as u16).into(),
     }
 }
@@ -72,17 +68,12 @@ fn float_to_float(conversion: Conversion, bits: u64) -> u64 {
         Some(rounding) => integral(x, rounding),
         None => x,
     };
-    let x = match (conversion.saturate, x.is_nan()) {
-        (true, true) => 0.0,
-        (true, false) => x.clamp(0.0, 1.0),
-        (false, _) => x,
-    };
+    let x = if conversion.saturate { saturated(x) } else { x };
     match conversion.to {
         Type::F64 => x.to_bits(),
         Type::F32 => {
             let near = float::directed(x, 0.0, conversion.rounding);
-            let flushed = conversion.flush && near.is_subnormal();
-            single_bits(if flushed { 0f32.copysign(near) } else { near }).into()
+            single_bits(float::flushed(near, conversion.flush)).into()
         }
         half => double_to_half(half, x, conversion.rounding).into(),
     }

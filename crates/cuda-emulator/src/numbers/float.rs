@@ -69,8 +69,9 @@ pub fn max(x: f32, y: f32) -> f32 {
     }
 }
 
-fn flush(x: f32, flags: Flags) -> f32 {
-    if flags.flush && x.is_subnormal() {
+/// The number, or the zero of its sign where it is subnormal and is to be flushed.
+pub fn flushed(x: f32, flush: bool) -> f32 {
+    if flush && x.is_subnormal() {
         0f32.copysign(x)
     } else {
         x
@@ -78,7 +79,7 @@ fn flush(x: f32, flags: Flags) -> f32 {
 }
 
 pub fn single(operation: Op, flags: Flags, operands: [u64; 4]) -> Option<u64> {
-    let [x, y, z, _] = operands.map(|operand| flush(f32::from_bits(operand as u32), flags));
+    let [x, y, z, _] = operands.map(|operand| flushed(f32::from_bits(operand as u32), flags.flush));
     if let Some(holds) = is_of_kind(operation, x) {
         return Some(holds.into());
     }
@@ -112,18 +113,8 @@ pub fn single(operation: Op, flags: Flags, operands: [u64; 4]) -> Option<u64> {
         }
         _ => return None,
     };
-    let result = flush(result, flags);
-    let result = match (flags.saturate, result.is_nan()) {
-        (true, true) => 0.0,
-        (true, false) => result.clamp(0.0, 1.0),
-        (false, _) => result,
-    };
-    let result = if flags.relu && result < 0.0 {
-        0.0
-    } else {
-        result
-    };
-    Some(single_bits(result).into())
+    let result = flags.limited(flushed(result, flags.flush).into());
+    Some(single_bits(result as f32).into())
 }
 
 pub fn double(operation: Op, flags: Flags, operands: [u64; 4]) -> Option<u64> {

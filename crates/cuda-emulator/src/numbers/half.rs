@@ -152,16 +152,7 @@ fn single_half(operation: Op, number: Type, flags: Flags, operands: [u16; 4]) ->
         Op::MultiplyAdd => float::sum_to_odd(x * y, z),
         _ => float::real(operation, flags, [x, y, z])?,
     };
-    let result = if flags.relu && result < 0.0 {
-        0.0
-    } else {
-        result
-    };
-    let result = match (flags.saturate, result.is_nan()) {
-        (true, true) => 0.0,
-        (true, false) => result.clamp(0.0, 1.0),
-        (false, _) => result,
-    };
+    let result = flags.limited(result);
     Some(double_to_half(number, result, Rounding::Nearest))
 }
 

@@ -97,6 +97,19 @@ pub struct Flags {
     pub rounding: Rounding,
 }
 
+impl Flags {
+    /// A float's result as it is asked for.
+    fn limited(self, x: f64) -> f64 {
+        let x = if self.relu && x < 0.0 { 0.0 } else { x };
+        if self.saturate { saturated(x) } else { x }
+    }
+}
+
+/// Within 0 and 1; what is no number is 0.
+fn saturated(x: f64) -> f64 {
+    if x.is_nan() { 0.0 } else { x.clamp(0.0, 1.0) }
+}
+
 /// An operation, of which type, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arithmetic {

@@ -100,7 +100,7 @@ pub fn parse(name: &str, cursor: &mut Cursor, globals: &Globals) -> Result<Funct
         };
         instructions.push(
             instruction(statement.text, &names, registers)
-                .map_err(|fault| in_statement(fault, statement.text))?,
+                .map_err(|fault| fault.at(&format!(" in `{}`", one_line(statement.text))))?,
         );
     }
     let has_atomics = instructions
@@ -121,15 +121,6 @@ pub fn parse(name: &str, cursor: &mut Cursor, globals: &Globals) -> Result<Funct
 
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-fn in_statement(fault: Fault, text: &str) -> Fault {
-    let text = one_line(text);
-    match fault {
-        Fault::Syntax(what) => Fault::Syntax(format!("{what} in `{text}`")),
-        Fault::Unsupported(what) => Fault::Unsupported(format!("{what} in `{text}`")),
-        fault => fault,
-    }
 }
 
 impl<'a> Body<'a> {

@@ -115,7 +115,7 @@ impl Module {
                     shared: &shared,
                 };
                 let function = function::parse(name, &mut cursor, &globals)
-                    .map_err(|fault| in_kernel(fault, name))?;
+                    .map_err(|fault| fault.at(&format!(", kernel {name}")))?;
                 module.functions.insert(name.to_string(), function);
             } else if head.contains(".func") {
                 // Declared for kernels that call it; a call is refused where it stands.
@@ -138,14 +138,6 @@ impl Module {
             }
         }
         Ok(module)
-    }
-}
-
-fn in_kernel(fault: Fault, name: &str) -> Fault {
-    match fault {
-        Fault::Syntax(what) => Fault::Syntax(format!("{what}, kernel {name}")),
-        Fault::Unsupported(what) => Fault::Unsupported(format!("{what}, kernel {name}")),
-        fault => fault,
     }
 }
 

@@ -50,6 +50,9 @@ pub fn parse(text: &str, names: &impl Names) -> Result<Operand, Fault> {
     if text == "_" {
         return Ok(Operand::Nothing);
     }
+    if text == "WARP_SZ" {
+        return Ok(Operand::Number("32".into()));
+    }
     if let Some((first, second)) = text.split_once('|') {
         let (first, second) = (parse(first, names)?, parse(second, names)?);
         return Ok(Operand::Pair(Box::new(first), Box::new(second)));

@@ -67,16 +67,22 @@ fn a_copy_reads_what_is_allocated() {
 
 #[test]
 fn copies_arrive_at_a_barrier() {
-    let wait = ".shared .align 8 .b64 barrier; .reg .pred %p, %first;
-        setp.eq.u32 %first, %tid, 0;
-        @%first mbarrier.init.shared.b64 [barrier], 32;
-        bar.sync 0;
-        cp.async.mbarrier.arrive.noinc.shared.b64 [barrier];
-        $WAIT:
-        mbarrier.try_wait.parity.shared.b64 %p, [barrier], 0;
-        @!%p bra $WAIT;";
-    let values = with_words(&copied(wait, "")).output();
-    assert_eq!(values, (0..32).collect::<Vec<_>>());
+    // What makes no difference does not keep them from arriving, either.
+    for beside in ["", "fence.acq_rel.cta;", "bar.warp.sync 0xffffffff;"] {
+        let wait = format!(
+            ".shared .align 8 .b64 barrier; .reg .pred %p, %first;
+            setp.eq.u32 %first, %tid, 0;
+            @%first mbarrier.init.shared.b64 [barrier], 32;
+            bar.sync 0;
+            cp.async.mbarrier.arrive.noinc.shared.b64 [barrier];
+            $WAIT:
+            {beside}
+            mbarrier.try_wait.parity.shared.b64 %p, [barrier], 0;
+            @!%p bra $WAIT;"
+        );
+        let values = with_words(&copied(&wait, "")).output();
+        assert_eq!(values, (0..32).collect::<Vec<_>>(), "{beside}");
+    }
 }
 
 /// A warp writes a word four times, another reads it each time, and both wait for each other.

@@ -72,9 +72,7 @@ impl Decoder<'_> {
             return Ok(Operation::BulkWait(self.immediate(0)? as usize));
         }
         if self.takes("prefetch") {
-            self.modifiers.clear();
-            self.used.fill(true);
-            return Ok(Operation::Nothing);
+            return Ok(self.nothing());
         }
         if !self.takes("tensor") {
             return Err(self.unsupported("a bulk copy without a tensor map"));

@@ -1,7 +1,7 @@
 //! Loads, stores, atomics, addresses and fences.
 
-use super::{Decoder, Result};
-use crate::numbers::{Arithmetic, ArithmeticOperation as Op, Flags};
+use super::{Decoder, Result, reduction};
+use crate::numbers::{Arithmetic, Flags};
 use crate::ptx::instruction::{Access, Atomic, AtomicOperation, Operation};
 use crate::ptx::operand::Operand;
 use crate::ptx::types::{Class, Register, Space, Type};
@@ -42,11 +42,7 @@ impl Decoder<'_> {
                 let from = self.double(1)?;
                 Ok(Operation::IsSpace { space, to, from })
             }
-            "prefetch" | "prefetchu" | "discard" => {
-                self.modifiers.clear();
-                self.used.fill(true);
-                Ok(Operation::Nothing)
-            }
+            "prefetch" | "prefetchu" | "discard" => Ok(self.nothing()),
             // Every other fence orders what is in order here.
             _ => {
                 let of_proxies = self.takes("proxy") && self.takes("async");
@@ -114,25 +110,19 @@ impl Decoder<'_> {
         let space = self.take_space();
         self.ignores(&ORDER);
         self.ignores(&["acquire", "release", "acq_rel", "noftz"]);
-        let spelled = self.take_first(|modifier| {
+        let reduction = self.take_first(reduction);
+        let other = self.take_first(|modifier| {
             Some(match modifier {
-                "add" => (Some(Op::Add), AtomicOperation::Exchange),
-                "min" => (Some(Op::Min), AtomicOperation::Exchange),
-                "max" => (Some(Op::Max), AtomicOperation::Exchange),
-                "and" => (Some(Op::And), AtomicOperation::Exchange),
-                "or" => (Some(Op::Or), AtomicOperation::Exchange),
-                "xor" => (Some(Op::Xor), AtomicOperation::Exchange),
-                "exch" => (None, AtomicOperation::Exchange),
-                "cas" => (None, AtomicOperation::CompareAndSwap),
-                "inc" => (None, AtomicOperation::Increment),
-                "dec" => (None, AtomicOperation::Decrement),
+                "exch" => AtomicOperation::Exchange,
+                "cas" => AtomicOperation::CompareAndSwap,
+                "inc" => AtomicOperation::Increment,
+                "dec" => AtomicOperation::Decrement,
                 _ => return None,
             })
         });
-        let (arithmetic, plain) = spelled.ok_or_else(|| self.unsupported("the operation"))?;
         let number = self.take_type()?;
-        let operation = match arithmetic {
-            Some(operation) => {
+        let operation = match (reduction, other) {
+            (Some(operation), None) => {
                 let arithmetic = Arithmetic {
                     operation,
                     number,
@@ -147,7 +137,8 @@ impl Decoder<'_> {
                 }
                 AtomicOperation::Arithmetic(arithmetic)
             }
-            None => plain,
+            (None, Some(other)) => other,
+            _ => return Err(self.unsupported("the operation")),
         };
         let first = usize::from(self.name == "atom");
         let to = match first {

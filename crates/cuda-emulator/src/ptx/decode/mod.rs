@@ -14,6 +14,7 @@ use super::operand::{self, Operand};
 use super::registers::Registers;
 use super::types::{Class, Register, Space, Type};
 use crate::fault::Fault;
+use crate::numbers::ArithmeticOperation as Op;
 
 type Result<T> = std::result::Result<T, Fault>;
 
@@ -38,6 +39,19 @@ pub fn decode(
     let operation = decoder.operation()?;
     decoder.finish()?;
     Ok(operation)
+}
+
+/// The operation that makes one number of many, in any order.
+fn reduction(modifier: &str) -> Option<Op> {
+    Some(match modifier {
+        "add" => Op::Add,
+        "min" => Op::Min,
+        "max" => Op::Max,
+        "and" => Op::And,
+        "or" => Op::Or,
+        "xor" => Op::Xor,
+        _ => return None,
+    })
 }
 
 /// An instruction whose parts are taken one by one.
@@ -113,6 +127,13 @@ impl<'a> Decoder<'a> {
             })
         })
         .unwrap_or(Space::Generic)
+    }
+
+    /// An instruction that makes no difference here, whatever its modifiers and operands.
+    fn nothing(&mut self) -> Operation {
+        self.modifiers.clear();
+        self.used.fill(true);
+        Operation::Nothing
     }
 
     fn unsupported(&self, what: &str) -> Fault {

@@ -1,7 +1,7 @@
 //! What the lanes of a warp do together, and the cube's barriers.
 
-use super::{Decoder, Result};
-use crate::numbers::{Arithmetic, ArithmeticOperation as Op};
+use super::{Decoder, Result, reduction};
+use crate::numbers::Arithmetic;
 use crate::ptx::instruction::{Match, Operation, Reduce, Shuffle, ShuffleMode, Vote, VoteMode};
 use crate::ptx::types::{Class, Register, Type};
 
@@ -30,11 +30,7 @@ impl Decoder<'_> {
                 }
             }
             // How many registers a warp has, and when the next kernel starts, is nothing to the results.
-            _ => {
-                self.modifiers.clear();
-                self.used.fill(true);
-                Ok(Operation::Nothing)
-            }
+            _ => Ok(self.nothing()),
         }
     }
 
@@ -126,17 +122,7 @@ impl Decoder<'_> {
 
     fn reduce(&mut self) -> Result<Operation> {
         self.takes("sync");
-        let operation = self.take_first(|modifier| {
-            Some(match modifier {
-                "add" => Op::Add,
-                "min" => Op::Min,
-                "max" => Op::Max,
-                "and" => Op::And,
-                "or" => Op::Or,
-                "xor" => Op::Xor,
-                _ => return None,
-            })
-        });
+        let operation = self.take_first(reduction);
         let operation = operation.ok_or_else(|| self.unsupported("the operation"))?;
         let number = self.take_type()?;
         if !matches!(number, Type::U32 | Type::S32 | Type::B32) {
