@@ -102,8 +102,9 @@ const D128_FULL: Case = case("d128-full", [4, 32, 32, 4096, 128], false, None);
 const D256_FULL: Case = case("d256-full", [4, 16, 16, 4096, 256], false, None);
 const D512_FULL: Case = case("d512-full", [4, 8, 8, 4096, 512], false, None);
 
-pub const CASES: [Case; 45] = [
+pub const CASES: [Case; 46] = [
     case("d64-causal", [4, 64, 64, 4096, 64], true, None),
+    case("d64-full", [4, 64, 64, 4096, 64], false, None),
     case("d128-causal", [4, 32, 32, 4096, 128], true, None),
     D128_FULL,
     case("d256-causal", [4, 16, 16, 4096, 256], true, None),

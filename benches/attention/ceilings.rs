@@ -10,7 +10,7 @@ use burn::{
     module::Param,
     tensor::{Device, Distribution, Tensor},
 };
-use burn_gemma4::layer::Linear;
+use burn_gemma4::layer::{Linear, Weight};
 
 /// Of a large matrix product, and of a large tensor that is read and written.
 pub fn ceilings(
@@ -26,7 +26,7 @@ pub fn ceilings(
     };
     let left = random([side, side]);
     let layer = Linear {
-        weight: Param::from_tensor(random([side, side])),
+        weight: Weight::Whole(Param::from_tensor(random([side, side]))),
     };
     // The model's product of halves is Burn's but on Hopper, where Burn's is a tenth as fast until it is tuned. In f32 on NVIDIA
     // GPUs the model's is several, since it does not round to tf32.

@@ -4,6 +4,7 @@ use crate::case::Case;
 use crate::dense::read;
 use crate::devices::devices;
 use attention_cube::device::{DeviceProfile, Feature};
+use attention_cube::division::HeldTiles;
 use attention_cube::engine::{
     Engine, Kernel, Plan,
     unit::plan::GradientKernel,

@@ -222,31 +222,7 @@ impl<T: HeldTiles> BackwardPlan<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::DType;
-
-    fn problem(batch: usize, kv_heads: usize, kv_len: usize) -> AttentionProblem {
-        AttentionProblem {
-            batch,
-            q_heads: 8 * kv_heads,
-            kv_heads,
-            q_len: 1,
-            kv_len,
-            head_dim: 128,
-            value_dim: 128,
-            dtype: DType::BF16,
-            scale: 1.0,
-            softcap: None,
-            causal: None,
-            window_left: None,
-            window_right: None,
-            mask: None,
-            bias: None,
-            kv_lengths: false,
-            segments: false,
-            sinks: None,
-            deterministic: false,
-        }
-    }
+    use crate::testing::problem;
 
     /// As many parts as fill the card once or a few times, fewer where keys are few, and one where tiles fill it.
     #[test]
@@ -261,7 +237,12 @@ mod tests {
             (1024, 32_768, 1),
             (100_000, 64, 1),
         ] {
-            let splits = splits_in_rounds(&problem(tiles, 1, kv_len), [16, 64], tiles, 264);
+            let splits = splits_in_rounds(
+                &problem([tiles, 8, 1, 1, kv_len, 128]),
+                [16, 64],
+                tiles,
+                264,
+            );
             assert_eq!(splits, expected, "{tiles} tiles, {kv_len} keys");
         }
     }

@@ -63,7 +63,7 @@ mod restriction;
 pub mod select;
 #[cfg(all(test, feature = "cuda"))]
 mod source;
-#[cfg(all(test, feature = "cube"))]
+#[cfg(test)]
 mod testing;
 pub mod tile;
 

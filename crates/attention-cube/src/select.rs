@@ -231,6 +231,22 @@ pub struct Selection {
     pub warnings: Vec<Warning>,
 }
 
+/// Rows up to which the mma engine's forward is asked first: those of a group's heads together. On one H200 (2026-11-23, bf16, 32,768 keys,
+/// GB/s, mma and wgmma; `--engine mma,unit` and `wgmma,unit` of the benchmark): D64, 8 rows, 3,805 and 2,707; D128, 4 rows, 4,175 and
+/// 4,147; D256, 2 rows, 4,510 and 4,489; D512, 8 rows, 4,342 and 3,996; D256 and D512, 32 rows, 4,082 and 4,095, 4,235 and 3,958; but
+/// D512, 64 rows, 1,364 and 1,475.
+const MMA_FIRST_ROWS: usize = 32;
+
+/// The engines in the order in which they are asked: of the list's, the fastest first, as far as a problem's sizes tell.
+fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engine> {
+    let rows = problem.q_len * problem.group().max(1);
+    let first = (pass == Pass::Forward && rows <= MMA_FIRST_ROWS).then_some(Engine::Mma);
+    let rest = Engine::WITH_KERNELS.iter().copied();
+    first
+        .into_iter()
+        .chain(rest.filter(move |engine| Some(*engine) != first))
+}
+
 /// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
@@ -247,7 +263,7 @@ pub fn select(
         return reference(vec![(Engine::Unit, Refusal::NoCubeCL)]);
     };
     let mut refusals = Vec::new();
-    for &engine in Engine::WITH_KERNELS {
+    for engine in engines(problem, pass) {
         let answer = match device.left_out.contains(&engine) {
             true => Err(Refusal::LeftOut),
             false => engine.plan(problem, device, layouts, pass),

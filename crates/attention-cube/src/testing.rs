@@ -1,38 +1,44 @@
 //! What unit tests share.
 
+#[cfg(feature = "cube")]
+mod devices;
+
+#[cfg(feature = "cube")]
+pub(crate) use self::devices::{cube_device, device};
+
+use crate::AttentionProblem;
 use crate::device::DeviceProfile;
-use burn::{backend::DispatchDevice, tensor::Device};
-use burn_cubecl::CubeDevice;
-use std::env;
+use burn::tensor::DType;
 
-/// A device that runs CubeCL kernels: the first of them that `ATTENTION_TEST_DEVICES` names, or the default one.
-pub(crate) fn device() -> Device {
-    let named = env::var("ATTENTION_TEST_DEVICES").unwrap_or_default();
-    let named = named.split(',').find_map(|name| match name.trim() {
-        #[cfg(feature = "wgpu")]
-        "wgpu" => Some(Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)),
-        #[cfg(feature = "cuda")]
-        "cuda" => Some(Device::cuda(0)),
-        _ => None,
-    });
-    named.unwrap_or_default()
-}
-
-/// The same as CubeCL's.
-///
-/// # Panics
-/// If the default device runs no CubeCL kernels.
-pub(crate) fn cube_device() -> CubeDevice {
-    let device = device();
-    match device.as_dispatch() {
-        DispatchDevice::Cube(device) => device.clone(),
-        #[allow(
-            unreachable_patterns,
-            reason = "without other backends it is the only device"
-        )]
-        _ => panic!("{device:?} runs no CubeCL kernels"),
+/// A problem in bf16 without options, whose keys and values are equally wide.
+pub(crate) fn problem(
+    [batch, q_heads, kv_heads, q_len, kv_len, head_dim]: [usize; 6],
+) -> AttentionProblem {
+    AttentionProblem {
+        batch,
+        q_heads,
+        kv_heads,
+        q_len,
+        kv_len,
+        head_dim,
+        value_dim: head_dim,
+        dtype: DType::BF16,
+        scale: 1.0,
+        softcap: None,
+        causal: None,
+        window_left: None,
+        window_right: None,
+        mask: None,
+        bias: None,
+        kv_lengths: false,
+        segments: false,
+        sinks: None,
+        deterministic: false,
     }
 }
+
+/// Bytes of shared memory that a cube may have on an H100, an A100, and a GeForce.
+pub(crate) const SHARED_MEMORY: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
 
 /// A card with so much shared memory a cube.
 pub(crate) fn card(shared_memory: usize) -> DeviceProfile {

@@ -1,4 +1,4 @@
-//! What CubeCL kernels for Burn stand on: [launches](launch) on any device, and for NVIDIA's [Ampere](ampere) and [Hopper](hopper)
+//! What CubeCL kernels for Burn stand on: [launches](launch) and [rounding] on any device, and for NVIDIA's [Ampere](ampere) and [Hopper](hopper)
 //! their instructions behind names and, on the latter, a [matrix product](matmul).
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
@@ -8,3 +8,5 @@ pub mod hopper;
 #[cfg(feature = "cube")]
 pub mod launch;
 pub mod matmul;
+#[cfg(feature = "cube")]
+pub mod rounding;

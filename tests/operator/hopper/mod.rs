@@ -1,6 +1,7 @@
 //! The engine for Hopper, at every head size that has tiles of its own and between: several tiles of queries
 //! and blocks of keys with tails, and everything that hides keys, shares tiles or splits them. Each case is
 //! checked to be served by that engine, its gradients too; where no device has it there is nothing to test.
+//! Few rows have the mma engine's forward first: `ATTENTION_ENGINES=wgmma,unit` tests this engine's.
 
 mod biases;
 mod layouts;
@@ -29,6 +30,9 @@ const WIDTHS: [(usize, usize); 8] = [
     (320, 320),
     (512, 512),
 ];
+
+/// Rows of a group's heads up to which the mma engine is asked first, for the forward.
+const FEW_ROWS: usize = 32;
 
 /// The widest operands that its backward has tiles for.
 const WIDEST_GRADIENT: usize = 512;
@@ -74,9 +78,13 @@ fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut In
         let explanation = explain(&problem, &device.device);
         for selection in [&explanation.forward, &explanation.backward] {
             let engine = selection.kernel.engine();
+            let is_forward = selection == &explanation.forward;
             let too_wide = case.head_dim.max(case.value_dim) > WIDEST_GRADIENT;
+            let few = case.q_len * case.q_heads / case.kv_heads <= FEW_ROWS;
             assert!(
-                engine == Engine::Wgmma || (too_wide && selection == &explanation.backward),
+                engine == Engine::Wgmma
+                    || (too_wide && !is_forward)
+                    || (few && is_forward && engine == Engine::Mma),
                 "{case:?}: {explanation}"
             );
         }

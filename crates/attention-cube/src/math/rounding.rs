@@ -1,64 +1,14 @@
-//! Rounding f32 to the element of an output: to the nearest, of two to the even one.
-//!
-//! Vulkan leaves it to the driver how a conversion to bf16 rounds, and NVIDIA's cuts the lower bits off. So
-//! bf16 is rounded in integers first: the conversion then finds nothing left to round.
+//! Rounding f32 to the element of an output.
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-
-/// The element nearest to `value`.
-#[cube]
-pub(crate) fn rounded<E: Float>(value: f32) -> E {
-    E::cast_from(convertible::<E>(value))
-}
-
-/// The elements nearest to `values`.
-#[cube]
-pub(crate) fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N> {
-    if is_bfloat16::<E>() {
-        let mut result = Vector::<f32, N>::empty();
-        #[unroll]
-        for lane in 0..values.vector_size() {
-            result.insert(lane, convertible::<E>(values.extract(lane)));
-        }
-        Vector::cast_from(result)
-    } else {
-        Vector::cast_from(values)
-    }
-}
-
-/// A value that conversion to `E` rounds to the element nearest to `value`.
-#[cube]
-fn convertible<E: Float>(value: f32) -> f32 {
-    if is_bfloat16::<E>() {
-        nearest_bfloat16(value)
-    } else {
-        value
-    }
-}
-
-#[cube]
-fn is_bfloat16<E: Float>() -> comptime_type!(bool) {
-    let element = elem_type_of::<E>();
-    comptime!(element == ElemType::Float(FloatKind::BF16))
-}
-
-/// The nearest value whose lower 16 bits are zero, as bf16's are. A carry grows the exponent, up to infinity's.
-#[cube]
-fn nearest_bfloat16(value: f32) -> f32 {
-    let bits = u32::reinterpret(value);
-    let is_nan = (bits & 0x7fff_ffffu32) > 0x7f80_0000u32;
-    let to_nearest = bits + 0x7fffu32 + ((bits >> 16u32) & 1u32);
-    // Quiet, since a NaN may have nothing but lower bits.
-    let kept = select(is_nan, bits | 0x0040_0000u32, to_nearest);
-    f32::reinterpret(kept & 0xffff_0000u32)
-}
+pub(crate) use cube_kit::rounding::{rounded, rounded_vector};
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use crate::testing::cube_device;
     use burn::tensor::bf16;
+    use cube_kit::rounding::convertible;
+    use cubecl::ir::{ElemType, FloatKind};
+    use cubecl::prelude::*;
 
     const UNITS: usize = 64;
 

@@ -44,12 +44,6 @@ pub fn await_copies(#[comptime] pending: usize) {
     gpu_asm!("cp.async.wait_group {pending};");
 }
 
-/// The warp's lanes meet, and see what each has written to shared memory, or awaited there.
-#[cube]
-pub fn warp_barrier() {
-    gpu_asm!("bar.warp.sync 0xffffffff;");
-}
-
 /// Where the `piece`-th 16 bytes of a `row` lie, of subtiles of `rows` rows that start at `start`.
 #[cube]
 pub fn piece_address(start: u32, row: u32, piece: u32, #[comptime] rows: usize) -> u32 {

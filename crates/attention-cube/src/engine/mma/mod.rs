@@ -9,6 +9,8 @@ pub(crate) mod fragments;
 #[cfg(feature = "cuda")]
 mod launch;
 pub mod plan;
+#[cfg(feature = "cuda")]
+mod ring;
 #[cfg(all(test, feature = "cuda"))]
 mod source;
 

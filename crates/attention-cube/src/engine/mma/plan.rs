@@ -2,6 +2,8 @@
 
 mod few_rows;
 mod gradient;
+pub mod ring;
+mod shape;
 pub mod split_d;
 pub mod split_m;
 pub mod split_n;
@@ -14,6 +16,7 @@ pub(crate) use self::gradient::gradient_tiles;
 pub use self::gradient::{
     BackwardPlan, GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Held,
 };
+use self::shape::{Shape, split_d, split_m, without_queries};
 use self::split_d::SplitDTiles;
 use self::split_m::SplitMTiles;
 use self::split_n::SplitNTiles;
@@ -117,87 +120,34 @@ const fn cubes_that_fit(bytes: usize, shared_memory: usize) -> usize {
     (shared_memory + DRIVERS_BYTES) / (bytes + DRIVERS_BYTES)
 }
 
-/// The part of [`SplitMTiles`] that is chosen.
-struct SplitMShape {
-    /// The widest keys and values it is for.
-    head_dim: usize,
-    value_dim: usize,
-    warps: usize,
-    fragments: usize,
-    keys: usize,
-}
-
-const fn split_m(
-    [head_dim, value_dim]: [usize; 2],
-    [warps, fragments, keys]: [usize; 3],
-) -> SplitMShape {
-    SplitMShape {
-        head_dim,
-        value_dim,
-        warps,
-        fragments,
-        keys,
-    }
-}
-
-/// Split-M, the first that is wide enough and fits; in 99 KB all do. TFLOP/s on one H200 (2026-11-23), bf16, at 4,096 queries and keys,
-/// causal: two cubes share a multiprocessor wherever they fit.
-const SPLIT_M: &[SplitMShape] = &[
-    // 301 (32 keys 294, 128 keys 302; 16 rows a warp 295, with 128 keys 289; one block of values 297).
+/// The first that is wide enough and fits, of each width for 227, 163 and 99 KB. TFLOP/s on one H200 (2026-11-23), bf16, at 4,096 queries
+/// and keys, all seen and causal.
+const FORWARD: &[Shape] = &[
+    // 316 and 298 (causal with 32 keys 294, 128 keys 302; 16 rows a warp 295, with 128 keys 289; one block of values 297). Two cubes share a
+    // multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // 360; with copies that computed their places anew 330 (64 keys 341, all seen 369; with one block of values 326, one of either 317;
-    // 16 rows a warp 295; 8 warps 306, of 16 rows 245).
+    // 362 and 335; with copies that computed their places anew 330 (64 keys 341, all seen 369; with one block of values 326, one of either
+    // 317; 16 rows a warp 295; 8 warps 306, of 16 rows 245). Two cubes share a multiprocessor.
     split_m([128, 128], [4, 2, 32]),
-];
-
-/// The part of [`SplitDTiles`] that is chosen.
-struct SplitDShape {
-    /// The widest keys and values it is for.
-    head_dim: usize,
-    value_dim: usize,
-    rows: usize,
-    keys: usize,
-    row_groups: usize,
-    key_columns: usize,
-    value_keys: usize,
-    value_parts: usize,
-    slots: usize,
-}
-
-const fn split_d(
-    [head_dim, value_dim]: [usize; 2],
-    [rows, keys, row_groups]: [usize; 3],
-    [key_columns, value_keys, value_parts, slots]: [usize; 4],
-) -> SplitDShape {
-    SplitDShape {
-        head_dim,
-        value_dim,
-        rows,
-        keys,
-        row_groups,
-        key_columns,
-        value_keys,
-        value_parts,
-        slots,
-    }
-}
-
-/// Split-D, the first that is wide enough and fits: for 227, 163 and 99 KB. Chunks are as wide as there is room for: each costs a
-/// meeting of all warps. TFLOP/s on one H200 (2026-11-23), bf16, all seen: D256 325, 301, 215 (by rows, 64 queries in 4 warps: 311); D512
-/// 299, 258, 187; D320 at 8,192, causal, 249.
-const SPLIT_D: &[SplitDShape] = &[
-    split_d([256, 256], [128, 64, 4], [256, 64, 1, 3]),
-    split_d([256, 256], [128, 64, 4], [128, 32, 1, 5]),
-    split_d([256, 256], [64, 64, 2], [128, 32, 1, 3]),
-    split_d([320, 320], [64, 128, 2], [128, 32, 1, 4]),
-    split_d([320, 320], [64, 128, 2], [64, 16, 1, 5]),
-    split_d([320, 320], [64, 64, 2], [64, 16, 1, 4]),
-    split_d([512, 512], [64, 128, 1], [128, 32, 1, 4]),
-    split_d([512, 512], [64, 128, 1], [64, 16, 1, 5]),
-    split_d([512, 512], [64, 64, 1], [64, 16, 2, 3]),
-    split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4]),
-    split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4]),
-    split_d([WIDEST_DOTS, 512], [64, 64, 1], [64, 16, 2, 2]),
+    // 347 and 328 (one place for P 340, 318; 64 × 64 a warp of the output 344, 326; chunks of half the columns 323, 308).
+    split_d([256, 256], [128, 64, 4], [256, 64, 1, 3, 2]),
+    // 327 and 312 (one place for P and five slots 320, 302).
+    split_d([256, 256], [128, 64, 4], [128, 32, 1, 4, 2]),
+    // 217 and 219 (one place for P 213, 207; 128 rows with two slots of 16 keys 166, 151).
+    split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 2]),
+    split_d([320, 320], [64, 128, 2], [128, 32, 1, 4, 2]),
+    split_d([320, 320], [64, 128, 2], [64, 16, 1, 5, 2]),
+    split_d([320, 320], [64, 64, 2], [64, 16, 1, 4, 2]),
+    // 346 and 323 (one place for P 319, 304; eight slots of half the columns 304, 286).
+    split_d([512, 512], [64, 128, 1], [128, 32, 1, 4, 2]),
+    // 299 and 284 (one place for P and five slots 286, 272).
+    split_d([512, 512], [64, 128, 1], [64, 16, 1, 4, 2]),
+    // 209 and 171 (64 rows and 64 keys, values in two parts, 179, 168).
+    split_d([512, 512], [32, 128, 1], [64, 16, 1, 3, 2]),
+    split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
+    split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
+    // Not measured. Queries that stay leave room for two slots, and with two D512 had 107, 96.
+    without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
 ];
 
 /// The widest queries and keys that leave room for a ring.
@@ -258,18 +208,13 @@ pub(crate) fn forward_tiles(
     half: Half,
     [shared_memory, units]: [usize; 2],
 ) -> Result<ForwardTiles, Refusal> {
-    let by_rows = SPLIT_M
+    let mut tiles = FORWARD
         .iter()
-        .filter(|shape| head_dim <= shape.head_dim && value_dim <= shape.value_dim)
-        .map(|shape| ForwardTiles::SplitM(shape.tiles(head_dim, value_dim, half)));
-    let by_columns = SPLIT_D
-        .iter()
-        .filter(|shape| head_dim <= shape.head_dim && value_dim <= shape.value_dim)
-        .map(|shape| ForwardTiles::SplitD(shape.tiles(head_dim, value_dim, half)));
-    let mut tiles = by_rows.chain(by_columns).peekable();
+        .filter(|shape| shape.is_for(head_dim, value_dim))
+        .map(|shape| shape.tiles(head_dim, value_dim, half))
+        .peekable();
     if tiles.peek().is_none() {
-        let widest = SPLIT_D.last().map(|row| (row.head_dim, row.value_dim));
-        let (widest_head, widest_value) = widest.unwrap_or_default();
+        let (widest_head, widest_value) = FORWARD.last().map(Shape::widest).unwrap_or_default();
         return Err(Refusal::Width {
             widest_head,
             widest_value,
@@ -286,48 +231,13 @@ pub(crate) fn forward_tiles(
     })
 }
 
-impl SplitMShape {
-    fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> SplitMTiles {
-        SplitMTiles {
-            head_dim,
-            value_dim,
-            half,
-            warps: self.warps,
-            fragments: self.fragments,
-            keys: self.keys,
-        }
-    }
-}
-
-impl SplitDShape {
-    fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> SplitDTiles {
-        let tiles = SplitDTiles {
-            head_dim,
-            value_dim,
-            half,
-            rows: self.rows,
-            keys: self.keys,
-            row_groups: self.row_groups,
-            key_columns: self.key_columns,
-            value_keys: self.value_keys,
-            value_parts: self.value_parts,
-            slots: self.slots,
-        };
-        // Of narrow operands a pass has few chunks. It can fill slots of itself and of the next one.
-        SplitDTiles {
-            slots: tiles.slots.min(tiles.chunks() + 1),
-            ..tiles
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::division::NARROWEST;
-
-    /// Shared memory of an H100, an A100, and a GeForce.
-    const SHARED_MEMORY: [usize; 3] = [232_448, 166_912, 101_376];
+    use crate::testing::SHARED_MEMORY;
+    use cube_kit::ampere::BARRIER_BYTES;
+    use cube_kit::hopper::ROW_BYTES;
 
     /// Every width has a tile on every card, and every tile by columns divides as its kernel assumes.
     #[test]
@@ -345,14 +255,20 @@ mod tests {
         }
     }
 
-    fn check_division(tiles: &SplitDTiles) {
+    pub(super) fn check_division(tiles: &SplitDTiles) {
         let context = format!("{tiles:?}");
         let warps = SplitDTiles::WARPS;
         let score_groups = tiles.rows / tiles.score_rows();
         assert_eq!(score_groups * tiles.key_groups(), warps, "{context}");
         assert!(tiles.score_fragments() <= 2, "{context}");
-        // The rows of a warp's output are whole groups of rows of scores, whose used keys it is told.
+        assert_eq!(
+            tiles.row_groups * tiles.output_rows(),
+            tiles.rows,
+            "{context}"
+        );
+        // The rows of a warp's output are whole groups of rows of scores: of a row group's warps, which meet among themselves.
         assert_eq!(tiles.output_rows() % tiles.score_rows(), 0, "{context}");
+        assert_eq!(tiles.column_groups() % tiles.key_groups(), 0, "{context}");
         assert_eq!(tiles.column_groups() * tiles.row_groups, warps, "{context}");
         assert!(
             tiles.part_columns() * tiles.value_parts >= tiles.value_dim,
@@ -370,5 +286,20 @@ mod tests {
             tiles.vectors().iter().all(|&registers| registers <= 128),
             "{context}"
         );
+        // The places of pieces are permuted by the rows' numbers among eight of 128 bytes.
+        let ring = tiles.ring();
+        let permuted = [
+            tiles.probabilities_at(),
+            tiles.probability_bytes(),
+            ring.slots_at,
+            ring.slot_bytes,
+        ];
+        assert!(
+            permuted.iter().all(|at| at.is_multiple_of(8 * ROW_BYTES)),
+            "{context}"
+        );
+        for barriers in [tiles.meetings_at(), ring.barriers_at] {
+            assert!(barriers.is_multiple_of(BARRIER_BYTES), "{context}");
+        }
     }
 }

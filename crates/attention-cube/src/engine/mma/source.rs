@@ -25,17 +25,17 @@ use std::{path::Path, sync::Arc};
 fn write() {
     crate::source::write(
         "forward-128-128 backward-128-128",
-        |wanted, folder, name| match name.split('-').next() {
-            Some("forward") => forward(wanted, folder, name),
-            Some("decode16") => few_rows(wanted, folder, name, 16, true),
-            Some("decode32") => few_rows(wanted, folder, name, 32, true),
-            Some("decode64") => few_rows(wanted, folder, name, 64, true),
-            Some("rows16") => few_rows(wanted, folder, name, 16, false),
-            Some("rows32") => few_rows(wanted, folder, name, 32, false),
-            Some("rows64") => few_rows(wanted, folder, name, 64, false),
-            Some("backward") => backward(wanted, folder, name),
-            _ => {
-                panic!("{name} begins with none of forward, decode16, decode32, decode64, backward")
+        |wanted, folder, name| {
+            let pass = name.split('-').next().unwrap_or_default();
+            let rows_of = |kind: &str| pass.strip_prefix(kind)?.parse().ok();
+            match (pass, rows_of("decode"), rows_of("rows")) {
+                ("forward", ..) => forward(wanted, folder, name),
+                ("backward", ..) => backward(wanted, folder, name),
+                (_, Some(rows), _) => few_rows(wanted, folder, name, rows, true),
+                (_, _, Some(rows)) => few_rows(wanted, folder, name, rows, false),
+                _ => panic!(
+                    "{name} begins with none of forward, backward, decode and rows, the last two with a number of rows"
+                ),
             }
         },
     );

@@ -4,6 +4,7 @@ use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
+use crate::division::HeldTiles;
 use crate::engine::wgmma::backward::copies::GradientStepsCompilationArg;
 use crate::engine::wgmma::forward::copies::StepsCompilationArg;
 use crate::engine::wgmma::plan::{ForwardTiles, GradientTiles, forward_tiles, gradient_tiles};

@@ -116,30 +116,10 @@ pub(crate) fn check_mask(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::DType;
+    use crate::testing;
 
-    fn problem([batch, q_heads, q_len, kv_len]: [usize; 4]) -> AttentionProblem {
-        AttentionProblem {
-            batch,
-            q_heads,
-            kv_heads: q_heads,
-            q_len,
-            kv_len,
-            head_dim: 64,
-            value_dim: 64,
-            dtype: DType::BF16,
-            scale: 1.0,
-            softcap: None,
-            causal: None,
-            window_left: None,
-            window_right: None,
-            mask: None,
-            bias: None,
-            kv_lengths: false,
-            segments: false,
-            sinks: None,
-            deterministic: false,
-        }
+    fn problem([batch, heads, q_len, kv_len]: [usize; 4]) -> AttentionProblem {
+        testing::problem([batch, heads, heads, q_len, kv_len, 64])
     }
 
     /// The last row's bits and the last pair's word are the last of theirs, where the numbers of 32 bits that kernels get hold

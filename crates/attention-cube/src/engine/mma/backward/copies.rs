@@ -1,5 +1,8 @@
-//! How the queries' terms come to shared memory.
+//! How the queries' terms come to shared memory, and which rows of the operands do.
 
+use crate::engine::mma::forward::copies::HeadRows;
+use crate::fragment::stationary::Stationary;
+use crate::math::side::Side;
 use cube_kit::ampere::copy::{PIECE_BYTES, copy_piece};
 use cube_kit::hopper::ptx::word_address;
 use cubecl::prelude::*;
@@ -38,5 +41,21 @@ pub(super) fn copy_terms(
             source,
             select(exists, comptime!(PIECE_BYTES as u32), 0u32),
         );
+    }
+}
+
+/// The rows that there are of the head whose rows a tile holds.
+#[cube]
+pub(super) fn held_head(tile: &Stationary, #[comptime] side: Side) -> HeadRows {
+    let end = if comptime!(side == Side::Queries) {
+        tile.sight.q_len
+    } else {
+        tile.sight.length
+    };
+    HeadRows {
+        batch: tile.batch,
+        head: tile.head,
+        first: 0i32.runtime(),
+        end,
     }
 }

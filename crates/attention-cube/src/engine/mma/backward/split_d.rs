@@ -24,6 +24,7 @@ use self::roles::{Roles, warp_roles};
 use super::part::alike;
 use crate::engine::mma::fragments::fragment_of;
 use crate::engine::mma::plan::GradientSplitDTiles;
+use crate::engine::mma::ring::make_ring;
 use crate::fragment::gradient::p_scale;
 use crate::fragment::output::{OutputPart, without_blind};
 use crate::fragment::scoring::scoring;
@@ -36,9 +37,9 @@ use crate::math::score::ScoreArguments;
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
-use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
+use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::accumulator::pair;
-use cube_kit::hopper::ptx::{barrier_init, shared_address};
+use cube_kit::hopper::ptx::shared_address;
 use cubecl::prelude::*;
 
 /// Columns of a step of a gradient, and their registers of a fragment.
@@ -90,16 +91,12 @@ pub(crate) fn backward_split_d<
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let start = shared_address(&memory);
     if UNIT_POS == 0u32 {
-        let barriers = start + comptime!(tiles.barriers_at() as u32);
-        #[unroll]
-        for slot in 0..tiles.slots {
-            let at = barriers + comptime!((slot * GradientSplitDTiles::SLOT_BARRIERS) as u32);
-            barrier_init(at, GradientSplitDTiles::UNITS);
-            barrier_init(
-                at + comptime!(BARRIER_BYTES as u32),
-                GradientSplitDTiles::WARPS,
-            );
-        }
+        make_ring(
+            start,
+            comptime!(tiles.ring()),
+            GradientSplitDTiles::UNITS,
+            GradientSplitDTiles::WARPS,
+        );
     }
     sync_cube();
     let index = CUBE_POS as u32;

@@ -45,9 +45,14 @@ fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     if comptime!(columns.is_multiple_of(2 * PIECE)) {
         u32::new(comptime!(PIECE_BYTES as i64))
     } else {
-        let left = comptime!(columns as i32) - (piece * comptime!(PIECE as u32)) as i32;
-        (clamp(left, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
+        bytes_left(comptime!(columns as i32) - (piece * comptime!(PIECE as u32)) as i32)
     }
+}
+
+/// Bytes that a piece has of a row with so many columns from it on; none where the row ends before it.
+#[cube]
+fn bytes_left(columns: i32) -> u32 {
+    (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
 }
 
 /// Starts to copy a block of `rows` rows from `first_row` on; those that the head does not have become zeros.
@@ -176,7 +181,7 @@ pub(crate) fn copy_query_columns<E: Float>(
         let mut bytes = u32::new(comptime!(PIECE_BYTES as i64));
         if comptime!(columns.first + columns.count > columns.width) {
             let left = comptime!(columns.width as i32 - columns.first as i32) - column as i32;
-            bytes = (clamp(left, 0i32, comptime!(PIECE as i32)) * 2i32) as u32;
+            bytes = bytes_left(left);
         }
         copy_piece(
             piece_address(target, row, piece, rows),
@@ -274,7 +279,7 @@ pub(crate) fn copy_section(
                     let left = comptime!(
                         section.width as i32 - (section.first_column + first * SUBTILE) as i32
                     ) - column as i32;
-                    bytes = (clamp(left, 0i32, comptime!(PIECE as i32)) * 2i32) as u32;
+                    bytes = bytes_left(left);
                 }
                 copy_piece(
                     to + comptime!(
@@ -338,7 +343,7 @@ pub(crate) fn copy_warp_section(
                 if comptime!(!section.is_whole) {
                     let left = comptime!(section.width as i32 - (subtile * SUBTILE) as i32)
                         - column as i32;
-                    bytes = (clamp(left, 0i32, comptime!(PIECE as i32)) * 2i32) as u32;
+                    bytes = bytes_left(left);
                 }
                 copy_piece(
                     place

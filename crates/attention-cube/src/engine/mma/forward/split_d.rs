@@ -6,11 +6,12 @@
 //! memory 8,500: 4,100 for the operands of scores, 32 × 32 a warp, 2,000 for those of the output, 64 × 64 a warp, and 2,000 for what
 //! the copies write. That is the bound; where the matrix unit is slower, as on cards for games, it bounds the kernel itself.
 //!
-//! Schedule. Keys come in chunks of columns and values in chunks of keys through one ring, `K₀ K₁ V₀ K₂ V₁ … Vₙ`; all warps copy, and
-//! meet at each chunk. A pass multiplies by a block's keys, tells the rows' maxima, and then multiplies P of the block before by its
-//! values. Meanwhile P of this block is made: by half of the warps before their first values, by the others after these, so that the
-//! exponentials of one warp of a scheduler hide behind the products of the other. P goes to shared memory once all are done with the
-//! last one, in registers until then.
+//! Schedule. Keys come in chunks of columns and values in chunks of keys through one ring, `K₀ K₁ V₀ K₂ V₁ … Vₙ`; all warps copy and
+//! multiply, and barriers tell of each slot whether it is full and whether it is empty. A pass multiplies by a block's keys, tells the
+//! rows' maxima, and then multiplies P of the block before by its values. Meanwhile P of this block is made: by half of the warps before
+//! their first values, by the others after these, so that the exponentials of one warp of a scheduler hide behind the products of the
+//! other. The warps that have the same rows tell each other, by barriers of their own, that their maxima are there, that P is, and, where
+//! there is room for one block's P alone, that they are done with the last one: it stays in registers until then.
 
 mod chunks;
 mod pass;
@@ -23,6 +24,7 @@ use self::roles::{Roles, warp_roles};
 use super::copies::{HeadRows, copy_queries, head_source};
 use crate::engine::mma::fragments::{tell_rows, told_rows};
 use crate::engine::mma::plan::split_d::SplitDTiles;
+use crate::engine::mma::ring::make_ring;
 use crate::fragment::output::{
     Finished, STEP_REGISTERS, normalised, output_rows, step_of, write_rows,
 };
@@ -33,9 +35,9 @@ use crate::math::schedule::{Grid, Schedule};
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
-use cube_kit::ampere::FRAGMENT_ROWS;
+use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
 use cube_kit::hopper::accumulator::pair;
-use cube_kit::hopper::ptx::shared_address;
+use cube_kit::hopper::ptx::{barrier_init, shared_address};
 use cubecl::prelude::*;
 
 /// Where everything lies in shared memory, but for the ring.
@@ -48,10 +50,12 @@ struct Places {
     factors: u32,
     moved: u32,
     used: u32,
+    /// The barriers of the warp's row group.
+    meetings: u32,
 }
 
 #[cube]
-fn places(start: u32, #[comptime] tiles: SplitDTiles) -> Places {
+fn places(start: u32, roles: &Roles, #[comptime] tiles: SplitDTiles) -> Places {
     Places {
         queries: start,
         probabilities: start + comptime!(tiles.probabilities_at() as u32),
@@ -59,10 +63,17 @@ fn places(start: u32, #[comptime] tiles: SplitDTiles) -> Places {
         factors: start + comptime!(tiles.factors_at() as u32),
         moved: start + comptime!(tiles.moved_at() as u32),
         used: start + comptime!(tiles.used_at() as u32),
+        meetings: start
+            + comptime!(tiles.meetings_at() as u32)
+            + roles.row_group * comptime!(SplitDTiles::MEETING_BARRIERS as u32),
     }
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is the compiler's, the inner the kernel's"
+)]
 pub(crate) fn forward_split_d<
     E: Float,
     O: Float,
@@ -111,14 +122,18 @@ pub(crate) fn forward_split_d<
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
     let start = shared_address(&memory);
+    if UNIT_POS == 0u32 {
+        make_barriers(start, tiles);
+    }
+    sync_cube();
     let item = CUBE_POS as u32;
     if item < scheduler.schedule.items {
         let assigned = assigned_tile(
             &scheduler, item, 0u32, masking, tiles.rows, tiles.keys, kind,
         );
         let tile = assigned.tile;
-        let places = places(start, tiles);
         let roles = warp_roles(tiles);
+        let places = places(start, &roles, tiles);
         let head = HeadRows {
             batch: tile.batch,
             head: tile.kv_head,
@@ -128,7 +143,7 @@ pub(crate) fn forward_split_d<
         let operands = Operands {
             keys: head_source::<E>(key, head),
             values: head_source::<E>(value, head),
-            ring: start + comptime!(tiles.ring_at() as u32),
+            start,
             end_block: tile.end_block,
         };
         // The rows of the thread's first registers of scores, in the tile.
@@ -136,20 +151,25 @@ pub(crate) fn forward_split_d<
         let next_row = row + comptime!(FRAGMENT_ROWS as i32);
         let rows_0 = row_pair::<F, NB>(&tile, &scoring, row, kind);
         let rows_1 = row_pair::<F, NB>(&tile, &scoring, next_row, kind);
-        if assigned.first < tile.end_block {
-            copy_queries::<E>(
-                query,
-                &tile,
-                places.queries,
-                tiles.rows,
-                tiles.head_dim,
-                SplitDTiles::UNITS,
-                kind,
-            );
+        if comptime!(tiles.holds_queries) {
+            if assigned.first < tile.end_block {
+                copy_queries::<E>(
+                    query,
+                    &tile,
+                    places.queries,
+                    tiles.rows,
+                    tiles.head_dim,
+                    SplitDTiles::UNITS,
+                    kind,
+                );
+            }
         }
-        let attended = attend::<F, NB, NS, AS, AO>(
-            &assigned, &rows_0, &rows_1, &scoring, &operands, &places, &roles, power, tiles, kind,
+        let attended = attend::<E, F, NB, NS, AS, AO>(
+            &assigned, query, &rows_0, &rows_1, &scoring, &operands, &places, &roles, power, tiles,
+            kind,
         );
+        // All have read the last factors.
+        sync_cube();
         tell_results::<AO>(&attended, &places, &roles, tiles);
         sync_cube();
         #[unroll]
@@ -182,6 +202,25 @@ pub(crate) fn forward_split_d<
                 );
             }
         }
+    }
+}
+
+/// Makes the barriers of the ring, and of each row group, whose warps are as many as have turns at the columns.
+#[cube]
+fn make_barriers(start: u32, #[comptime] tiles: SplitDTiles) {
+    make_ring(
+        start,
+        comptime!(tiles.ring()),
+        SplitDTiles::UNITS,
+        SplitDTiles::WARPS,
+    );
+    let meetings = start + comptime!(tiles.meetings_at() as u32);
+    #[unroll]
+    for barrier in 0..comptime!(tiles.row_groups * SplitDTiles::MEETING_BARRIERS / BARRIER_BYTES) {
+        barrier_init(
+            meetings + comptime!((barrier * BARRIER_BYTES) as u32),
+            tiles.column_groups(),
+        );
     }
 }
 

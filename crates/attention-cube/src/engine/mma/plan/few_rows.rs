@@ -1,46 +1,8 @@
 //! The tiles of the forward for few rows: queries of a group's heads that together fit a tile smaller than those of prompts.
 
-use super::split_n::SplitNTiles;
-use super::{ForwardTiles, SplitDShape, SplitMShape, cubes_that_fit, split_d, split_m};
+use super::shape::{Shape, split_d, split_m, split_n};
+use super::{ForwardTiles, cubes_that_fit};
 use cube_kit::hopper::Half;
-
-/// The part of [`SplitNTiles`] that is chosen.
-struct SplitNShape {
-    /// The widest keys and values it is for.
-    head_dim: usize,
-    value_dim: usize,
-    fragments: usize,
-    column_groups: usize,
-    key_groups: usize,
-    keys: usize,
-    stages: usize,
-    /// Cubes that a multiprocessor has room for, where the tiles are chosen.
-    cubes: usize,
-}
-
-const fn split_n(
-    [head_dim, value_dim]: [usize; 2],
-    [fragments, column_groups, key_groups]: [usize; 3],
-    [keys, stages, cubes]: [usize; 3],
-) -> Shape {
-    Shape::N(SplitNShape {
-        head_dim,
-        value_dim,
-        fragments,
-        column_groups,
-        key_groups,
-        keys,
-        stages,
-        cubes,
-    })
-}
-
-/// Tiles of any kind.
-enum Shape {
-    M(SplitMShape),
-    N(SplitNShape),
-    D(SplitDShape),
-}
 
 /// The first that has the rows, is wide enough and fits. For 16 rows, then 32, then 64, and of each width for 227, 163 and 99 KB; wider
 /// operands of 64 rows have the tiles that prompts have.
@@ -70,53 +32,17 @@ const FEW_ROWS: &[Shape] = &[
     split_n([256, 256], [2, 2, 4], [16, 2, 1]),
     split_n([256, 256], [2, 2, 2], [16, 3, 1]),
     split_n([256, 256], [2, 2, 2], [16, 2, 1]),
-    Shape::D(split_d([512, 512], [32, 128, 1], [128, 32, 1, 5])),
-    Shape::D(split_d([512, 512], [32, 128, 1], [128, 32, 1, 3])),
-    Shape::D(split_d([512, 512], [32, 128, 1], [64, 16, 1, 3])),
-    Shape::D(split_d([576, 512], [32, 128, 1], [128, 32, 1, 4])),
-    Shape::D(split_d([576, 512], [32, 128, 1], [128, 32, 1, 3])),
-    Shape::D(split_d([576, 512], [32, 128, 1], [64, 16, 1, 3])),
-    Shape::M(split_m([128, 128], [4, 1, 64])),
-    Shape::D(split_d([256, 256], [64, 128, 2], [128, 64, 1, 5])),
-    Shape::D(split_d([256, 256], [64, 128, 2], [128, 64, 1, 3])),
-    Shape::D(split_d([256, 256], [64, 64, 2], [128, 32, 1, 3])),
+    split_d([512, 512], [32, 128, 1], [128, 32, 1, 5, 1]),
+    split_d([512, 512], [32, 128, 1], [128, 32, 1, 3, 1]),
+    split_d([512, 512], [32, 128, 1], [64, 16, 1, 3, 1]),
+    split_d([576, 512], [32, 128, 1], [128, 32, 1, 4, 1]),
+    split_d([576, 512], [32, 128, 1], [128, 32, 1, 3, 1]),
+    split_d([576, 512], [32, 128, 1], [64, 16, 1, 3, 1]),
+    split_m([128, 128], [4, 1, 64]),
+    split_d([256, 256], [64, 128, 2], [128, 64, 1, 5, 1]),
+    split_d([256, 256], [64, 128, 2], [128, 64, 1, 3, 1]),
+    split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 1]),
 ];
-
-impl Shape {
-    fn is_for(&self, head_dim: usize, value_dim: usize) -> bool {
-        let (widest_head, widest_value) = match self {
-            Self::M(shape) => (shape.head_dim, shape.value_dim),
-            Self::N(shape) => (shape.head_dim, shape.value_dim),
-            Self::D(shape) => (shape.head_dim, shape.value_dim),
-        };
-        head_dim <= widest_head && value_dim <= widest_value
-    }
-
-    fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> ForwardTiles {
-        match self {
-            Self::M(shape) => ForwardTiles::SplitM(shape.tiles(head_dim, value_dim, half)),
-            Self::N(shape) => ForwardTiles::SplitN(SplitNTiles {
-                head_dim,
-                value_dim,
-                half,
-                fragments: shape.fragments,
-                key_groups: shape.key_groups,
-                column_groups: shape.column_groups,
-                keys: shape.keys,
-                stages: shape.stages,
-            }),
-            Self::D(shape) => ForwardTiles::SplitD(shape.tiles(head_dim, value_dim, half)),
-        }
-    }
-
-    /// Cubes that should fit a multiprocessor.
-    fn cubes(&self) -> usize {
-        match self {
-            Self::N(shape) => shape.cubes,
-            Self::M(_) | Self::D(_) => 1,
-        }
-    }
-}
 
 /// The tiles for so many rows and operands of this width that fit so many bytes of shared memory and units of a cube, if there are any.
 pub(crate) fn few_rows_tiles(
@@ -151,14 +77,13 @@ const fn sums_as_backward(tiles: &ForwardTiles) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::AttentionProblem;
     use crate::device::{DeviceProfile, Feature};
     use crate::division::NARROWEST;
+    use crate::engine::mma::plan::split_n::SplitNTiles;
+    use crate::engine::mma::plan::tests::check_division;
     use crate::select::Layouts;
+    use crate::testing::{SHARED_MEMORY, card, problem};
     use burn::tensor::DType;
-
-    /// Shared memory of an H100, an A100, and a GeForce.
-    const SHARED_MEMORY: [usize; 3] = [232_448, 166_912, 101_376];
 
     fn tiles(
         rows: usize,
@@ -168,7 +93,7 @@ mod tests {
         few_rows_tiles(rows, head_dim, value_dim, Half::Bf16, [shared_memory, 1024])
     }
 
-    /// Every width has a small tile on every card, and every tile whose warps have keys divides as its kernel assumes.
+    /// Every width has a small tile on every card, and every tile whose warps divide keys or columns divides as its kernel assumes.
     #[test]
     fn every_width_has_a_small_tile() {
         for head_dim in NARROWEST..=576 {
@@ -181,8 +106,10 @@ mod tests {
                         });
                         assert_eq!(found.rows(), rows.next_multiple_of(16));
                         assert!(found.shared_memory() <= shared_memory, "{found:?}");
-                        if let ForwardTiles::SplitN(tiles) = found {
-                            check(&tiles);
+                        match found {
+                            ForwardTiles::SplitN(tiles) => check(&tiles),
+                            ForwardTiles::SplitD(tiles) => check_division(&tiles),
+                            ForwardTiles::SplitM(_) => (),
                         }
                     }
                 }
@@ -222,51 +149,17 @@ mod tests {
         );
     }
 
-    fn problem(
-        [q_heads, kv_heads, q_len, kv_len]: [usize; 4],
-        head_dim: usize,
-    ) -> AttentionProblem {
-        AttentionProblem {
-            batch: 2,
-            q_heads,
-            kv_heads,
-            q_len,
-            kv_len,
-            head_dim,
-            value_dim: head_dim,
-            dtype: DType::BF16,
-            scale: 1.0,
-            softcap: None,
-            causal: None,
-            window_left: None,
-            window_right: None,
-            mask: None,
-            bias: None,
-            kv_lengths: false,
-            segments: false,
-            sinks: None,
-            deterministic: false,
-        }
-    }
-
     /// An H200, which serves the engine's problems.
     fn h200() -> DeviceProfile {
         DeviceProfile {
-            name: "test".into(),
             dtypes: vec![DType::BF16],
-            shared_memory: SHARED_MEMORY[0],
-            units_per_cube: 1024,
-            bindings: 1024,
-            largest_buffer: 1 << 36,
-            cube_count: u32::MAX >> 1,
-            processors: None,
             multiprocessors: Some(132),
             features: vec![
                 Feature::CopyAsync,
                 Feature::Mma(DType::BF16),
                 Feature::LoadMatrix(DType::BF16),
             ],
-            left_out: Vec::new(),
+            ..card(SHARED_MEMORY[0])
         }
     }
 
@@ -274,7 +167,7 @@ mod tests {
     /// have the tiles of prompts.
     #[test]
     fn the_plan_has_the_smallest_tile() {
-        for (sizes, head_dim, rows, heads, splits) in [
+        for ([q_heads, kv_heads, q_len, kv_len], head_dim, rows, heads, splits) in [
             ([32, 4, 1, 32_768], 512, 16, 8, 16),
             ([32, 16, 1, 32_768], 256, 16, 2, 4),
             ([32, 32, 1, 32_768], 128, 16, 1, 4),
@@ -286,12 +179,13 @@ mod tests {
             ([8, 1, 9, 32_768], 128, 128, 8, 132),
             ([8, 8, 4096, 4096], 128, 128, 1, 1),
         ] {
-            let problem = problem(sizes, head_dim);
+            let sizes = [2, q_heads, kv_heads, q_len, kv_len, head_dim];
+            let problem = problem(sizes);
             let layouts = Layouts::contiguous(&problem);
             let plan = super::super::forward(&problem, &h200(), layouts);
             let plan = plan.unwrap_or_else(|refusal| panic!("{sizes:?}: {refusal}"));
             let found = (plan.tiles.rows(), plan.heads, plan.splits);
-            assert_eq!(found, (rows, heads, splits), "{sizes:?} {head_dim}");
+            assert_eq!(found, (rows, heads, splits), "{sizes:?}");
         }
     }
 
@@ -302,6 +196,9 @@ mod tests {
             for shared_memory in SHARED_MEMORY {
                 let found = tiles(33, [width, width], shared_memory);
                 assert_eq!(found.map(|tiles| tiles.rows()), Some(64), "{width}");
+                if let Some(ForwardTiles::SplitD(tiles)) = found {
+                    check_division(&tiles);
+                }
                 assert_eq!(tiles(65, [width, width], shared_memory), None, "{width}");
             }
         }

@@ -1,6 +1,7 @@
 //! The tiles of the forward whose warps share rows and divide the output's columns, and what follows from them.
 
-use cube_kit::ampere::FRAGMENT_ROWS;
+use super::ring::Ring;
+use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
 use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, registers};
 
 /// Columns of a step of a product, to which operands are filled up with zeros.
@@ -30,6 +31,10 @@ pub struct SplitDTiles {
     pub value_parts: usize,
     /// Slots of the ring, at least 2.
     pub slots: usize,
+    /// Whether the queries stay in shared memory; else they come again by columns with every block's keys.
+    pub holds_queries: bool,
+    /// Blocks whose P there is room for: 1, or 2, which spares the warps of a row a meeting before they write it.
+    pub shares: usize,
 }
 
 impl SplitDTiles {
@@ -117,26 +122,50 @@ impl SplitDTiles {
         self.key_chunks() + self.value_chunks()
     }
 
+    /// Where in a chunk of keys the queries start, where these do not stay.
+    pub const fn chunk_queries_at(&self) -> usize {
+        self.keys * self.key_columns / SUBTILE * ROW_BYTES
+    }
+
     /// Bytes of a slot, which any chunk fits.
     pub const fn slot_bytes(&self) -> usize {
-        let keys = self.keys * self.key_columns / SUBTILE * ROW_BYTES;
+        let mut keys = self.chunk_queries_at();
+        if !self.holds_queries {
+            keys += self.rows * self.key_columns / SUBTILE * ROW_BYTES;
+        }
         let values = self.value_keys * self.part_columns().div_ceil(SUBTILE) * ROW_BYTES;
         if keys < values { values } else { keys }
     }
 
-    /// Where P starts, behind the queries.
+    /// Where P starts, behind the queries that stay.
     pub const fn probabilities_at(&self) -> usize {
-        self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES
+        match self.holds_queries {
+            true => self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES,
+            false => 0,
+        }
     }
 
-    /// Where the ring starts.
-    pub const fn ring_at(&self) -> usize {
-        self.probabilities_at() + self.rows * self.keys / SUBTILE * ROW_BYTES
+    /// Bytes of a block's P.
+    pub const fn probability_bytes(&self) -> usize {
+        self.rows * self.keys / SUBTILE * ROW_BYTES
+    }
+
+    /// The ring, behind P; its barriers lie behind what the warps tell each other.
+    pub const fn ring(&self) -> Ring {
+        Ring {
+            chunks: self.chunks(),
+            slots: self.slots,
+            slot_bytes: self.slot_bytes(),
+            slots_at: self.probabilities_at() + self.shares * self.probability_bytes(),
+            barriers_at: self.meetings_at() + self.row_groups * Self::MEETING_BARRIERS,
+        }
     }
 
     /// Where the rows' maxima start, of each group of keys.
     pub const fn maxima_at(&self) -> usize {
-        self.ring_at() + self.slots * self.slot_bytes()
+        self.probabilities_at()
+            + self.shares * self.probability_bytes()
+            + self.slots * self.slot_bytes()
     }
 
     /// Where the rows' factors start.
@@ -149,14 +178,25 @@ impl SplitDTiles {
         self.factors_at() + 4 * self.rows
     }
 
-    /// Where the bits of used keys start, four words of each warp.
+    /// Where the bits of used keys start, of each block whose P there is.
     pub const fn used_at(&self) -> usize {
-        self.moved_at() + 4 * self.rows / FRAGMENT_ROWS
+        (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
     }
+
+    /// Bytes of the bits of used keys of a block, four words of each warp.
+    pub const USED_BYTES: usize = 16 * Self::WARPS;
+
+    /// Where the barriers start at which the warps of a row group tell that they are done with a step.
+    pub const fn meetings_at(&self) -> usize {
+        self.used_at() + self.shares * Self::USED_BYTES
+    }
+
+    /// Bytes of a row group's barriers: for maxima, for P, and for what was multiplied by it.
+    pub const MEETING_BARRIERS: usize = 3 * BARRIER_BYTES;
 
     /// Bytes of shared memory.
     pub const fn shared_memory(&self) -> usize {
-        self.used_at() + 16 * Self::WARPS
+        self.ring().end()
     }
 
     /// Threads of a cube, for whoever has tiles of either kind.

@@ -4,6 +4,7 @@
 use crate::AttentionProblem;
 use crate::arguments::{grid, is_in_vectors, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
+use crate::division::HeldTiles;
 use crate::engine::wgmma::backward::copies::GradientStepsLaunch;
 use crate::engine::wgmma::backward::split_d::backward_split_d;
 use crate::engine::wgmma::backward::split_m::backward_split_m;

@@ -33,48 +33,33 @@ pub enum GradientTiles {
 
 impl HeldTiles for GradientTiles {
     fn side(&self) -> Side {
-        self.side()
+        match self {
+            Self::SplitM(tiles) => tiles.side,
+            Self::SplitD(tiles) => tiles.side,
+        }
     }
 
     fn rows(&self) -> usize {
-        self.rows()
-    }
-
-    fn columns(&self) -> usize {
-        self.columns()
-    }
-}
-
-impl GradientTiles {
-    /// Rows of a tile.
-    pub const fn rows(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.rows(),
             Self::SplitD(_) => GradientSplitDTiles::ROWS,
         }
     }
 
-    /// Rows of a block of the other side.
-    pub const fn columns(&self) -> usize {
+    fn columns(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.columns,
             Self::SplitD(_) => GradientSplitDTiles::COLUMNS,
         }
     }
+}
 
+impl GradientTiles {
     /// What is summed.
     pub const fn sums(&self) -> Sums {
         match self {
             Self::SplitM(tiles) => tiles.sums,
             Self::SplitD(tiles) => tiles.sums,
-        }
-    }
-
-    /// What the rows are.
-    pub const fn side(&self) -> Side {
-        match self {
-            Self::SplitM(tiles) => tiles.side,
-            Self::SplitD(tiles) => tiles.side,
         }
     }
 

@@ -1,14 +1,14 @@
 //! A cube passes over the blocks that its tile sees.
 
-use super::ring::{Operands, Pass, Place, Turn, fill, place_of, terms_place, turn_after};
+use super::ring::{Operands, Pass, fill, terms_place};
 use super::roles::Roles;
 use super::weights::{score_gradients, share, told_used, weigh};
 use crate::engine::mma::backward::part::{Part, seen_by_warp, terms_of_warp};
 use crate::engine::mma::plan::GradientSplitDTiles;
+use crate::engine::mma::ring::{Place, Turn, await_full, place_of, tell_empty, turn_after};
 use crate::fragment::scoring::Scoring;
 use crate::fragment::stationary::{Stationary, Visit, visit_from};
 use crate::fragment::work_tile::TileKind;
-use cube_kit::ampere::barriers::{arrive_as_warp, await_phase};
 use cube_kit::ampere::product::{
     Scores, SharedSums, add_scores, add_shared_product, left_address, right_address, scores,
     turn_address,
@@ -143,7 +143,11 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             );
             leave_chunk(operands, terms, tile, &pass, &place, index, tiles);
         }
-        let turn = turn_after(&pass.first, comptime!(tiles.chunks()), tiles);
+        let turn = turn_after(
+            &pass.first,
+            comptime!(tiles.chunks()),
+            comptime!(tiles.ring()),
+        );
         head = pass.next.head;
         block = pass.next.block;
         slot = turn.slot;
@@ -193,8 +197,8 @@ fn await_chunk(
     #[comptime] chunk: usize,
     #[comptime] tiles: GradientSplitDTiles,
 ) -> Place {
-    let place = place_of(operands, pass, chunk, tiles);
-    await_phase(place.full, place.parity);
+    let place = place_of(operands.start, &pass.first, chunk, comptime!(tiles.ring()));
+    await_full(&place);
     place
 }
 
@@ -209,7 +213,7 @@ fn leave_chunk(
     #[comptime] chunk: usize,
     #[comptime] tiles: GradientSplitDTiles,
 ) {
-    arrive_as_warp(place.empty);
+    tell_empty(place);
     fill(
         operands,
         terms,

@@ -1,17 +1,12 @@
-//! A block's chunks on their way through the ring: dots by columns, values by columns, and what is summed by rows.
-//!
-//! A chunk is full once the copies of all threads are there, and empty once all warps have read it. Nobody stops for the others: a warp
-//! goes on to the next chunk where that is full, and where it is ahead waits for the slot that it is to fill.
+//! A block's chunks on their way through the [ring](crate::engine::mma::ring): dots by columns, values by columns, and what is summed by
+//! rows.
 
-use crate::engine::mma::backward::copies::copy_terms;
-use crate::engine::mma::forward::copies::{
-    HeadRows, HeadSource, Section, copy_section, head_source,
-};
+use crate::engine::mma::backward::copies::{copy_terms, held_head};
+use crate::engine::mma::forward::copies::{HeadSource, Section, copy_section, head_source};
 use crate::engine::mma::plan::GradientSplitDTiles;
+use crate::engine::mma::ring::{Turn, await_empty, place_of, tell_full};
 use crate::fragment::stationary::{Stationary, Visit};
 use crate::math::side::Side;
-use cube_kit::ampere::BARRIER_BYTES;
-use cube_kit::ampere::barriers::{arrive_with_copies, await_phase};
 use cube_kit::ampere::copy::half_address;
 use cube_kit::hopper::SUBTILE;
 use cubecl::prelude::*;
@@ -44,18 +39,7 @@ pub(super) fn held_rows<E: Float>(
     tile: &Stationary,
     #[comptime] tiles: GradientSplitDTiles,
 ) -> HeadSource {
-    let end = if comptime!(tiles.side == Side::Queries) {
-        tile.sight.q_len
-    } else {
-        tile.sight.length
-    };
-    let head = HeadRows {
-        batch: tile.batch,
-        head: tile.head,
-        first: 0i32.runtime(),
-        end,
-    };
-    head_source::<E>(source, head)
+    head_source::<E>(source, held_head(tile, tiles.side))
 }
 
 /// What comes to shared memory, and where it lies there.
@@ -79,72 +63,6 @@ pub(super) struct Pass {
     pub first: Turn,
     /// 0 and 1 by turns.
     pub stage: u32,
-}
-
-/// A slot, and the parity of how often the ring has been gone through.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Turn {
-    pub slot: u32,
-    pub parity: u32,
-}
-
-/// The turn so many after one.
-#[cube]
-pub(super) fn turn_after(
-    first: &Turn,
-    #[comptime] count: usize,
-    #[comptime] tiles: GradientSplitDTiles,
-) -> Turn {
-    let slots = comptime!(tiles.slots as u32);
-    let rounds = comptime!((count / tiles.slots % 2) as u32);
-    if comptime!(tiles.chunks().is_multiple_of(tiles.slots)) {
-        // Every pass starts with the first slot.
-        Turn {
-            slot: u32::new(comptime!((count % tiles.slots) as i64)),
-            parity: first.parity ^ rounds,
-        }
-    } else {
-        let sum = first.slot + comptime!((count % tiles.slots) as u32);
-        let wraps = sum >= slots;
-        Turn {
-            slot: select(wraps, sum - slots, sum),
-            parity: first.parity ^ rounds ^ u32::cast_from(wraps),
-        }
-    }
-}
-
-/// Where a chunk lies.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Place {
-    pub slot: u32,
-    /// The barriers at which it is told that the slot is full, and that it is empty.
-    pub full: u32,
-    pub empty: u32,
-    pub parity: u32,
-}
-
-/// Where the pass's `chunk`-th chunk lies, or one of the next pass.
-#[cube]
-pub(super) fn place_of(
-    operands: &Operands,
-    pass: &Pass,
-    #[comptime] chunk: usize,
-    #[comptime] tiles: GradientSplitDTiles,
-) -> Place {
-    let turn = turn_after(&pass.first, chunk, tiles);
-    let barriers = operands.start
-        + comptime!(tiles.barriers_at() as u32)
-        + turn.slot * comptime!(GradientSplitDTiles::SLOT_BARRIERS as u32);
-    Place {
-        slot: operands.start
-            + comptime!(tiles.ring_at() as u32)
-            + turn.slot * comptime!(tiles.slot_bytes() as u32),
-        full: barriers,
-        empty: barriers + comptime!(BARRIER_BYTES as u32),
-        parity: turn.parity,
-    }
 }
 
 /// Where a block's terms lie.
@@ -204,8 +122,8 @@ pub(super) fn fill(
         pass.visit
     };
     if visit.head < tile.heads {
-        let place = place_of(operands, pass, chunk, tiles);
-        await_phase(place.empty, place.parity ^ 1u32);
+        let place = place_of(operands.start, &pass.first, chunk, comptime!(tiles.ring()));
+        await_empty(&place);
         let row = visit.block * comptime!(tiles.columns as i32);
         if comptime!(index < tiles.dot_chunks()) {
             copy_scored(
@@ -269,7 +187,7 @@ pub(super) fn fill(
                 );
             }
         }
-        arrive_with_copies(place.full);
+        tell_full(&place);
     }
 }
 

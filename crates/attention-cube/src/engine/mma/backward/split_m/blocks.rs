@@ -1,6 +1,6 @@
 //! How the rows that a tile holds, and the blocks that it passes over, come to shared memory.
 
-use crate::engine::mma::backward::copies::copy_terms;
+use crate::engine::mma::backward::copies::{copy_terms, held_head};
 use crate::engine::mma::forward::copies::{HeadRows, copy_rows};
 use crate::engine::mma::plan::GradientSplitMTiles;
 use crate::fragment::stationary::Stationary;
@@ -16,17 +16,7 @@ pub(super) fn copy_stationary<E: Float>(
     start: u32,
     #[comptime] tiles: GradientSplitMTiles,
 ) {
-    let end = if comptime!(tiles.side == Side::Queries) {
-        tile.sight.q_len
-    } else {
-        tile.sight.length
-    };
-    let head = HeadRows {
-        batch: tile.batch,
-        head: tile.head,
-        first: 0i32.runtime(),
-        end,
-    };
+    let head = held_head(tile, tiles.side);
     copy_rows::<E>(
         dots,
         head,

@@ -1,11 +1,14 @@
-//! Chunks of keys and values on their way through the ring.
+//! Chunks of keys and values on their way through the [ring](crate::engine::mma::ring).
 //!
 //! A pass multiplies by the chunks of a block of keys, and then by those of the values of the block before it. Before the first block
 //! there are no values, and behind the last no keys: their chunks take part in the ring, and are empty.
 
-use crate::engine::mma::forward::copies::{HeadSource, Section, copy_section};
+use crate::engine::mma::forward::copies::{
+    Columns, HeadRows, HeadSource, Section, copy_query_columns, copy_section, head_source,
+};
 use crate::engine::mma::plan::split_d::SplitDTiles;
-use cube_kit::ampere::copy::commit_copies;
+use crate::engine::mma::ring::{Turn, await_empty, place_of, tell_full};
+use crate::fragment::work_tile::{Tile, TileKind};
 use cube_kit::hopper::SUBTILE;
 use cubecl::prelude::*;
 
@@ -15,8 +18,8 @@ use cubecl::prelude::*;
 pub(super) struct Operands {
     pub keys: HeadSource,
     pub values: HeadSource,
-    /// Where the ring starts in shared memory.
-    pub ring: u32,
+    /// Where shared memory starts.
+    pub start: u32,
     /// The tile's last block, and one: no block that a pass names is behind it.
     pub end_block: i32,
 }
@@ -31,51 +34,28 @@ pub(super) struct Pass {
     pub keys: i32,
     /// Whose keys the next pass multiplies.
     pub after: i32,
-    /// The slot of its first chunk.
-    pub first_slot: u32,
+    /// The turn of its first chunk.
+    pub first: Turn,
 }
 
-/// Where the pass's `chunk`-th chunk lies, or one of the next pass.
-#[cube]
-pub(super) fn slot(
-    operands: &Operands,
-    pass: &Pass,
-    #[comptime] chunk: usize,
-    #[comptime] tiles: SplitDTiles,
-) -> u32 {
-    let bytes = comptime!(tiles.slot_bytes() as u32);
-    if comptime!(tiles.chunks().is_multiple_of(tiles.slots)) {
-        operands.ring + comptime!((chunk % tiles.slots) as u32 * bytes)
-    } else {
-        operands.ring + slot_after(pass.first_slot, comptime!(chunk % tiles.slots), tiles) * bytes
-    }
-}
-
-/// The slot so many after `first`, fewer than there are.
-#[cube]
-pub(super) fn slot_after(
-    first: u32,
-    #[comptime] count: usize,
-    #[comptime] tiles: SplitDTiles,
-) -> u32 {
-    let sum = first + comptime!(count as u32);
-    let slots = comptime!(tiles.slots as u32);
-    select(sum >= slots, sum - slots, sum)
-}
-
-/// Starts to copy the pass's `chunk`-th chunk, or one of the next pass, and ends a group of copies, also where it is empty.
+/// Starts to copy the pass's `chunk`-th chunk, or one of the next pass, once all have read what was in its slot. An empty one is full at
+/// once.
 #[cube]
 #[allow(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn fill(
+pub(super) fn fill<E: Float>(
     operands: &Operands,
+    query: &Tensor<E>,
+    tile: &Tile,
     pass: &Pass,
     #[comptime] chunk: usize,
     #[comptime] tiles: SplitDTiles,
+    #[comptime] kind: TileKind,
 ) {
-    let target = slot(operands, pass, chunk, tiles);
+    let place = place_of(operands.start, &pass.first, chunk, comptime!(tiles.ring()));
+    await_empty(&place);
     let of_next = comptime!(chunk >= tiles.chunks());
     let index = comptime!(chunk % tiles.chunks());
     if comptime!(index < tiles.key_chunks()) {
@@ -88,10 +68,13 @@ pub(super) fn fill(
             copy_section(
                 operands.keys,
                 block * comptime!(tiles.keys as i32),
-                target,
-                comptime!(key_section(tiles, index)),
+                place.slot,
+                comptime!(column_section(tiles, tiles.keys, index)),
                 SplitDTiles::UNITS,
             );
+            if comptime!(!tiles.holds_queries) {
+                copy_chunk_of_queries::<E>(query, tile, place.slot, index, tiles, kind);
+            }
         }
     } else {
         let block = if comptime!(of_next) {
@@ -105,18 +88,61 @@ pub(super) fn fill(
             copy_section(
                 operands.values,
                 block * comptime!(tiles.keys as i32) + first,
-                target,
+                place.slot,
                 comptime!(value_section(tiles, own % tiles.value_parts)),
                 SplitDTiles::UNITS,
             );
         }
     }
-    commit_copies();
+    tell_full(&place);
 }
 
-const fn key_section(tiles: SplitDTiles, chunk: usize) -> Section {
+/// Starts to copy the queries' columns of a chunk of keys, behind these.
+#[cube]
+fn copy_chunk_of_queries<E: Float>(
+    query: &Tensor<E>,
+    tile: &Tile,
+    slot: u32,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: SplitDTiles,
+    #[comptime] kind: TileKind,
+) {
+    let target = slot + comptime!(tiles.chunk_queries_at() as u32);
+    if comptime!(kind.heads > 1) {
+        let columns = comptime!(Columns {
+            first: chunk * tiles.key_columns,
+            count: tiles.chunk_columns(chunk),
+            width: tiles.head_dim,
+        });
+        copy_query_columns::<E>(
+            query,
+            tile,
+            target,
+            tiles.rows,
+            columns,
+            SplitDTiles::UNITS,
+            kind,
+        );
+    } else {
+        let head = HeadRows {
+            batch: tile.batch,
+            head: tile.first_head,
+            first: 0i32.runtime(),
+            end: tile.first_query + tile.rows,
+        };
+        copy_section(
+            head_source::<E>(query, head),
+            tile.first_query,
+            target,
+            comptime!(column_section(tiles, tiles.rows, chunk)),
+            SplitDTiles::UNITS,
+        );
+    }
+}
+
+const fn column_section(tiles: SplitDTiles, rows: usize, chunk: usize) -> Section {
     Section {
-        rows: tiles.keys,
+        rows,
         first_column: chunk * tiles.key_columns,
         subtiles: tiles.chunk_columns(chunk).div_ceil(SUBTILE),
         width: tiles.head_dim,

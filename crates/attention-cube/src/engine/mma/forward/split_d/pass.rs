@@ -1,11 +1,12 @@
 //! A cube passes over a tile's blocks.
 
 use super::Places;
-use super::chunks::{Operands, Pass, fill, slot, slot_after};
+use super::chunks::{Operands, Pass, fill};
 use super::roles::Roles;
-use super::weights::{score_fragment, share, tell_maxima, told_used, weigh};
+use super::weights::{score_fragment, share, shared_probabilities, tell_maxima, told_used, weigh};
 use crate::engine::mma::fragments::told_rows;
 use crate::engine::mma::plan::split_d::SplitDTiles;
+use crate::engine::mma::ring::{Place, Turn, await_full, place_of, tell_empty, turn_after};
 use crate::fragment::RowPair;
 use crate::fragment::bias::BiasWords;
 use crate::fragment::score::score;
@@ -13,17 +14,22 @@ use crate::fragment::scoring::Scoring;
 use crate::fragment::softmax::{SoftmaxState, empty_state};
 use crate::fragment::view::{View, view};
 use crate::fragment::visits::{next_block, tile_position};
-use crate::fragment::work_tile::{AssignedTile, TileKind};
-use cube_kit::ampere::FRAGMENT_ROWS;
-use cube_kit::ampere::copy::await_copies;
+use crate::fragment::work_tile::{AssignedTile, Tile, TileKind};
+use cube_kit::ampere::barriers::{arrive_as_warp, await_phase};
 use cube_kit::ampere::product::{
     Scores, SharedSums, add_scores, add_shared_product, left_address, right_address, scores,
     turn_address,
 };
+use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
 use cube_kit::hopper::ROW_BYTES;
 use cube_kit::hopper::SUBTILE;
 use cube_kit::hopper::ptx::load_shared;
 use cubecl::prelude::*;
+
+/// A row group's barriers, behind its first: all its warps have told their maxima; all have shared P; all have multiplied by it.
+const TOLD: u32 = 0;
+const SHARED: u32 = BARRIER_BYTES as u32;
+const MULTIPLIED: u32 = 2 * BARRIER_BYTES as u32;
 
 /// What a warp has of a tile: its part of the output, and how far the rows of its scores are.
 #[derive(CubeType, Clone, Copy)]
@@ -34,14 +40,15 @@ pub(super) struct Attended<AO: Size> {
     pub state_1: SoftmaxState,
 }
 
-/// Visits a tile's blocks. The copies of the queries have been started, and are of the first group that ends here.
+/// Visits a tile's blocks. The copies of the queries have been started; the first chunk is full once these are there, too.
 #[cube]
 #[allow(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
-pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
+pub(super) fn attend<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
     assigned: &AssignedTile,
+    query: &Tensor<E>,
     rows_0: &RowPair,
     rows_1: &RowPair,
     scoring: &Scoring<F, NB>,
@@ -67,17 +74,22 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
     let mut may_have_masked = false.runtime();
     let mut values = end;
     let mut keys = assigned.first;
-    let mut first_slot = 0u32;
+    let mut slot = 0u32;
+    let mut ring_parity = 0u32;
+    let mut parity = 0u32;
     if keys < end {
         let pass = Pass {
             values,
             keys,
             after: end,
-            first_slot,
+            first: Turn {
+                slot,
+                parity: ring_parity,
+            },
         };
         #[unroll]
         for chunk in 0..comptime!(tiles.slots - 1) {
-            fill(operands, &pass, chunk, tiles);
+            fill::<E>(operands, query, tile, &pass, chunk, tiles, kind);
         }
     }
     while keys < end || values < end {
@@ -85,7 +97,10 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
             values,
             keys,
             after: next_block(tile, keys + 1i32, masking, kind),
-            first_slot,
+            first: Turn {
+                slot,
+                parity: ring_parity,
+            },
         };
         let has_keys = keys < end;
         let has_values = values < end;
@@ -117,15 +132,20 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
         let mut s = Vector::<f32, AS>::zeroed();
         #[unroll]
         for chunk in 0..tiles.key_chunks() {
-            turn(operands, &pass, chunk, tiles);
-            if comptime!(chunk == 0) {
-                if has_values {
-                    o = rescaled_output::<AO>(o, places, roles, tiles);
-                }
-            }
+            let place = await_chunk(operands, &pass, chunk, tiles);
             if has_keys {
-                s = scores_of_chunk::<AS>(s, operands, &pass, places, roles, chunk, tiles);
+                s = scores_of_chunk::<AS>(s, &place, places, roles, chunk, tiles);
             }
+            leave_chunk::<E>(operands, query, tile, &pass, &place, chunk, tiles, kind);
+        }
+        let mut used = 0u32;
+        if has_values {
+            // P of the last block is there, and what became of its rows' references.
+            await_phase(places.meetings + SHARED, parity ^ 1u32);
+            if comptime!(kind.leaves_masked()) {
+                used = told_used(places, roles, parity ^ 1u32, tiles);
+            }
+            o = rescaled_output::<AO>(o, places, roles, tiles);
         }
         if has_keys {
             let first_key = keys * comptime!(tiles.keys as i32)
@@ -150,23 +170,17 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
                     tiles,
                 );
             }
+            // What the last block's factors were, the warp has read: others may write the next.
+            sync_plane();
+            arrive_as_warp(places.meetings + TOLD);
         }
-        let mut used = 0u32;
         #[unroll]
         for chunk in 0..tiles.value_chunks() {
-            turn(
-                operands,
-                &pass,
-                comptime!(tiles.key_chunks() + chunk),
-                tiles,
-            );
+            let index = comptime!(tiles.key_chunks() + chunk);
+            let place = await_chunk(operands, &pass, index, tiles);
             if comptime!(chunk == 0) {
-                if comptime!(kind.leaves_masked()) {
-                    if has_values {
-                        used = told_used(places, roles, tiles);
-                    }
-                }
                 if has_keys && weighs_first {
+                    await_phase(places.meetings + TOLD, parity);
                     let weighed = weigh::<NS, AS>(
                         s, state_0, state_1, row, places, roles, power, hidden, tiles,
                     );
@@ -178,9 +192,8 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
             if has_values {
                 o = with_chunk::<AO>(
                     o,
-                    operands,
-                    &pass,
-                    places,
+                    &place,
+                    shared_probabilities(places, parity ^ 1u32, tiles),
                     roles,
                     may_have_masked,
                     used,
@@ -189,8 +202,10 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
                     kind,
                 );
             }
+            leave_chunk::<E>(operands, query, tile, &pass, &place, index, tiles, kind);
             if comptime!(chunk == 0) {
                 if has_keys && !weighs_first {
+                    await_phase(places.meetings + TOLD, parity);
                     let weighed = weigh::<NS, AS>(
                         s, state_0, state_1, row, places, roles, power, hidden, tiles,
                     );
@@ -200,15 +215,27 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
                 }
             }
         }
-        // All have multiplied by the last P.
-        sync_cube();
         if has_keys {
-            share::<AS>(s, places, roles, tiles, kind);
+            if comptime!(tiles.shares == 1) {
+                // The next P takes the place of the last one. Of two places, all were done with the older when they told their maxima.
+                arrive_as_warp(places.meetings + MULTIPLIED);
+                await_phase(places.meetings + MULTIPLIED, parity);
+            }
+            share::<AS>(s, places, roles, parity, tiles, kind);
+            sync_plane();
+            arrive_as_warp(places.meetings + SHARED);
         }
         may_have_masked = seen_0.may_have_masked;
         values = keys;
         keys = pass.after;
-        first_slot = slot_after(first_slot, comptime!(tiles.chunks() % tiles.slots), tiles);
+        let turn = turn_after(
+            &pass.first,
+            comptime!(tiles.chunks()),
+            comptime!(tiles.ring()),
+        );
+        slot = turn.slot;
+        ring_parity = turn.parity;
+        parity ^= 1u32;
     }
     Attended::<AO> {
         o,
@@ -217,36 +244,55 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, AS: Size, AO: Size>(
     }
 }
 
-/// Waits for a chunk, and for all to be done with the one before it, into whose slot the next copies go.
+/// Waits until a chunk is there.
 #[cube]
-fn turn(
+fn await_chunk(
     operands: &Operands,
     pass: &Pass,
     #[comptime] chunk: usize,
     #[comptime] tiles: SplitDTiles,
+) -> Place {
+    let place = place_of(operands.start, &pass.first, chunk, comptime!(tiles.ring()));
+    await_full(&place);
+    place
+}
+
+/// Gives a chunk back that has been read, and fills the slot of the one before it, which the others are likely to be done with.
+#[cube]
+fn leave_chunk<E: Float>(
+    operands: &Operands,
+    query: &Tensor<E>,
+    tile: &Tile,
+    pass: &Pass,
+    place: &Place,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: SplitDTiles,
+    #[comptime] kind: TileKind,
 ) {
-    await_copies(comptime!(tiles.slots - 2));
-    sync_cube();
-    fill(operands, pass, comptime!(chunk + tiles.slots - 1), tiles);
+    tell_empty(place);
+    let next = comptime!(chunk + tiles.slots - 1);
+    fill::<E>(operands, query, tile, pass, next, tiles, kind);
 }
 
 /// The dots of a warp's rows and keys with those of a chunk's columns.
 #[cube]
 fn scores_of_chunk<AS: Size>(
     s: Vector<f32, AS>,
-    operands: &Operands,
-    pass: &Pass,
+    place: &Place,
     places: &Places,
     roles: &Roles,
     #[comptime] chunk: usize,
     #[comptime] tiles: SplitDTiles,
 ) -> Vector<f32, AS> {
     let subtiles = comptime!(chunk * tiles.key_columns / SUBTILE);
-    let left = left_address(places.queries, roles.score_row)
-        + comptime!((subtiles * tiles.rows * ROW_BYTES) as u32);
+    let queries = if comptime!(tiles.holds_queries) {
+        places.queries + comptime!((subtiles * tiles.rows * ROW_BYTES) as u32)
+    } else {
+        place.slot + comptime!(tiles.chunk_queries_at() as u32)
+    };
+    let left = left_address(queries, roles.score_row);
     let right = right_address(
-        slot(operands, pass, chunk, tiles)
-            + roles.key_group * comptime!((SplitDTiles::SCORE_KEYS * ROW_BYTES) as u32),
+        place.slot + roles.key_group * comptime!((SplitDTiles::SCORE_KEYS * ROW_BYTES) as u32),
     );
     let product = comptime!(Scores {
         fragments: tiles.score_fragments(),
@@ -339,9 +385,8 @@ fn rescaled_output<AO: Size>(
 #[cube]
 fn with_chunk<AO: Size>(
     o: Vector<f32, AO>,
-    operands: &Operands,
-    pass: &Pass,
-    places: &Places,
+    place: &Place,
+    probabilities: u32,
     roles: &Roles,
     may_have_masked: bool,
     used: u32,
@@ -349,12 +394,8 @@ fn with_chunk<AO: Size>(
     #[comptime] tiles: SplitDTiles,
     #[comptime] kind: TileKind,
 ) -> Vector<f32, AO> {
-    let left = left_address(places.probabilities, roles.output_row);
-    let right = turn_address(
-        slot(operands, pass, comptime!(tiles.key_chunks() + chunk), tiles),
-        roles.column_group,
-        tiles.value_keys,
-    );
+    let left = left_address(probabilities, roles.output_row);
+    let right = turn_address(place.slot, roles.column_group, tiles.value_keys);
     let mut o = o;
     if comptime!(kind.leaves_masked()) {
         if may_have_masked {

@@ -15,6 +15,8 @@ pub(super) struct Roles {
     /// The first row of its output, and its turn at the columns.
     pub output_row: u32,
     pub column_group: u32,
+    /// Which rows of the output these are. The warps of a row group have the scores of the same rows, too, and meet among themselves.
+    pub row_group: u32,
 }
 
 /// Of the warp that asks.
@@ -29,5 +31,6 @@ pub(super) fn warp_roles(#[comptime] tiles: SplitDTiles) -> Roles {
         key_group: warp % key_groups,
         output_row: warp / column_groups * comptime!(tiles.output_rows() as u32),
         column_group: warp % column_groups,
+        row_group: warp / column_groups,
     }
 }

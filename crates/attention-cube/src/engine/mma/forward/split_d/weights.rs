@@ -148,18 +148,43 @@ pub(super) fn weigh<NS: Size, AS: Size>(
     }
 }
 
+/// Where P lies of a pass of this parity.
+#[cube]
+pub(super) fn shared_probabilities(
+    places: &Places,
+    parity: u32,
+    #[comptime] tiles: SplitDTiles,
+) -> u32 {
+    if comptime!(tiles.shares == 1) {
+        places.probabilities
+    } else {
+        places.probabilities + parity * comptime!(tiles.probability_bytes() as u32)
+    }
+}
+
+/// Where the bits of used keys lie of a pass of this parity.
+#[cube]
+fn shared_used(places: &Places, parity: u32, #[comptime] tiles: SplitDTiles) -> u32 {
+    if comptime!(tiles.shares == 1) {
+        places.used
+    } else {
+        places.used + parity * comptime!(SplitDTiles::USED_BYTES as u32)
+    }
+}
+
 /// Tells all warps a warp's part of P.
 #[cube]
 pub(super) fn share<AS: Size>(
     pairs: Vector<f32, AS>,
     places: &Places,
     roles: &Roles,
+    parity: u32,
     #[comptime] tiles: SplitDTiles,
     #[comptime] kind: TileKind,
 ) {
     store_fragments::<f32, AS>(
         pair_address(
-            places.probabilities,
+            shared_probabilities(places, parity, tiles),
             roles.score_row,
             roles.key_group,
             tiles.rows,
@@ -172,7 +197,10 @@ pub(super) fn share<AS: Size>(
         let used = used_pairs::<AS>(pairs, tiles);
         let lane = UNIT_POS % 32u32;
         if lane < 4u32 {
-            store_shared(places.used + roles.warp * 16u32 + lane * 4u32, used);
+            store_shared(
+                shared_used(places, parity, tiles) + roles.warp * 16u32 + lane * 4u32,
+                used,
+            );
         }
     }
 }
@@ -204,11 +232,16 @@ fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: SplitDTiles) 
 
 /// The keys of a block that some row of a warp's output uses, of those that this lane multiplies by.
 #[cube]
-pub(super) fn told_used(places: &Places, roles: &Roles, #[comptime] tiles: SplitDTiles) -> u32 {
+pub(super) fn told_used(
+    places: &Places,
+    roles: &Roles,
+    parity: u32,
+    #[comptime] tiles: SplitDTiles,
+) -> u32 {
     let first_warp = roles.output_row / comptime!(tiles.score_rows() as u32)
         * comptime!(tiles.key_groups() as u32);
     used_by_warps(
-        places.used + first_warp * 16u32,
+        shared_used(places, parity, tiles) + first_warp * 16u32,
         comptime!(tiles.output_rows().div_ceil(tiles.score_rows()) * tiles.key_groups()),
         tiles.key_groups(),
     )

@@ -9,7 +9,7 @@ use crate::engine::mma::plan::split_n::SplitNTiles;
 use crate::fragment::scoring::Scoring;
 use crate::fragment::visits::{next_block_in_steps, tile_position};
 use crate::fragment::work_tile::{AssignedTile, TileKind};
-use cube_kit::ampere::copy::{await_copies, warp_barrier};
+use cube_kit::ampere::copy::await_copies;
 use cube_kit::ampere::exchange::{exchange_address, load_registers, store_registers};
 use cube_kit::ampere::product::{left_address, right_address, scores};
 use cube_kit::hopper::ptx::named_barrier;
@@ -56,7 +56,7 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size,
     while block < end {
         // Of the copies after these keys, the values' and those of further stages may be on their way.
         await_copies(comptime!(2 * tiles.stages - 3));
-        warp_barrier();
+        sync_plane();
         fill(operands, roles, ahead, last_stage(stage, tiles), tiles);
         let seen = warp_views(&position, rows, block, masking, warp, kind);
         let offset = stage * comptime!(tiles.stage_bytes() as u32);
@@ -75,7 +75,7 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size,
         states = made.states;
         o = rescaled_fragments::<AO>(o, &states, warp);
         await_copies(comptime!(2 * (tiles.stages - 1)));
-        warp_barrier();
+        sync_plane();
         o = with_values::<AO, AP>(
             o,
             made.p,

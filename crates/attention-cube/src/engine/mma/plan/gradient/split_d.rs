@@ -1,8 +1,9 @@
 //! Where things are in shared memory where warps divide a gradient's columns, and what each of them has.
 
+use crate::engine::mma::plan::ring::Ring;
 use crate::engine::mma::plan::split_m::STEP;
 use crate::math::side::{Side, Sums};
-use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
+use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::{Half, ROW_BYTES, SUBTILE, registers};
 
 /// What of the tile stays in shared memory; the rest comes through the ring again for every block.
@@ -235,20 +236,23 @@ impl GradientSplitDTiles {
         self.terms_at() + Self::TERM_STAGES * self.term_bytes()
     }
 
-    /// Where the barriers start: of each slot that it is full, and that it is empty.
-    pub const fn barriers_at(&self) -> usize {
-        self.used_at() + self.gradients() * Self::USED_BYTES
-    }
-
     /// Bytes of the bits of used columns of P, or dS.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
-    /// Bytes of a slot's barriers.
-    pub const SLOT_BARRIERS: usize = 2 * BARRIER_BYTES;
+    /// The ring, whose barriers lie behind everything else.
+    pub const fn ring(&self) -> Ring {
+        Ring {
+            chunks: self.chunks(),
+            slots: self.slots,
+            slot_bytes: self.slot_bytes(),
+            slots_at: self.ring_at(),
+            barriers_at: self.used_at() + self.gradients() * Self::USED_BYTES,
+        }
+    }
 
     /// Bytes of shared memory.
     pub const fn shared_memory(&self) -> usize {
-        self.barriers_at() + self.slots * Self::SLOT_BARRIERS
+        self.ring().end()
     }
 
     /// Threads of a cube, for whoever has tiles of either kind.

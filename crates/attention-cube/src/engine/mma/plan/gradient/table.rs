@@ -4,6 +4,7 @@ use self::Shape::{Columns, Rows};
 use super::Held::{All, Dots, Nothing};
 use super::{GradientSplitDTiles, GradientSplitMTiles, GradientTiles, Held};
 use crate::device::DeviceProfile;
+use crate::engine::mma::plan::ring::Ring;
 use crate::math::side::{Side, Sums};
 use crate::select::Refusal;
 use cube_kit::hopper::Half;
@@ -179,7 +180,7 @@ pub(crate) fn gradient_tiles(
 /// The tiles with as many slots of those that they have as fit `shared_memory`: a bias has a number more of each query. Rather with
 /// fewer, if these divide a block's chunks: each chunk then has the same place in every block, and it is known beforehand.
 fn with_slots(tiles: GradientSplitDTiles, shared_memory: usize) -> GradientSplitDTiles {
-    let per_slot = tiles.slot_bytes() + GradientSplitDTiles::SLOT_BARRIERS;
+    let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
     let fit = (shared_memory - beside) / per_slot;
     let most = tiles.slots.min(fit).min(tiles.chunks());
@@ -197,7 +198,7 @@ const LEAST_SLOTS: usize = 3;
 mod tests {
     use super::*;
     use crate::division::HeldTiles;
-    use crate::testing::card;
+    use crate::testing::{SHARED_MEMORY, card};
     use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
     use cube_kit::hopper::{ROW_BYTES, SUBTILE};
 
@@ -208,7 +209,7 @@ mod tests {
     /// kernels assume.
     #[test]
     fn every_width_has_tiles_that_fit() {
-        for shared_memory in [99 << 10, 163 << 10, 227 << 10] {
+        for shared_memory in SHARED_MEMORY {
             let device = card(shared_memory);
             for width in 1..=WIDEST {
                 for (head_dim, value_dim) in
@@ -279,7 +280,7 @@ mod tests {
         assert!(tiles.terms_at().is_multiple_of(16), "{tiles:?}");
         assert!(tiles.term_bytes().is_multiple_of(16), "{tiles:?}");
         assert!(
-            tiles.barriers_at().is_multiple_of(BARRIER_BYTES),
+            tiles.ring().barriers_at.is_multiple_of(BARRIER_BYTES),
             "{tiles:?}"
         );
         assert!(

@@ -63,6 +63,11 @@ pub(super) fn zero_fill_block<NP: Size>(
 
 /// Writes zeros over rows of the `count`-th block that nobody in the tile sees, by the tile's run or by the `words`
 /// of used rows.
+///
+/// By the run, another warpgroup may not be done with its S and dP of the block, which read these rows: whether it finds what was there, zeros
+/// or some of either makes no difference. A row of the block makes one column of S and of dP and no other, and nobody sees that column. With
+/// rows outside of the run a block is `whole` for nobody: hidden scores are replaced, so that P is 0, and P by its slope and dS are chosen to be
+/// 0 where P is, whatever slope and dP are. By the words, all have met when their P and dS were made.
 #[cube]
 fn clear(
     places: &Places,

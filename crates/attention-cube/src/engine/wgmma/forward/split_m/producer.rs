@@ -88,6 +88,7 @@ pub(super) fn fetch(
             kind,
         );
         let tile = assigned_tile.tile;
+        let mut next = item;
         if assigned_tile.exists && assigned_tile.first < tile.end_block {
             let key_batch = tile.batch * steps.key_batch;
             let key_head = tile.kv_head * steps.key_head;
@@ -124,6 +125,8 @@ pub(super) fn fetch(
                 } else {
                     // After the first keys: the last tile's queries may still be in use.
                     fetch_queries(sources.query, steps, places, &tile, tiles_done, tiles, kind);
+                    // While these come, since the counter is far away.
+                    next = take_item(scheduler, item, turn, masking, notices, kind);
                 }
                 if comptime!(tiles.bias_stages > 0) {
                     fetch_biases(bias_map, steps, places, &tile, block, count, tiles);
@@ -141,14 +144,17 @@ pub(super) fn fetch(
                 count - 1u32,
                 tiles,
             );
-        } else if assigned_tile.exists {
-            // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
-            // tiles ahead of the other, since a barrier tells a phase from the next alone.
-            await_queries_empty(places, tiles_done);
-            barrier_arrive(places.queries_full, 1u32);
+        } else {
+            if assigned_tile.exists {
+                // Its output may go through the queries' place: that is taken and given back for it, too. Neither side may be two
+                // tiles ahead of the other, since a barrier tells a phase from the next alone.
+                await_queries_empty(places, tiles_done);
+                barrier_arrive(places.queries_full, 1u32);
+            }
+            next = take_item(scheduler, item, turn, masking, notices, kind);
         }
         tiles_done += u32::cast_from(assigned_tile.exists);
-        item = take_item(scheduler, item, turn, masking, notices, kind);
+        item = next;
         turn += 1u32;
     }
 }
