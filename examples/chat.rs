@@ -37,7 +37,8 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
-    let loaded = cli.model.load()?;
+    let mut loaded = cli.model.load()?;
+    loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
     let mut conversation = Conversation {
         beginning: cli.system.iter().map(Message::system).collect(),
         messages: Vec::new(),

@@ -11,7 +11,7 @@ use attention_workspace::{
     model::{GenerationArguments, Loaded, ModelArguments},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
-use burn_gemma4::{FinishReason, Gemma4, Generation, Message, Prompt, TokenLogprobs};
+use burn_gemma4::{DraftCounts, FinishReason, Gemma4, Generation, Message, Prompt, TokenLogprobs};
 use clap::Parser;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -70,7 +70,8 @@ fn main() -> ExitCode {
 fn run(cli: &Cli) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
     let prompt = prompt(cli)?;
-    let loaded = cli.model.load()?;
+    let mut loaded = cli.model.load()?;
+    loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
     let gemma = &loaded.gemma;
     let mut options = cli.generation.options(gemma);
     options.ignore_stop_tokens = cli.ignore_eos;
@@ -147,9 +148,31 @@ struct Report<'a> {
     logprobs: &'a [TokenLogprobs],
     finish_reason: FinishReason,
     timings: Times,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    drafts: Option<Guesses>,
     device: &'static str,
     device_name: &'a str,
     dtype: String,
+}
+
+/// How well tokens were guessed ahead.
+#[derive(Serialize)]
+struct Guesses {
+    #[serde(flatten)]
+    counts: DraftCounts,
+    acceptance: f64,
+    tokens_per_pass: f64,
+}
+
+impl Guesses {
+    /// Nothing where there was no pass with guesses.
+    fn of(counts: DraftCounts) -> Option<Self> {
+        (counts.passes > 0).then(|| Self {
+            acceptance: counts.acceptance(),
+            tokens_per_pass: counts.tokens_per_pass(),
+            counts,
+        })
+    }
 }
 
 #[derive(Serialize)]
@@ -183,6 +206,7 @@ impl<'a> Report<'a> {
                 decode_tokens: timings.decode_tokens,
                 decode_tokens_per_second: timings.decode_rate(),
             },
+            drafts: Guesses::of(generation.drafts),
             device: loaded.chosen.name.as_str(),
             device_name: &loaded.chosen.description,
             dtype: dtype(loaded),
@@ -222,6 +246,14 @@ fn summarise(loaded: &Loaded, generation: &Generation) {
         timings.decode.as_secs_f64(),
         timings.decode_rate(),
     ));
+    if let Some(guesses) = Guesses::of(generation.drafts) {
+        note(format_args!(
+            "{} tokens guessed ahead, {:.0} % right: {:.2} tokens a pass",
+            guesses.counts.drafted,
+            100.0 * guesses.acceptance,
+            guesses.tokens_per_pass,
+        ));
+    }
     match generation.finish_reason {
         FinishReason::Stop => (),
         FinishReason::Length => note(format_args!(

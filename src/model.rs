@@ -3,7 +3,9 @@
 use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
-use burn_gemma4::{Gemma4, Gemma4Error, GenerateOptions, LoadOptions, LoadProgress, Sampling};
+use burn_gemma4::{
+    Drafts, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, LoadProgress, Quantization, Sampling,
+};
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::PathBuf;
@@ -15,7 +17,7 @@ pub struct ModelArguments {
     /// A checkpoint's folder, as Hugging Face has it, or a GGUF file [default: a tiny checkpoint in this program].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// The folder of a low-rank adapter, which is added to the weights.
+    /// The folder of a low-rank adapter, which is added to the weights: those are whole then, unless `--quantize` says otherwise.
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// Where to run.
@@ -24,6 +26,32 @@ pub struct ModelArguments {
     /// Of weights and activations [default: the checkpoint's].
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
+    /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0: while they are loaded or, with
+    /// `--adapter`, after it is added; `none` makes quantized ones whole [default: as the checkpoint has them].
+    #[arg(long, value_enum, value_name = "FORM")]
+    pub quantize: Option<Quantize>,
+}
+
+/// In what form a model's weights are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Quantize {
+    /// Whole.
+    None,
+    /// 8 bits and a scale for every 32 numbers.
+    Q8,
+    /// 4 bits and a scale for every 32 numbers.
+    Q4,
+}
+
+impl From<Quantize> for Quantization {
+    fn from(form: Quantize) -> Self {
+        match form {
+            Quantize::None => Self::Whole,
+            Quantize::Q8 => Self::Q8,
+            Quantize::Q4 => Self::Q4,
+        }
+    }
 }
 
 /// A model on its device.
@@ -53,6 +81,12 @@ impl ModelArguments {
         if let Some(dtype) = self.dtype {
             options = options.dtype(chosen.dtype(Some(dtype))?.burn());
         }
+        let form = self.quantize.map(Quantization::from);
+        // What an adapter is added to has to be whole for that, and is rounded once.
+        let form_after = form.filter(|form| self.adapter.is_some() && *form != Quantization::Whole);
+        if let (Some(form), None) = (form, form_after) {
+            options = options.quantization(form);
+        }
         let start = Instant::now();
         let gemma = match &self.model {
             Some(path) => Gemma4::load(path, &chosen.device, options),
@@ -67,6 +101,9 @@ impl ModelArguments {
         let mut gemma = gemma?;
         if let Some(folder) = &self.adapter {
             gemma = gemma.merge_adapter(folder)?;
+        }
+        if let Some(form) = form_after {
+            gemma = gemma.quantize(form)?;
         }
         Ok(Loaded {
             gemma,
@@ -112,6 +149,17 @@ pub struct GenerationArguments {
     /// those layers' memory.
     #[arg(long)]
     pub compact_keys: bool,
+    /// Guesses tokens ahead by what came after the last ones earlier in the text, so that several are read in one pass. The text
+    /// stays the same; it comes faster where answers repeat what was said.
+    #[arg(long, group = "drafts")]
+    pub lookup: bool,
+    /// The folder of a drafter, a small model made for this one, which guesses tokens ahead instead.
+    #[arg(long, value_name = "DIR", group = "drafts")]
+    pub draft: Option<PathBuf>,
+    /// So many guesses for a pass, from 1 to 8; with 8, a pass reads more tokens than decoding's kernels take [default: 1 to 7, by
+    /// how many were right so far].
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive, requires = "drafts")]
+    pub draft_tokens: Option<usize>,
     /// Whether the model thinks before it answers a message. Thoughts go to standard error.
     #[arg(long, value_enum, value_name = "SWITCH")]
     pub thinking: Option<Switch>,
@@ -130,6 +178,17 @@ pub enum Switch {
 }
 
 impl GenerationArguments {
+    /// The model with its drafter, if there is to be one.
+    ///
+    /// # Errors
+    /// What is wrong with the drafter.
+    pub fn with_drafter(&self, gemma: Gemma4) -> Result<Gemma4, Error> {
+        Ok(match &self.draft {
+            Some(folder) => gemma.with_drafter(folder)?,
+            None => gemma,
+        })
+    }
+
     /// The checkpoint's options, with those that were given in their place.
     pub fn options(&self, gemma: &Gemma4) -> GenerateOptions {
         let mut options = gemma.options();
@@ -141,6 +200,12 @@ impl GenerationArguments {
             options.stop_strings.clone_from(&self.stop);
         }
         options.compact_keys = self.compact_keys;
+        options.drafts = match (self.lookup, &self.draft) {
+            (true, _) => Drafts::Lookup,
+            (false, Some(_)) => Drafts::Drafter,
+            (false, None) => Drafts::None,
+        };
+        options.draft_tokens = self.draft_tokens;
         options.chat.enable_thinking = self.thinking == Some(Switch::On);
         options.chat.special_tokens = self.special_tokens;
         options
@@ -270,6 +335,16 @@ mod tests {
     #[test]
     fn temperature_0_is_greedy() {
         assert!(sampling(&["--temperature", "0"], checkpoint()).is_greedy());
+    }
+
+    #[test]
+    fn somebody_guesses_at_most() {
+        let parse =
+            |arguments: &[&str]| Cli::try_parse_from(["program"].iter().chain(arguments)).is_ok();
+        assert!(parse(&["--lookup", "--draft-tokens", "3"]));
+        assert!(parse(&["--draft", "folder", "--draft-tokens", "3"]));
+        assert!(!parse(&["--draft-tokens", "3"]));
+        assert!(!parse(&["--lookup", "--draft", "folder"]));
     }
 
     #[test]

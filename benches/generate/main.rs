@@ -7,6 +7,7 @@
 //! The parts of a token are timed in a second pass that waits for the device after each of them, which takes time itself:
 //! they say where a token's time goes, not how much of it there is.
 
+mod drafted;
 mod launches;
 mod models;
 mod parts;
@@ -17,6 +18,7 @@ use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
     guarded,
+    model::Quantize,
     report::{now, save},
     timing::{Effort, Timer},
 };
@@ -24,8 +26,9 @@ use burn::{
     module::Module,
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Cache, Gemma4Model, Logits, Next};
+use burn_gemma4::{Cache, Drafter, Gemma4Model, Logits, Next, Quantization};
 use clap::Parser;
+use drafted::{Drafted, Forced};
 use launches::observe;
 use models::{Shape, keys_read, weights_read};
 use parts::Parts;
@@ -43,6 +46,9 @@ struct Cli {
     /// Of weights and activations [default: bf16 or f16 on a GPU that has it, else f32].
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
+    /// Quantizes the weights, as `generate` does.
+    #[arg(long, value_enum, value_name = "FORM")]
+    quantize: Option<Quantize>,
     /// Tokens of the prompt [default: 128,2048,8192; 24,96 on a processor].
     #[arg(long, value_delimiter = ',')]
     contexts: Vec<usize>,
@@ -64,6 +70,13 @@ struct Cli {
     /// Keep of keys that values are made of only the rotated channels.
     #[arg(long)]
     compact_keys: bool,
+    /// Also with so many guesses a pass, up to 8, for one sequence at a time: once for nothing, as they are looked up, and once by
+    /// a drafter.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=8))]
+    draft_tokens: Option<u8>,
+    /// The probability that a guess is right where those before it are.
+    #[arg(long, value_name = "PROBABILITY", default_value_t = 0.7)]
+    acceptance: f64,
     /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
     #[arg(long)]
     no_parts: bool,
@@ -115,6 +128,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
         device,
         chosen,
         dtype,
+        quantize: cli.quantize,
         memory_rate,
         contexts: or(cli.contexts, &[24, 96], &[128, 2048, 8192]),
         batches: or(cli.batches, &[1, 2], &[1, 8]),
@@ -124,6 +138,10 @@ fn run(cli: Cli) -> Result<bool, Error> {
         launch_each: cli.launch_each,
         compact_keys: cli.compact_keys,
         parts: !cli.no_parts,
+        forced: cli.draft_tokens.map(|tokens| Forced {
+            tokens: tokens.into(),
+            acceptance: cli.acceptance,
+        }),
         json: cli.json,
     };
     let models = match (cli.models.is_empty(), software) {
@@ -138,6 +156,7 @@ struct Bench {
     device: Device,
     chosen: Chosen,
     dtype: Dtype,
+    quantize: Option<Quantize>,
     memory_rate: f64,
     contexts: Vec<usize>,
     batches: Vec<usize>,
@@ -147,6 +166,7 @@ struct Bench {
     launch_each: bool,
     compact_keys: bool,
     parts: bool,
+    forced: Option<Forced>,
     json: Option<PathBuf>,
 }
 
@@ -156,6 +176,7 @@ impl Bench {
             date: now(),
             device: self.chosen.to_string(),
             dtype: self.dtype,
+            quantize: self.quantize,
             compact_keys: self.compact_keys,
             memory_rate: self.memory_rate,
             rows: Vec::new(),
@@ -163,13 +184,20 @@ impl Bench {
         print_header();
         for &shape in models {
             let model = Gemma4Model::new(&shape.config(), &self.device);
+            let model = model.quantize(self.quantize.map_or(Quantization::Stored, Into::into))?;
+            // What weights were before they were quantized.
+            self.device.memory_cleanup();
+            let drafter = self
+                .forced
+                .map(|_| Drafter::new(&shape.drafter(), &self.device));
             for &batch in &self.batches {
                 for &context in &self.contexts {
-                    let outcome = match guarded(|| self.measure(&model, batch, context)) {
-                        Ok(Ok(measured)) => Outcome::Measured(measured),
-                        Ok(Err(error)) => Outcome::Failed(error.to_string()),
-                        Err(panic) => Outcome::Failed(panic),
-                    };
+                    let outcome =
+                        match guarded(|| self.measure(&model, drafter.as_ref(), batch, context)) {
+                            Ok(Ok(measured)) => Outcome::Measured(Box::new(measured)),
+                            Ok(Err(error)) => Outcome::Failed(error.to_string()),
+                            Err(panic) => Outcome::Failed(panic),
+                        };
                     let row = Row {
                         model: shape,
                         batch,
@@ -192,6 +220,7 @@ impl Bench {
     fn measure(
         &self,
         model: &Gemma4Model,
+        drafter: Option<&Drafter>,
         batch: usize,
         context: usize,
     ) -> Result<Measured, Error> {
@@ -203,14 +232,14 @@ impl Bench {
             drop(last.take());
             self.device.sync()?;
             let start = Instant::now();
-            let (cache, tokens) = self.prefill(model, &prompt, batch)?;
+            let (cache, tokens) = self.prefill(model, &prompt, batch, 0)?;
             fastest = fastest.min(start.elapsed().as_secs_f64());
             last = Some((cache, tokens));
         }
         let (mut cache, mut tokens) = last.ok_or("no prompt was read")?;
         let prefill_launches = match self.parts {
             true => {
-                let (read, launches) = observe(|| self.prefill(model, &prompt, batch));
+                let (read, launches) = observe(|| self.prefill(model, &prompt, batch, 0));
                 (cache, tokens) = read?;
                 launches
             }
@@ -242,11 +271,27 @@ impl Bench {
             read?;
             token_launches = launches;
         }
+        let memory_bytes = self.device.memory_pool_usage();
+        let cache_bytes = cache.bytes();
+        let drafted = match (self.forced, batch) {
+            (Some(forced), 1) => {
+                drop(cache);
+                self.drafted(model, drafter, forced, &prompt)?
+            }
+            _ => Vec::new(),
+        };
         let token = times.iter().sum::<f64>() / times.len() as f64;
         let config = model.config();
-        let read = weights_read(config, model.num_params())
-            + batch * keys_read(config, context, self.compact_keys);
-        let floor = (read * self.dtype.burn().size()) as f64 / self.memory_rate;
+        let bits = 8.0 * self.dtype.burn().size() as f64;
+        let bits_of_weight = match self.quantize {
+            Some(Quantize::Q8) => 8.5,
+            Some(Quantize::Q4) => 4.5,
+            Some(Quantize::None) | None => bits,
+        };
+        let weights = weights_read(config, Gemma4Model::new(config, &self.device).num_params());
+        let keys = batch * keys_read(config, context, self.compact_keys);
+        let read = weights as f64 * bits_of_weight + keys as f64 * bits;
+        let floor = read / 8.0 / self.memory_rate;
         Ok(Measured {
             prefill_rate: (batch * context) as f64 / fastest,
             first_token_milliseconds: fastest * 1e3,
@@ -259,12 +304,37 @@ impl Bench {
             parts,
             token_launches,
             prefill_launches,
-            memory_bytes: self
-                .device
-                .memory_pool_usage()
-                .map(|usage| usage.bytes_in_use),
-            cache_bytes: cache.bytes(),
+            weight_bytes: model.parameter_bytes(),
+            memory_bytes: memory_bytes.map(|usage| usage.bytes_in_use),
+            cache_bytes,
+            drafted,
         })
+    }
+
+    /// With guesses for nothing, and by the drafter.
+    fn drafted(
+        &self,
+        model: &Gemma4Model,
+        drafter: Option<&Drafter>,
+        forced: Forced,
+        prompt: &[i32],
+    ) -> Result<Vec<Drafted>, Error> {
+        [None, drafter]
+            .into_iter()
+            .map(|drafter| {
+                let (mut cache, tokens) = self.prefill(model, prompt, 1, forced.tokens)?;
+                let passes = self.tokens;
+                drafted::measure(
+                    model,
+                    drafter,
+                    &mut cache,
+                    tokens[0],
+                    forced,
+                    passes,
+                    self.launch_each,
+                )
+            })
+            .collect()
     }
 
     fn prefill(
@@ -272,12 +342,14 @@ impl Bench {
         model: &Gemma4Model,
         prompt: &[i32],
         batch: usize,
+        forgettable: usize,
     ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
-        let mut cache = match self.compact_keys {
+        let cache = match self.compact_keys {
             true => model.compact_cache(vec![0; batch]),
             false => model.cache(vec![0; batch]),
         };
+        let mut cache = cache.forgetting(forgettable);
         loop {
             let columns = cache.len()..(cache.len() + self.prefill_chunk).min(context);
             let last = columns.end == context;

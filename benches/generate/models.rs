@@ -1,6 +1,6 @@
 //! The shapes that are measured, and what a token must read of them.
 
-use burn_gemma4::{Gemma4Config, LayerType};
+use burn_gemma4::{DrafterConfig, Gemma4Config, LayerType, OrderedEmbeddings};
 
 /// A model's shape by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
@@ -42,6 +42,42 @@ impl Shape {
                 num_key_value_heads: 2,
                 num_global_key_value_heads: 1,
                 ..small()
+            },
+        }
+    }
+}
+
+impl Shape {
+    /// The shape of the published drafter, or of one for a processor.
+    pub fn drafter(self) -> DrafterConfig {
+        let target = self.config();
+        let (hidden_size, intermediate_size, heads, has_groups) = match self {
+            Self::E2b | Self::E4b => (256, 2048, 4, true),
+            Self::Dense12b | Self::Moe26b => (1024, 8192, 16, false),
+            Self::Dense31b => (1024, 8192, 32, false),
+            Self::Small => (32, 64, 4, true),
+            Self::SmallDense => (32, 64, 4, false),
+        };
+        use LayerType::{Full, Sliding};
+        let layer_types = vec![Sliding, Sliding, Sliding, Full];
+        let ordered_embeddings = has_groups.then(|| OrderedEmbeddings {
+            num_centroids: target.vocab_size / 128,
+            top_k: (target.vocab_size / 8192).max(1),
+        });
+        DrafterConfig {
+            backbone_hidden_size: target.hidden_size,
+            ordered_embeddings,
+            text: Gemma4Config {
+                hidden_size,
+                intermediate_size,
+                num_attention_heads: heads,
+                num_kv_shared_layers: layer_types.len(),
+                layer_types,
+                hidden_size_per_layer_input: 0,
+                use_double_wide_mlp: false,
+                experts: None,
+                final_logit_softcapping: None,
+                ..target
             },
         }
     }

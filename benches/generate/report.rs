@@ -1,7 +1,7 @@
 //! The table, and the same as JSON.
 
-use crate::{launches::Launches, models::Shape, parts::Parts};
-use attention_workspace::Dtype;
+use crate::{drafted::Drafted, launches::Launches, models::Shape, parts::Parts};
+use attention_workspace::{Dtype, model::Quantize};
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -10,6 +10,7 @@ pub struct Report {
     pub date: String,
     pub device: String,
     pub dtype: Dtype,
+    pub quantize: Option<Quantize>,
     /// Whether keys that values are made of were kept in part.
     pub compact_keys: bool,
     /// Bytes a second that an elementwise operation over a large tensor moves.
@@ -28,7 +29,7 @@ pub struct Row {
 #[derive(Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    Measured(Measured),
+    Measured(Box<Measured>),
     Failed(String),
 }
 
@@ -56,10 +57,14 @@ pub struct Measured {
     pub token_launches: Option<Launches>,
     /// Of the whole prompt.
     pub prefill_launches: Option<Launches>,
+    /// Of the model's parameters.
+    pub weight_bytes: usize,
     /// Of the device's allocations at the end, if it tells.
     pub memory_bytes: Option<u64>,
     /// Of the cache at the end.
     pub cache_bytes: usize,
+    /// With guesses, if that was asked for.
+    pub drafted: Vec<Drafted>,
 }
 
 pub fn print_header() {
@@ -107,6 +112,10 @@ impl Measured {
             self.cache_bytes as f64 / 1e6,
             self.mode,
         );
+        for drafted in &self.drafted {
+            let times = drafted.decode_rate / self.decode_rate;
+            println!("    {drafted}: {times:.2} × as fast");
+        }
         if !self.parts.is_empty() {
             println!("    {}", self.parts);
         }

@@ -7,7 +7,10 @@ use burn::{
     optim::{GradientsParams, ModuleOptimizer},
     tensor::{Device, Distribution, Int, Tensor},
 };
-use burn_gemma4::{Gemma4Config, Gemma4Model, LayerType, layer::Linear};
+use burn_gemma4::{
+    Gemma4Config, Gemma4Model, LayerType,
+    layer::{Linear, Weight},
+};
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
@@ -162,7 +165,7 @@ fn products(model: &Gemma4Model, [all, last]: [usize; 2]) -> Result<f64, Error> 
         let rows_in = random([1, rows, input], &device).require_grad();
         let gradient = random([1, rows, output], &device);
         let linear = Linear {
-            weight: Param::from_tensor(random([output, input], &device)),
+            weight: Weight::Whole(Param::from_tensor(random([output, input], &device))),
         };
         let once = seconds(&device, || {
             let output = linear.forward(rows_in.clone()) * gradient.clone();

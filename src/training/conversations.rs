@@ -127,8 +127,7 @@ fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
             Ok(vec![example])
         }
         Line::Messages(conversation) => {
-            conversation.refuse_unrendered(gemma.chat_template())?;
-            let pieces = conversation.pieces(gemma.chat_template()).map_err(said)?;
+            let pieces = conversation.examples(gemma.chat_template())?;
             let of_pieces = |pieces: Vec<(String, bool)>| {
                 let mut example = Example::default();
                 for (text, learned) in pieces {
@@ -192,15 +191,32 @@ impl Conversation {
 
     /// The texts of its examples in pieces: what is read, and what the model has to say. Each is to be encoded alone, as a
     /// prompt is when the model goes on from it.
-    ///
+    fn examples(&self, template: &ChatTemplate) -> Result<Vec<Vec<(String, bool)>>, String> {
+        let said = |error: Gemma4Error| error.to_string();
+        let until = self.beginnings(template).map_err(said)?;
+        self.refuse_unrendered(template, &until)?;
+        self.pieces(template, &until).map_err(said)
+    }
+
+    /// The texts of its first messages: none of them, one, two, and so on to all.
+    fn beginnings(&self, template: &ChatTemplate) -> Result<Vec<String>, Gemma4Error> {
+        (0..=self.messages.len())
+            .map(|count| self.render(template, &self.messages[..count], false))
+            .collect()
+    }
+
     /// They are one example, if every turn of the model follows the text that it follows when it is generated. Where the template
     /// begins an answer with more than it leaves of it later, such as an empty thought, each turn is one.
-    fn pieces(&self, template: &ChatTemplate) -> Result<Vec<Vec<(String, bool)>>, Gemma4Error> {
-        let whole = self.render(template, &self.messages, false)?;
+    fn pieces(
+        &self,
+        template: &ChatTemplate,
+        until: &[String],
+    ) -> Result<Vec<Vec<(String, bool)>>, Gemma4Error> {
+        let whole = &until[self.messages.len()];
         let answers = self.messages.iter().enumerate();
         let turns = answers
             .filter(|(_, message)| is_answer(message))
-            .map(|(index, _)| self.turn(template, index, &whole))
+            .map(|(index, _)| self.turn(template, index, until))
             .collect::<Result<Vec<_>, _>>()?;
         if !turns.iter().all(|turn| turn.stays) {
             let apart =
@@ -222,18 +238,18 @@ impl Conversation {
         &self,
         template: &ChatTemplate,
         index: usize,
-        whole: &str,
+        until: &[String],
     ) -> Result<Turn, Gemma4Error> {
-        let before = self.render(template, &self.messages[..index], false)?;
+        let (before, after) = (&until[index], &until[index + 1]);
+        let whole = &until[self.messages.len()];
         let prompt = self.render(template, &self.messages[..index], true)?;
-        let after = self.render(template, &self.messages[..=index], false)?;
-        let Some(turn) = after.strip_prefix(&before) else {
+        let Some(turn) = after.strip_prefix(before.as_str()) else {
             return Err(Gemma4Error::ChatTemplate(
                 "it renders a message otherwise when an answer follows".into(),
             ));
         };
         let header = &turn[..turn.find('\n').map_or(turn.len(), |end| end + 1)];
-        let asked = prompt.strip_prefix(&before).unwrap_or(header);
+        let asked = prompt.strip_prefix(before.as_str()).unwrap_or(header);
         // An answer with a thought of its own does without the prompt's.
         let added = asked.strip_prefix(header).unwrap_or_default();
         let (opening, read) = match turn.starts_with(asked) {
@@ -246,22 +262,21 @@ impl Conversation {
         // The line end after the turn is not the model's.
         let end = turn.trim_end_matches('\n').len().max(read);
         Ok(Turn {
-            stays: opening.len() == read && whole.starts_with(&after),
+            stays: opening.len() == read && whole.starts_with(after.as_str()),
             opening: opening.to_owned(),
             answer: turn[read..end].to_owned(),
-            before,
+            before: before.clone(),
         })
     }
 
     /// Refuses fields without which the template renders the same, and contents of which it leaves something out.
-    fn refuse_unrendered(&self, template: &ChatTemplate) -> Result<(), String> {
-        let said = |error: Gemma4Error| error.to_string();
-        let whole = self.render(template, &self.messages, false).map_err(said)?;
+    fn refuse_unrendered(&self, template: &ChatTemplate, until: &[String]) -> Result<(), String> {
+        let whole = &until[self.messages.len()];
         for name in self.variables.keys() {
             let mut without = self.clone();
             without.variables.remove(name);
             // A template that refuses it without the field renders it.
-            if matches!(without.render(template, &self.messages, false), Ok(text) if text == whole)
+            if matches!(without.render(template, &self.messages, false), Ok(text) if text == *whole)
             {
                 return Err(format!("{name:?} is not rendered by the chat template"));
             }
@@ -269,9 +284,7 @@ impl Conversation {
         for (index, message) in self.messages.iter().enumerate() {
             let fields = message.as_object().into_iter().flatten();
             // Earlier thoughts are left out when the conversation goes on.
-            let until = self
-                .render(template, &self.messages[..=index], false)
-                .map_err(said)?;
+            let until = &until[index + 1];
             for (name, value) in fields.filter(|(name, value)| *name != "role" && !is_empty(value))
             {
                 let is_rendered = match value.as_str().filter(|_| name == "content") {
@@ -282,7 +295,7 @@ impl Conversation {
                             fields.remove(name);
                         }
                         let without = self.render(template, &without, false);
-                        !matches!(without, Ok(text) if text == until)
+                        !matches!(without, Ok(text) if text == *until)
                     }
                 };
                 if !is_rendered {
@@ -340,10 +353,7 @@ mod tests {
             ]}"#,
         );
         let template = ChatTemplate::gemma4();
-        conversation
-            .refuse_unrendered(&template)
-            .expect("all of it");
-        let pieces = conversation.pieces(&template).expect("a conversation");
+        let pieces = conversation.examples(&template).expect("all of it");
         let expected = [
             (
                 "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n",
@@ -369,11 +379,7 @@ mod tests {
 
     fn learned(line: &str) -> Result<Vec<Vec<(String, bool)>>, String> {
         let template = ChatTemplate::from_source(THINKING).expect("a template");
-        let conversation = read_line(line);
-        conversation.refuse_unrendered(&template)?;
-        conversation
-            .pieces(&template)
-            .map_err(|error| error.to_string())
+        read_line(line).examples(&template)
     }
 
     #[test]
@@ -447,16 +453,14 @@ mod tests {
             ),
         ] {
             let line = format!(r#"{{"messages": [{{"role": "assistant", {fields}}}]}}"#);
-            let reason = read_line(&line)
-                .refuse_unrendered(&gemma4)
-                .expect_err(&line);
+            let reason = read_line(&line).examples(&gemma4).expect_err(&line);
             for word in words {
                 assert!(reason.contains(word), "{line}: {reason}");
             }
         }
         let empty = r#"{"messages": [{"role": "assistant", "content": "a", "tool_calls": [], "name": null}]}"#;
         read_line(empty)
-            .refuse_unrendered(&gemma4)
+            .examples(&gemma4)
             .expect("nothing is left out");
     }
 

@@ -22,6 +22,16 @@ pub struct InF32<O> {
     pub vectors: O,
 }
 
+impl<O: Clone> InF32<O> {
+    /// The same one for all parameters.
+    pub fn of_all(optimizer: O) -> Self {
+        Self {
+            matrices: optimizer.clone(),
+            vectors: optimizer,
+        }
+    }
+}
+
 /// What it keeps of a parameter.
 #[derive(Clone)]
 pub struct MasterState<S, const D: usize> {
@@ -246,10 +256,7 @@ mod tests {
     fn small_updates_of_halves_add_up() {
         for dtype in [DType::BF16, DType::F16] {
             let sgd = SgdConfig::new().build();
-            let mut optimizer = ModuleOptimizer::from(InF32 {
-                matrices: sgd.clone(),
-                vectors: sgd,
-            });
+            let mut optimizer = ModuleOptimizer::from(InF32::of_all(sgd));
             let mut weight = parameter::<1>([1.0], dtype);
             for _ in 0..1000 {
                 let gradients = gradient(&weight, 1.0);

@@ -179,13 +179,7 @@ impl Run<'_> {
 /// The optimizer, which computes in f32. The gradients that it gets are clipped.
 fn optimizer(arguments: &TrainingArguments) -> ModuleOptimizer {
     match arguments.optimizer {
-        OptimizerName::Sgd => {
-            let sgd = SgdConfig::new().build();
-            ModuleOptimizer::from(InF32 {
-                matrices: sgd.clone(),
-                vectors: sgd,
-            })
-        }
+        OptimizerName::Sgd => ModuleOptimizer::from(InF32::of_all(SgdConfig::new().build())),
         OptimizerName::Adamw => {
             let adamw = |decay| {
                 let adamw = AdamWConfig::new()

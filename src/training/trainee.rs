@@ -34,6 +34,8 @@ pub struct Trainee {
     pub model: Gemma4Model,
     /// Of a model in f16.
     scale: Option<LossScale>,
+    /// Adds a step's gradients up in f32; else it has one batch.
+    in_f32: bool,
     /// Computes each layer anew in the backward.
     by_layer: bool,
     /// The largest norm of all gradients together.
@@ -59,6 +61,7 @@ impl Trainee {
         let is_f16 = model.dtype() == DType::F16;
         Self {
             scale: is_f16.then(|| LossScale::new(&model.device())),
+            in_f32: gradients_in_f32(arguments, model.dtype()),
             by_layer: arguments.checkpointing.is_by_layer(),
             largest_norm: (arguments.clip > 0.0).then_some(arguments.clip),
             devices: arguments.devices.len().max(1),
@@ -70,14 +73,13 @@ impl Trainee {
     /// This device's part of a step's mean loss, without autodiff, and the gradients of that, times the loss's scale.
     fn gradients(&self, model: &Gemma4Model, step: Step) -> (Tensor<1>, GradientsParams) {
         let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
-        let in_f32 = step.batches.len() > 1 || self.scale.is_some();
         let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
         let mut sum = GradientsParams::new();
         for batch in step.batches {
             let share = batch.counted as f64 / step.targets.max(1) as f64;
             let (part, gradients) = self.of_batch(model, batch, share * f64::from(scale));
             loss = loss + part.mul_scalar(share);
-            match in_f32 {
+            match self.in_f32 {
                 true => add(&mut sum, gradients, model),
                 // The only batch.
                 false => sum = gradients,
@@ -333,10 +335,7 @@ impl fmt::Display for Trainee {
 mod tests {
     use super::*;
     use crate::training::masters::InF32;
-    use burn::{
-        module::Param,
-        optim::{Optimizer, SgdConfig},
-    };
+    use burn::{module::Param, optim::SgdConfig};
     use burn_gemma4::LoadOptions;
     use clap::Parser;
 
@@ -401,13 +400,7 @@ mod tests {
     }
 
     fn sgd() -> ModuleOptimizer {
-        fn both<O: Optimizer>(optimizer: O) -> ModuleOptimizer {
-            ModuleOptimizer::from(InF32 {
-                matrices: optimizer.clone(),
-                vectors: optimizer,
-            })
-        }
-        both(SgdConfig::new().build())
+        ModuleOptimizer::from(InF32::of_all(SgdConfig::new().build()))
     }
 
     /// How far a step of rate 1 moves the weights.

@@ -4,8 +4,8 @@ use crate::mutation::{BETWEEN, Format};
 use attention_workspace::training::{conversations, rows};
 use burn::tensor::{Device, Int, Tensor};
 use burn_gemma4::{
-    ChatOptions, ChatTemplate, Gemma4, Gemma4Config, Gemma4Model, GenerationDefaults, LayerType,
-    LoadOptions, Message, Prompt, Tokenizer,
+    ChatOptions, ChatTemplate, Drafter, DrafterConfig, Gemma4, Gemma4Config, Gemma4Model,
+    GenerationDefaults, LayerType, LoadOptions, Logits, Message, Prompt, Tokenizer,
 };
 use std::{fs, path::Path};
 use tempfile::TempDir;
@@ -48,6 +48,11 @@ pub const TARGETS: &[Target] = &[
         name: "config",
         format: Format::Json,
         prepare: config,
+    },
+    Target {
+        name: "drafter",
+        format: Format::Json,
+        prepare: drafter,
     },
     Target {
         name: "tokenizer",
@@ -243,6 +248,51 @@ fn is_small(config: &Gemma4Config) -> bool {
         experts,
     ];
     config.num_layers() <= 8 && sizes.iter().all(|size| *size <= 512)
+}
+
+/// The `config.json` of a drafter. What is one guesses for a model whose keys and values it could read.
+fn drafter() -> Read {
+    Box::new(|input| {
+        let config = said(DrafterConfig::from_json(&text(input)))?;
+        // The target's cache has a window's keys and values from its first token on.
+        let is_short = config.text.sliding_window <= 8192;
+        if !is_small(&config.text) || config.backbone_hidden_size > 512 || !is_short {
+            return Ok("a large drafter".into());
+        }
+        let of_text = Gemma4Config {
+            initializer_range: 0.02,
+            ..config.text.clone()
+        };
+        let target = Gemma4Config {
+            hidden_size: config.backbone_hidden_size,
+            num_kv_shared_layers: 0,
+            ..of_text.clone()
+        };
+        said(target.validate())?;
+        let config = DrafterConfig {
+            text: of_text,
+            ..config
+        };
+        said(config.check_target(&target))?;
+        let device = Device::flex();
+        let (model, drafter) = (
+            Gemma4Model::new(&target, &device),
+            Drafter::new(&config, &device),
+        );
+        let mut cache = model.cache(vec![0]);
+        let prompt = Tensor::<2, Int>::from_data([[0, 0, 0]], &device);
+        said(model.step(prompt, &mut cache, Logits::None))?;
+        let hidden = Tensor::<2>::ones([1, target.hidden_size], &device);
+        let guesses = said(drafter.draft(&model, &cache, 0, hidden, 2))?;
+        let tokens = said(guesses.tokens())?;
+        assert!(
+            tokens
+                .iter()
+                .all(|token| (*token as usize) < target.vocab_size),
+            "tokens outside the vocabulary"
+        );
+        Ok("a drafter".into())
+    })
 }
 
 fn tokenizer() -> Read {

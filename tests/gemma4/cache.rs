@@ -2,7 +2,7 @@
 //! past the window, past a block of the growing buffers; also from a cache whose keys are compact, which keeps less.
 
 use crate::devices::devices;
-use crate::fixture::{Fixture, TOLERANCE, largest, on_every_device, tokens, values};
+use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 
@@ -58,13 +58,6 @@ fn by_portions(
     }
     assert_eq!(cache.len(), sequence.len());
     logits
-}
-
-fn assert_close(found: &[f32], expected: &[f32], what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
-    let scale = largest(expected.iter().copied());
-    assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! sequences at once, past the window, past the room that the buffers had, from either kind of cache.
 
 use crate::devices::devices;
-use crate::fixture::{Fixture, TOLERANCE, largest, tokens, values};
+use crate::fixture::{Fixture, assert_close, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, DecodeMode, Gemma4, Logits};
 
@@ -45,13 +45,6 @@ fn decode(
     }
     assert_eq!(cache.len(), rows[0].len());
     (logits, modes)
-}
-
-fn assert_close(found: &[f32], expected: &[f32], what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
-    let scale = largest(expected.iter().copied());
-    assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
 }
 
 /// Different texts for the sequences of a batch.

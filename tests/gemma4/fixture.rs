@@ -107,6 +107,14 @@ impl Reference {
     }
 }
 
+/// Panics where numbers are further from what is expected than f32 explains.
+pub fn assert_close(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+    let scale = largest(expected.iter().copied());
+    assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
+}
+
 /// The largest magnitude; NaN where there is one.
 pub fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |largest: f32, value| match value.is_nan() {
@@ -146,7 +154,7 @@ pub fn crc32(bytes: &[u8]) -> u32 {
 }
 
 /// Every tensor of a file.
-fn read(path: PathBuf) -> HashMap<String, Reference> {
+pub fn read(path: PathBuf) -> HashMap<String, Reference> {
     let bytes = fs::read(path).expect("a fixture");
     SafeTensors::deserialize(&bytes)
         .expect("safetensors")

@@ -1,7 +1,7 @@
 //! Folders whose weights compressed-tensors has packed are their dequantized checkpoints, bit by bit and token by token.
 //! `tests/fixtures/compressed/make.py` makes them by that package.
 
-use crate::fixture::{self, TOLERANCE, greedy, largest, values};
+use crate::fixture::{self, assert_close, greedy, values};
 use crate::programs::folder::{Folder, tensors};
 use attention_workspace::testing::devices::devices;
 use burn::tensor::{DType, Device};
@@ -68,9 +68,7 @@ fn tokens_are_those_of_the_dequantized_model() {
             let prompt = fixture::tokens(&[&reference.prompt], &device.device);
             let logits = values(gemma.model().forward(prompt).expect("tokens within"));
             let logits = &logits[logits.len() - reference.logits.len()..];
-            let error = largest(logits.iter().zip(&reference.logits).map(|(a, b)| a - b));
-            let scale = largest(reference.logits.iter().copied());
-            assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
+            assert_close(logits, &reference.logits, &what);
             let options = greedy(&gemma, reference.generated.len());
             let generation =
                 gemma.generate(reference.prompt, &options, |_| ControlFlow::Continue(()));

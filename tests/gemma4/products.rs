@@ -6,7 +6,7 @@ use burn::{
     module::Param,
     tensor::{DType, Device, Distribution, Tensor},
 };
-use burn_gemma4::layer::Linear;
+use burn_gemma4::layer::{Linear, Weight};
 
 /// `[rows, inner, columns]`: of tiles, less, more, and of lengths that no tile divides.
 const SHAPES: [[usize; 3]; 5] = [
@@ -35,7 +35,7 @@ fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Ten
 fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<2>; 3] {
     let (input, weight) = (input.require_grad(), weight.require_grad());
     let linear = Linear {
-        weight: Param::from_tensor(weight),
+        weight: Weight::Whole(Param::from_tensor(weight)),
     };
     let output = linear.forward(input.clone().unsqueeze()).squeeze_dim(0);
     let gradients = (output.clone() * gradient).sum().backward();

@@ -56,6 +56,9 @@ pub enum Gemma4Error {
         /// What it is and what it should be.
         reason: String,
     },
+    /// A model with [quantized weights](crate::layer::Weight), which are not trained.
+    #[error("the model's weights are quantized: load it whole to train it")]
+    Quantized,
     /// A device that does not do what the model needs.
     #[error("device: {0}")]
     Device(String),

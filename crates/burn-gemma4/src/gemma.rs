@@ -3,8 +3,9 @@
 use crate::checkpoint::gguf::Gguf;
 use crate::error::existing;
 use crate::{
-    Cache, ChatOptions, ChatTemplate, Gemma4Config, Gemma4Error, Gemma4Model, GenerateOptions,
-    Generation, GenerationDefaults, LoadOptions, Message, Token, Tokenizer, generate,
+    Cache, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config, Gemma4Error,
+    Gemma4Model, GenerateOptions, Generation, GenerationDefaults, LoadOptions, Message,
+    Quantization, Token, Tokenizer, generate,
 };
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
@@ -34,6 +35,7 @@ pub struct Gemma4 {
     tokenizer: Tokenizer,
     chat_template: ChatTemplate,
     defaults: GenerationDefaults,
+    drafter: Option<Drafter>,
 }
 
 /// What to go on from.
@@ -95,13 +97,12 @@ impl Gemma4 {
     ) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         match Gguf::at(path)? {
-            Some(gguf) => Self::load_gguf(path, &gguf, device, options),
+            Some(gguf) => Self::load_gguf(&gguf, device, options),
             None => Self::load_folder(path, device, options),
         }
     }
 
     fn load_gguf(
-        path: &Path,
         gguf: &Gguf,
         device: &Device,
         options: LoadOptions<'_>,
@@ -111,10 +112,11 @@ impl Gemma4 {
         let chat_template = gguf.chat_template()?;
         let defaults = gguf.generation_defaults()?;
         Ok(Self {
-            model: Gemma4Model::load_gguf(path, gguf, &config, device, options)?,
+            model: Gemma4Model::load_gguf(gguf, &config, device, options)?,
             tokenizer,
             chat_template,
             defaults: defaults.or_of(&config),
+            drafter: None,
         })
     }
 
@@ -136,6 +138,7 @@ impl Gemma4 {
             tokenizer,
             chat_template,
             defaults: defaults.or_of(&config),
+            drafter: None,
         })
     }
 
@@ -159,6 +162,7 @@ impl Gemma4 {
             model,
             tokenizer: Tokenizer::from_bytes(include_bytes!("../embedded/tokenizer.json"))?,
             chat_template: ChatTemplate::gemma4(),
+            drafter: None,
         })
     }
 
@@ -169,6 +173,36 @@ impl Gemma4 {
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let model = self.model.merge_adapter(folder)?;
         Ok(Self { model, ..self })
+    }
+
+    /// With the weights in another form.
+    ///
+    /// # Errors
+    /// As [`Gemma4Model::quantize`].
+    pub fn quantize(self, quantization: Quantization) -> Result<Self, Gemma4Error> {
+        let model = self.model.quantize(quantization)?;
+        Ok(Self { model, ..self })
+    }
+
+    /// With the drafter in `folder`, in the model's dtype and on its device, for generations whose options ask for
+    /// [`Drafts::Drafter`].
+    ///
+    /// # Errors
+    /// As [`Drafter::load`], and where its sizes are not those of a drafter for this model.
+    pub fn with_drafter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let folder = folder.as_ref();
+        let options = LoadOptions::new().dtype(self.dtype());
+        let fits = |config: &DrafterConfig| config.check_target(self.config());
+        let drafter = Drafter::load_for(folder, fits, &self.device(), options)?;
+        Ok(Self {
+            drafter: Some(drafter),
+            ..self
+        })
+    }
+
+    /// Who can guess tokens for the model.
+    pub fn drafter(&self) -> Option<&Drafter> {
+        self.drafter.as_ref()
     }
 
     /// The model's shape.
@@ -219,6 +253,8 @@ impl Gemma4 {
             cancellation: None,
             graph_capture: true,
             compact_keys: false,
+            drafts: Drafts::None,
+            draft_tokens: None,
             chat: ChatOptions::default(),
         }
     }
@@ -289,22 +325,29 @@ impl Gemma4 {
             .iter()
             .map(|prompt| self.tokens(prompt, options.chat))
             .collect::<Result<_, _>>()?;
-        let max_tokens = generate::check(self.config(), &prompts, options)?;
+        let max_tokens = generate::check(self.config(), &prompts, self.drafter(), options)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let padding = prompts
             .iter()
             .map(|prompt| longest - prompt.len())
             .collect();
-        let mut cache = Cache::new(self.config(), padding, options.compact_keys);
+        let mut cache = options.cache(self.config(), padding);
         generate::run(
-            &self.model,
-            &self.tokenizer,
+            self.checkpoint(),
             prompts,
             &mut cache,
             options,
             max_tokens,
             &mut |_, _| ControlFlow::Continue(()),
         )
+    }
+
+    fn checkpoint(&self) -> generate::Checkpoint<'_> {
+        generate::Checkpoint {
+            model: &self.model,
+            drafter: self.drafter.as_ref(),
+            tokenizer: &self.tokenizer,
+        }
     }
 
     /// Generations that share what they have read: a conversation, each turn of which begins with all turns before.
@@ -328,7 +371,7 @@ pub struct Session<'a> {
 
 impl Session<'_> {
     /// Goes on from a prompt, as [`Gemma4::generate`]. What the prompt has in common with what the session has read is not read again,
-    /// if the prompt begins with all of it and keys are kept in the same way.
+    /// if the prompt begins with all of it, keys are kept in the same way, and there are drafts again, or none.
     ///
     /// # Errors
     /// As [`Gemma4::generate`].
@@ -340,17 +383,22 @@ impl Session<'_> {
     ) -> Result<Generation, Gemma4Error> {
         let tokens = self.gemma.tokens(&prompt.into(), options.chat)?;
         let config = self.gemma.config();
-        let max_tokens = generate::check(config, std::slice::from_ref(&tokens), options)?;
+        let max_tokens = generate::check(
+            config,
+            std::slice::from_ref(&tokens),
+            self.gemma.drafter(),
+            options,
+        )?;
         // The last token must be read again for its logits, and a ring forgets: there is no going back a few tokens.
         let continues = tokens.len() > self.read.len()
             && tokens.starts_with(&self.read)
-            && options.compact_keys == self.cache.has_compact_keys();
+            && options.fits(&self.cache);
         if !continues {
-            self.begin(options.compact_keys);
+            self.cache = options.cache(config, vec![0]);
+            self.read.clear();
         }
         let generations = generate::run(
-            &self.gemma.model,
-            &self.gemma.tokenizer,
+            self.gemma.checkpoint(),
             vec![tokens],
             &mut self.cache,
             options,
@@ -373,11 +421,8 @@ impl Session<'_> {
 
     /// Forgets everything read.
     pub fn reset(&mut self) {
-        self.begin(self.cache.has_compact_keys());
-    }
-
-    fn begin(&mut self, compact_keys: bool) {
-        self.cache = Cache::new(self.gemma.config(), vec![0], compact_keys);
+        let empty = Cache::new(self.gemma.config(), vec![0], self.cache.has_compact_keys());
+        self.cache = empty.forgetting(self.cache.spare());
         self.read.clear();
     }
 

@@ -5,6 +5,7 @@
 
 mod checkpoint;
 mod config;
+mod drafter;
 mod error;
 mod gemma;
 mod generate;
@@ -14,8 +15,12 @@ mod quantized;
 mod text;
 mod train;
 
-pub use checkpoint::{LoadOptions, LoadProgress, adapter::Adapter};
-pub use config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
+pub use checkpoint::{LoadOptions, LoadProgress, Quantization, adapter::Adapter};
+pub use config::{
+    ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
+    drafter::{DrafterConfig, OrderedEmbeddings},
+};
+pub use drafter::{Drafter, Guesses, MaskedEmbedding};
 pub use error::{Gemma4Error, TensorProblem};
 pub use gemma::{Gemma4, Prompt, Session};
 pub use generate::{
@@ -23,6 +28,7 @@ pub use generate::{
     cancellation::Cancellation,
     decode::{DecodeMode, Decoder, Next},
     defaults::GenerationDefaults,
+    draft::{DraftCounts, Drafts},
     logprobs::TokenLogprobs,
     sampling::{Sampling, sampler::Sampler},
 };

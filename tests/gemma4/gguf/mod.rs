@@ -4,7 +4,7 @@
 mod hostile;
 mod refused;
 
-use crate::fixture::{self, TOLERANCE, greedy, largest, values};
+use crate::fixture::{self, assert_close, greedy, values};
 use attention_workspace::testing::devices::devices;
 use attention_workspace::testing::gguf::{Gguf, GgufTensor};
 use burn::tensor::{DType, Device};
@@ -124,9 +124,7 @@ fn tokens_are_those_of_the_dequantized_model_and_of_llama_cpp() {
             let reference = reference(name);
             let gemma = load(&path(name), &device.device).expect(&what);
             let found = logits(&gemma, &reference.prompt);
-            let error = largest(found.iter().zip(&reference.logits).map(|(a, b)| a - b));
-            let scale = largest(reference.logits.iter().copied());
-            assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
+            assert_close(&found, &reference.logits, &what);
             let options = greedy(&gemma, reference.generated.len());
             let generation =
                 gemma.generate(reference.prompt, &options, |_| ControlFlow::Continue(()));

@@ -44,8 +44,17 @@ pub struct Stored {
 impl Folder {
     /// A copy of the checkpoint called `name`.
     pub fn copy(name: &str) -> Self {
+        Self::copy_of(name, &FILES)
+    }
+
+    /// A copy of the drafter called `name`.
+    pub fn drafter(name: &str) -> Self {
+        Self::copy_of(name, &["config.json", "model.safetensors"])
+    }
+
+    fn copy_of(name: &str, files: &[&str]) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        for file in FILES {
+        for file in files {
             let from = fixture::folder(name).join(file);
             fs::copy(&from, folder.path().join(file)).expect("a copy");
         }
@@ -84,6 +93,39 @@ impl Folder {
                     embedding.bytes[start..start + 4].copy_from_slice(&length);
                 }
             }
+        });
+        folder
+    }
+
+    /// The drafter that guesses what this writes: of a token it looks at the first columns of the embedding, and at nothing else.
+    pub fn drafter_of_chain(&self) -> Self {
+        let folder = Self::drafter("assistant-ple");
+        // All groups are looked at.
+        folder.set("config.json", "centroid_intermediate_top_k", 16);
+        let embedding = tensors(self.path())["model.embed_tokens.weight"].clone();
+        folder.edit(|tensors| {
+            for (name, tensor) in tensors.iter_mut() {
+                let value: Option<f32> = match name.rsplit('.').nth(1) {
+                    _ if name == "model.norm.weight" || name.ends_with("layer_scalar") => Some(1.0),
+                    Some("o_proj" | "down_proj" | "pre_projection") => Some(0.0),
+                    _ => None,
+                };
+                if let Some(value) = value {
+                    let count = tensor.bytes.len() / 4;
+                    tensor.bytes = value.to_le_bytes().repeat(count);
+                }
+            }
+            let projection = tensors.get_mut("pre_projection.weight").expect("it");
+            let [rows, columns] = projection.shape[..] else {
+                panic!("a matrix");
+            };
+            for row in 0..rows {
+                let start = 4 * (row * columns + row);
+                projection.bytes[start..start + 4].copy_from_slice(&1.0f32.to_le_bytes());
+            }
+            let table = tensors.get_mut("model.embed_tokens.weight").expect("it");
+            let of_row = embedding.bytes.chunks(4 * embedding.shape[1]);
+            table.bytes = of_row.flat_map(|row| row[..4 * rows].to_vec()).collect();
         });
         folder
     }

@@ -337,3 +337,41 @@ fn devices_that_are_not_there() {
         check(device, &ended, 1, &["built without", device]);
     }
 }
+
+#[test]
+fn drafters_that_are_none_or_another_models() {
+    let folder = Folder::copy("dense-keqv");
+    let drafter = crate::fixture::folder("assistant-ple");
+    let drafter = drafter.to_str().expect("a path");
+    for (arguments, code, words) in [
+        (
+            &["--draft", drafter][..],
+            2,
+            ["drafter", "num_key_value_heads"],
+        ),
+        (&["--draft", "no/such"], 1, ["no/such", "config.json"]),
+        (
+            &["--draft", folder.path().to_str().expect("a path")],
+            1,
+            ["model_type", "no drafter's"],
+        ),
+        (
+            &["--lookup", "--draft-tokens", "9"],
+            2,
+            ["draft_tokens", "9"],
+        ),
+        (
+            &["--lookup", "--draft-tokens", "0"],
+            2,
+            ["--draft-tokens", "at least 1"],
+        ),
+        (
+            &["--lookup", "--draft", drafter],
+            2,
+            ["--lookup", "--draft"],
+        ),
+    ] {
+        let arguments = [&["--prompt", "hi"], arguments].concat();
+        check("drafts", &generate(&folder, &arguments), code, &words);
+    }
+}

@@ -2,9 +2,10 @@
 
 #[cfg(unix)]
 use super::interrupt;
-use super::{Ended, refused::check};
 use super::{
+    Ended,
     folder::Folder,
+    refused::check,
     run, succeed,
     training::{conversations, finetune, losses, train},
 };

@@ -16,9 +16,6 @@ const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// Before a module's name in the file: how PEFT wraps a model.
 const WRAPPED: &str = "base_model.model.";
-/// Before a parameter's path in the file, for a text checkpoint and for a multimodal one.
-const PREFIX: &str = "base_model.model.model.";
-const MULTIMODAL_PREFIX: &str = "base_model.model.model.language_model.";
 /// After it: the factor that reads the input, `[rank, columns in]`, and the one that writes, `[columns out, rank]`.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
@@ -103,7 +100,7 @@ impl Adapter {
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices, or one is
-    /// smaller than the rank.
+    /// smaller than the rank; [`Gemma4Error::Quantized`] where some of its weights are quantized.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
         if self.rank == 0 {
@@ -113,6 +110,7 @@ impl Adapter {
             let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
             return refuse("alpha", reason);
         }
+        model.refuse_training_quantized()?;
         let matrices: Vec<(String, Vec<usize>)> = stored(&model, DType::F32)
             .into_iter()
             .filter(|(path, _)| self.adapts(path))
@@ -211,6 +209,8 @@ impl Gemma4Model {
     /// # Errors
     /// Where a file is missing or not what it should be, where a tensor does not fit the model or is not of the rank that
     /// `adapter_config.json` says (all of them named), and for adapters of another kind.
+    ///
+    /// Quantized weights that it adds to become whole.
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let folder = folder.as_ref();
         let path = folder.join(CONFIG);
@@ -229,12 +229,10 @@ impl Gemma4Model {
         if tensors.is_empty() {
             return Err(malformed(&path, "has no tensors".into()));
         }
-        let is_multimodal = |name: &&str| name.starts_with(MULTIMODAL_PREFIX);
+        let names = tensors.names().into_iter();
+        let names = Names::among(names.filter_map(|name| name.strip_prefix(WRAPPED)));
         let mut merger = Merger {
-            prefix: match tensors.names().iter().any(is_multimodal) {
-                true => MULTIMODAL_PREFIX,
-                false => PREFIX,
-            },
+            prefix: format!("{WRAPPED}{}", names.prefix),
             rank: file.r,
             scale: file.scale(),
             rest: tensors.names().into_iter().map(String::from).collect(),
@@ -242,7 +240,14 @@ impl Gemma4Model {
             path: Vec::new(),
             problems: Vec::new(),
         };
-        let model = self.map(&mut merger);
+        let mut model = self;
+        for (path, weight) in model.weights_mut() {
+            // What is added to quantized weights needs whole ones.
+            if merger.adds_to(&path) {
+                weight.dequantize();
+            }
+        }
+        let model = model.map(&mut merger);
         let mut problems = merger.problems;
         let extra = merger.rest.into_iter();
         problems.extend(extra.map(|name| TensorProblem::Extra { name }));
@@ -302,7 +307,8 @@ impl File {
 /// Adds the products of an adapter's factors to the parameters that they belong to.
 struct Merger<'a> {
     tensors: SafeTensors<'a>,
-    prefix: &'static str,
+    /// Before a parameter's path in the file.
+    prefix: String,
     rank: usize,
     scale: f64,
     path: Vec<String>,
@@ -312,9 +318,20 @@ struct Merger<'a> {
 }
 
 impl Merger<'_> {
+    /// Of the factors of the matrix at `path`.
+    fn names(&self, path: &str) -> [String; 2] {
+        FACTORS.map(|suffix| format!("{}{path}{suffix}", self.prefix))
+    }
+
+    /// Whether the adapter has something to add to the parameter at `path`.
+    fn adds_to(&self, path: &str) -> bool {
+        let names = path.strip_suffix(".weight").map(|path| self.names(path));
+        names.is_some_and(|names| names.iter().any(|name| self.rest.contains(name)))
+    }
+
     /// `[columns out, columns in]` in f32: what the adapter adds to the matrix at `path`, if it has something to add.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
-        let names = FACTORS.map(|suffix| format!("{}{path}{suffix}", self.prefix));
+        let names = self.names(path);
         if names.iter().all(|name| !self.rest.contains(name)) {
             return None;
         }

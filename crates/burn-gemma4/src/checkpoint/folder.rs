@@ -26,6 +26,15 @@ impl<'a> Folder<'a> {
         }
     }
 
+    /// Of files that call parameters by their paths.
+    pub fn of_paths(files: &'a TensorFiles, schemes: Vec<Scheme>) -> Self {
+        Self {
+            files,
+            names: Names::of_paths(),
+            schemes,
+        }
+    }
+
     /// Refuses MLX's names: it lays experts and towers out in other ways, too.
     pub fn refuse_mlx(&self, folder: &Path) -> Result<(), Gemma4Error> {
         let is_mlx = |name: &str| name.starts_with(MLX);

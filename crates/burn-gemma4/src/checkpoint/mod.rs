@@ -4,11 +4,13 @@ pub(crate) mod adapter;
 
 pub(crate) mod gguf;
 
+mod drafter;
 mod files;
 mod folder;
 mod foreign;
 mod names;
 mod packed;
+mod quantize;
 mod save;
 mod source;
 
@@ -18,6 +20,7 @@ pub(crate) use source::upload_f32;
 
 use crate::{
     Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, config::quantization::schemes_of,
+    quantized::quantize::Target,
 };
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
@@ -26,7 +29,7 @@ use burn::{
 use files::TensorFiles;
 use folder::Folder;
 use gguf::Gguf;
-use source::{PORTION, Weights, upload};
+use source::{PORTION, Source, Weights, upload, upload_words};
 use std::{
     collections::BTreeSet,
     fs,
@@ -39,7 +42,34 @@ type OnProgress<'a> = Box<dyn FnMut(LoadProgress<'_>) + 'a>;
 #[derive(Default)]
 pub struct LoadOptions<'a> {
     dtype: Option<DType>,
+    quantization: Quantization,
     on_progress: Option<OnProgress<'a>>,
+}
+
+/// In what form a model has its weights: those of its products, of embeddings and of the head. Norms, scalars and routers are always
+/// whole, and so are matrices whose rows are no whole blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Quantization {
+    /// As the checkpoint has them: quantized, if they are. On a device with autodiff they are whole, since only such are trained.
+    #[default]
+    Stored,
+    /// Whole.
+    Whole,
+    /// Those that are not quantized already, in blocks of 32 numbers of 8 bits, by the definition of llama.cpp's Q8_0.
+    Q8,
+    /// Those that are not quantized already, in blocks of 32 numbers of 4 bits, by the definition of llama.cpp's Q4_0.
+    Q4,
+}
+
+impl Quantization {
+    /// What becomes of weights that are not quantized in the checkpoint.
+    fn target(self) -> Option<Target> {
+        match self {
+            Self::Stored | Self::Whole => None,
+            Self::Q8 => Some(Target::Q8),
+            Self::Q4 => Some(Target::Q4),
+        }
+    }
 }
 
 /// How far loading has come.
@@ -65,6 +95,12 @@ impl<'a> LoadOptions<'a> {
         self
     }
 
+    /// In what form the model has its weights; without it [as the checkpoint has them](Quantization::Stored).
+    pub fn quantization(mut self, quantization: Quantization) -> Self {
+        self.quantization = quantization;
+        self
+    }
+
     /// Calls `on_progress` after each tensor.
     pub fn on_progress(mut self, on_progress: impl FnMut(LoadProgress<'_>) + 'a) -> Self {
         self.on_progress = Some(Box::new(on_progress));
@@ -76,6 +112,7 @@ impl std::fmt::Debug for LoadOptions<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("LoadOptions")
             .field("dtype", &self.dtype)
+            .field("quantization", &self.quantization)
             .finish_non_exhaustive()
     }
 }
@@ -86,11 +123,12 @@ impl Gemma4Model {
     /// a multimodal checkpoint, the text model.
     ///
     /// Files are mapped into memory and go to the device tensor by tensor, so that the host holds about one tensor at a time. Quantized
-    /// weights are dequantized on their way.
+    /// weights stay quantized, unless the [options](LoadOptions::quantization) say otherwise.
     ///
     /// # Errors
     /// Where a file is missing, truncated or not what it should be, where tensors do not fit the configuration (all of
-    /// them named), and where the device does not compute in the dtype asked for.
+    /// them named), where the device does not compute in the dtype asked for, and where it is one with autodiff but the weights are to be
+    /// quantized.
     pub fn load(
         path: impl AsRef<Path>,
         device: &Device,
@@ -98,7 +136,7 @@ impl Gemma4Model {
     ) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         if let Some(gguf) = Gguf::at(path)? {
-            return Self::load_gguf(path, &gguf, &gguf.config()?, device, options);
+            return Self::load_gguf(&gguf, &gguf.config()?, device, options);
         }
         let config = Gemma4Config::from_file(path.join("config.json"))?;
         Self::load_weights(path, &config, device, options)
@@ -119,13 +157,12 @@ impl Gemma4Model {
 
     /// [`load`](Self::load) of a GGUF file with the configuration already read.
     pub(crate) fn load_gguf(
-        path: &Path,
         gguf: &Gguf,
         config: &Gemma4Config,
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        load(path, gguf, config, device, options)
+        load(gguf.path(), gguf, config, device, options)
     }
 
     /// Loads weights that are part of the program: the contents of a `config.json` and of a `model.safetensors`.
@@ -171,19 +208,44 @@ fn load(
     device: &Device,
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
+    let target = options.quantization.target();
+    if target.is_some() && device.is_autodiff() {
+        return Err(Gemma4Error::Quantized);
+    }
+    let stays_whole = device.is_autodiff() || options.quantization == Quantization::Whole;
     let model = Gemma4Model::new(config, device);
+    let quantize = |loader: &mut Loader<'_, '_>, model: &mut Gemma4Model| {
+        if !stays_whole {
+            loader.quantized(model, target, device);
+        }
+    };
+    load_module(path, weights, config, model, device, options, quantize)
+}
+
+/// Replaces the parameters of `model`, which is of the shape that `config` describes; what `quantize` has loaded stays as it is.
+fn load_module<M: Module>(
+    path: &Path,
+    weights: &dyn Weights,
+    config: &Gemma4Config,
+    mut model: M,
+    device: &Device,
+    options: LoadOptions<'_>,
+    quantize: impl FnOnce(&mut Loader<'_, '_>, &mut M),
+) -> Result<M, Gemma4Error> {
     let mut expected = Expected::default();
     model.visit(&mut expected);
     let total_bytes = check(path, weights, config, &expected)?;
     let dtype = dtype(weights, device, options.dtype)?;
-    let model = model.map(&mut Loader {
+    let mut loader = Loader {
         weights,
         dtype,
         path: Vec::new(),
         bytes: 0,
         total_bytes,
         on_progress: options.on_progress,
-    });
+    };
+    quantize(&mut loader, &mut model);
+    let model = model.map(&mut loader);
     device
         .sync()
         .map_err(|error| Gemma4Error::Device(format!("the weights did not arrive: {error}")))?;
@@ -265,7 +327,7 @@ fn dtype(
             reason: format!("is {}, which is none of f32, f16, bf16", other.name()),
         }),
         None => {
-            let table = weights.get("embed_tokens.weight");
+            let table = weights.get(weights.table());
             // What was quantized was in bf16 before, as all published models are.
             let written = table.map_or(DType::F32, |table| table.dtype().unwrap_or(DType::BF16));
             Ok(match device.supports_dtype(written) {
@@ -286,6 +348,37 @@ struct Loader<'a, 'options> {
     on_progress: Option<OnProgress<'options>>,
 }
 
+impl Loader<'_, '_> {
+    /// Loads the weights that are words on the device.
+    fn quantized(&mut self, model: &mut Gemma4Model, target: Option<Target>, device: &Device) {
+        for (path, weight) in model.weights_mut() {
+            let source = self.source(&path);
+            if let Some(layout) = source.layout(target) {
+                let words = upload_words(&source, target, layout, device, PORTION);
+                weight.quantize(words, layout, self.dtype);
+                self.is_there(&path, source.len());
+            }
+        }
+    }
+
+    fn source(&self, path: &str) -> Source<'_> {
+        self.weights
+            .get(path)
+            .unwrap_or_else(|problem| unreachable!("checked: {problem}"))
+    }
+
+    fn is_there(&mut self, path: &str, bytes: usize) {
+        self.bytes += bytes;
+        if let Some(on_progress) = &mut self.on_progress {
+            on_progress(LoadProgress {
+                tensor: &self.weights.names(path)[0],
+                bytes: self.bytes,
+                total_bytes: self.total_bytes,
+            });
+        }
+    }
+}
+
 impl ModuleMapper for Loader<'_, '_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
@@ -297,20 +390,11 @@ impl ModuleMapper for Loader<'_, '_> {
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let path = self.path.join(".");
-        let source = self
-            .weights
-            .get(&path)
-            .unwrap_or_else(|problem| unreachable!("checked: {problem}"));
+        let source = self.source(&path);
+        let bytes = source.len();
         let device = param.lazy_device();
         let tensor = upload(&source, self.dtype, &device, PORTION);
-        self.bytes += source.len();
-        if let Some(on_progress) = &mut self.on_progress {
-            on_progress(LoadProgress {
-                tensor: &self.weights.names(&path)[0],
-                bytes: self.bytes,
-                total_bytes: self.total_bytes,
-            });
-        }
+        self.is_there(&path, bytes);
         let id = param.id;
         param.transform_for_load(tensor, id)
     }

@@ -19,7 +19,12 @@ pub(super) const HEAD: &str = "lm_head.weight";
 
 impl Names {
     pub fn of(files: &TensorFiles) -> Self {
-        let multimodal = files.names().any(|name| name.starts_with(MULTIMODAL));
+        Self::among(files.names())
+    }
+
+    /// Those of a checkpoint that calls its tensors so.
+    pub fn among<'a>(mut names: impl Iterator<Item = &'a str>) -> Self {
+        let multimodal = names.any(|name| name.starts_with(MULTIMODAL));
         Self {
             prefix: if multimodal { MULTIMODAL } else { TEXT },
         }
@@ -28,6 +33,11 @@ impl Names {
     /// Those of a text checkpoint.
     pub fn of_text() -> Self {
         Self { prefix: TEXT }
+    }
+
+    /// Those that are the parameters' paths.
+    pub fn of_paths() -> Self {
+        Self { prefix: "" }
     }
 
     /// The name in the file of the parameter at `path`.

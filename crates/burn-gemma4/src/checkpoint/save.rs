@@ -24,8 +24,8 @@ use std::{
 
 impl Gemma4Model {
     /// Writes `config.json` and `model.safetensors` into `folder`, which is made where it is not there:
-    /// [`load`](Self::load) and transformers read them. The weights are in `dtype`, or as they are; low-rank adapters are
-    /// merged into them. The tokenizer's files are the caller's.
+    /// [`load`](Self::load) and transformers read them. The weights are in `dtype`, or as they are; quantized ones are whole,
+    /// and low-rank adapters are merged into them. The tokenizer's files are the caller's.
     ///
     /// Tensors leave the device one at a time. A file is complete when it has its name: what was there before stays until
     /// then.
@@ -58,7 +58,7 @@ impl Gemma4Model {
         let names = Names::of_text();
         write_tensors(
             &folder.join("model.safetensors"),
-            stored(&self.valid().materialize(), dtype)
+            self.stored(dtype)
                 .into_iter()
                 .map(|(path, tensor)| (names.in_file(&path), tensor)),
         )?;
@@ -86,7 +86,7 @@ impl Gemma4Model {
         let config = config_like(&base.join("config.json"), self.config(), dtype)?;
         let files = Arc::new(TensorFiles::open(base)?);
         let names = Names::of(&files);
-        let weights = stored(&self.valid().materialize(), dtype);
+        let weights = self.stored(dtype);
         let kept = kept(&files, &names, weights.iter().map(|(path, _)| path))?;
         let kept = kept
             .into_iter()
@@ -100,6 +100,21 @@ impl Gemma4Model {
         create(folder)?;
         write_tensors(&folder.join("model.safetensors"), tensors.into_iter())?;
         write_file(&folder.join("config.json"), config.as_bytes())
+    }
+}
+
+impl Gemma4Model {
+    /// The parameters by their paths, all of them whole.
+    fn stored(&self, dtype: DType) -> Vec<(String, Stored)> {
+        let model = self.valid().materialize();
+        let mut parameters = stored(&model, dtype);
+        for (path, shape, matrix) in model.quantized_weights() {
+            // In the model's own dtype first, as loading whole weights rounds them.
+            let of_model = self.dtype();
+            let numbers = move || matrix.dequantized(of_model);
+            parameters.push((path, Stored::new(shape, dtype, numbers)));
+        }
+        parameters
     }
 }
 
@@ -230,14 +245,14 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// `tensor`, in `dtype`.
+    /// `tensor`, in `dtype` and in this shape.
     fn new<const D: usize>(
-        shape: [usize; D],
+        shape: Vec<usize>,
         dtype: DType,
         tensor: impl Fn() -> Tensor<D> + 'static,
     ) -> Self {
         Self {
-            shape: shape.into(),
+            shape,
             dtype: dtype_in_file(dtype),
             read: Box::new(move || {
                 let data = tensor().into_data().convert_dtype(dtype);
@@ -309,7 +324,7 @@ impl ModuleVisitor for Collected {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let shape = param.lazy_shape().dims();
+        let shape = param.lazy_shape().to_vec();
         let param = param.clone();
         let stored = Stored::new(shape, self.dtype, move || param.val());
         self.tensors.push((self.path.join("."), stored));

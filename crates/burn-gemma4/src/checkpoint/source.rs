@@ -2,9 +2,15 @@
 
 use crate::{
     Gemma4Config, TensorProblem,
-    quantized::{blocks::BlockFormat, packed::Packed, rows::dequantized},
+    quantized::{
+        blocks::BlockFormat,
+        layout::Layout,
+        packed::Packed,
+        quantize::Target,
+        rows::{dequantized, packed},
+    },
 };
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
 
@@ -12,6 +18,11 @@ use std::{collections::BTreeSet, ops::Range};
 pub(super) trait Weights {
     /// The tensors of the files that the parameter at `path` is made of.
     fn names(&self, path: &str) -> Vec<String>;
+
+    /// The path of the embedding's table, whose dtype is taken for the checkpoint's.
+    fn table(&self) -> &'static str {
+        "embed_tokens.weight"
+    }
 
     /// The parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
@@ -101,7 +112,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The dtype that the numbers are written in; nothing where they are quantized.
+    /// The dtype that the numbers are written in, or were in before they were packed; nothing where that is not known.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
@@ -144,6 +155,62 @@ impl<'a> Source<'a> {
         dequantized(rows, shape, dtype, dequantize)
     }
 
+    /// How its rows are as words: as they are quantized in the file or, where they are not, by `target`. Nothing where they stay whole: where
+    /// they are to, or where no words have such rows.
+    pub fn layout(&self, target: Option<Target>) -> Option<Layout> {
+        let columns = match self.shape.len() {
+            0 | 1 => return None,
+            rank => self.shape[rank - 1],
+        };
+        match &self.numbers {
+            Numbers::Floats { .. } => target?.layout(columns),
+            Numbers::Blocks { format, .. } => format.words(columns),
+            Numbers::Packed(packed) => packed.layout(),
+            Numbers::Joined(parts) => layout_of_all(parts, target),
+            Numbers::Stacked(parts) => layout_of_all(&parts[..], target),
+        }
+    }
+
+    /// A part of the slowest dimension as words, `[rows, words]`, where that is its [`layout`](Self::layout).
+    pub fn words(&self, range: Range<usize>, target: Option<Target>, layout: Layout) -> TensorData {
+        let of_slice = self.rows() / self.shape[0];
+        let rows = range.start * of_slice..range.end * of_slice;
+        let shape = vec![rows.len(), layout.words()];
+        match &self.numbers {
+            Numbers::Floats { dtype, bytes } => {
+                let row_bytes = layout.columns * dtype.size();
+                packed(rows, layout.words(), |row, words| {
+                    let bytes = bytes[row * row_bytes..][..row_bytes].to_vec();
+                    let numbers = TensorData::from_bytes_vec(bytes, [layout.columns], *dtype);
+                    let numbers: Vec<f32> = numbers.iter().collect();
+                    if let Some(target) = target {
+                        target.pack(layout, &numbers, words);
+                    }
+                })
+            }
+            Numbers::Blocks { format, bytes } => {
+                let row_bytes = bytes.len() / self.rows();
+                packed(rows, layout.words(), |row, words| {
+                    format.pack(layout, &bytes[row * row_bytes..][..row_bytes], words);
+                })
+            }
+            Numbers::Packed(matrix) => packed(rows, layout.words(), |row, words| {
+                matrix.pack(layout, row, words);
+            }),
+            Numbers::Joined(parts) => {
+                let whole = |part: &Self| part.words(0..part.shape[0], target, layout);
+                in_a_row(parts[range].iter().map(whole), shape, DType::U32)
+            }
+            Numbers::Stacked(parts) => {
+                let of_slice = |slice: usize| {
+                    let parts = parts.iter();
+                    parts.map(move |part| part.words(slice..slice + 1, target, layout))
+                };
+                in_a_row(range.flat_map(of_slice), shape, DType::U32)
+            }
+        }
+    }
+
     /// A part of the slowest dimension, in `dtype`.
     pub fn slices(&self, range: Range<usize>, dtype: DType) -> TensorData {
         let mut shape = self.shape.clone();
@@ -178,6 +245,13 @@ impl<'a> Source<'a> {
             }
         }
     }
+}
+
+/// The layout of all parts; nothing where they have several.
+fn layout_of_all(parts: &[Source<'_>], target: Option<Target>) -> Option<Layout> {
+    let mut layouts = parts.iter().map(|part| part.layout(target));
+    let first = layouts.next()??;
+    layouts.all(|layout| layout == Some(first)).then_some(first)
 }
 
 /// Parts in `dtype`, one after the other.
@@ -266,6 +340,34 @@ pub(super) fn upload<const D: usize>(
         let _ = device.sync();
     }
     whole.detach()
+}
+
+/// The rows of a parameter as words on `device`, about `portion` bytes of them at a time.
+pub(super) fn upload_words(
+    source: &Source<'_>,
+    target: Option<Target>,
+    layout: Layout,
+    device: &Device,
+    portion: usize,
+) -> Tensor<2, Int> {
+    let (slices, rows) = (source.shape[0], source.rows());
+    let words = layout.words();
+    let of_slice = rows / slices;
+    let at_once = (portion / (of_slice * words * size_of::<u32>())).clamp(1, slices);
+    let options = (device, DType::U32);
+    if at_once == slices {
+        let all = source.words(0..slices, target, layout);
+        return device.memory_persistent_allocations(all, |data| Tensor::from_data(data, options));
+    }
+    let mut whole = Tensor::<2, Int>::empty([rows, words], options);
+    for start in (0..slices).step_by(at_once) {
+        let end = (start + at_once).min(slices);
+        let part = Tensor::from_data(source.words(start..end, target, layout), options);
+        let place = [start * of_slice..end * of_slice, 0..words];
+        whole = whole.slice_assign(place, part);
+        let _ = device.sync();
+    }
+    whole
 }
 
 #[cfg(test)]

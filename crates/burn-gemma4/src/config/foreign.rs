@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 /// The model types of the small models that guess tokens for a large one.
-const DRAFTERS: [&str; 2] = ["gemma4_assistant", "gemma4_unified_assistant"];
+pub(super) const DRAFTERS: [&str; 2] = ["gemma4_assistant", "gemma4_unified_assistant"];
 
 /// Refuses a drafter by its name.
 pub(super) fn refuse_drafter(model_type: &str) -> Result<(), Gemma4Error> {

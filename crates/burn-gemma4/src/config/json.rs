@@ -29,7 +29,7 @@ struct File {
 }
 
 #[derive(Deserialize)]
-struct Text {
+pub(super) struct Text {
     vocab_size: Option<usize>,
     vocab_size_per_layer_input: Option<usize>,
     hidden_size: usize,
@@ -54,7 +54,7 @@ struct Text {
     rope_parameters: Option<BTreeMap<String, Rope>>,
     rms_norm_eps: Option<f64>,
     final_logit_softcapping: Option<f64>,
-    tie_word_embeddings: Option<bool>,
+    pub(super) tie_word_embeddings: Option<bool>,
     max_position_embeddings: Option<usize>,
     initializer_range: Option<f64>,
     hidden_activation: Option<String>,
@@ -155,7 +155,7 @@ impl Gemma4Config {
 
 impl Text {
     /// Fields that are absent have the values of transformers' class.
-    fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {
+    pub(super) fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {
         self.refuse_unsupported()?;
         let layer_types = self.layer_types()?;
         let sliding_head_dim = self.head_dim.unwrap_or(256);

@@ -1,5 +1,7 @@
 //! The shape of a Gemma 4 text model.
 
+pub(crate) mod drafter;
+
 mod foreign;
 mod json;
 mod presets;

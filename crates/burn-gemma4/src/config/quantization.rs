@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 /// The method that is read, and its format.
 const METHOD: &str = "compressed-tensors";
 const FORMAT: &str = "pack-quantized";
+
 /// The fields of a `quantization_config`.
 #[derive(Deserialize)]
 struct Quantization {

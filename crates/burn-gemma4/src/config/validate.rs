@@ -11,7 +11,7 @@ const LARGEST_SIZE: usize = i32::MAX as usize;
 /// A ring of keys and values has a slot for each.
 const WIDEST_WINDOW: usize = 1 << 20;
 /// Elements of a tensor. The bytes of a thousand layers of such tensors are still a number of 64 bits.
-const LARGEST_TENSOR: usize = 1 << 45;
+pub(super) const LARGEST_TENSOR: usize = 1 << 45;
 /// Softcaps that f16 holds.
 const SOFTCAPS: RangeInclusive<f64> = 1e-4..=65_504.0;
 
@@ -35,10 +35,18 @@ impl Gemma4Config {
     /// # Errors
     /// [`Gemma4Error::Config`] naming the field.
     pub fn validate(&self) -> Result<(), Gemma4Error> {
+        self.validate_with(Self::validate_shared_layers)
+    }
+
+    /// [`validate`](Self::validate) with another rule for layers that read other layers' keys and values.
+    pub(super) fn validate_with(
+        &self,
+        validate_shared_layers: impl FnOnce(&Self) -> Result<(), Gemma4Error>,
+    ) -> Result<(), Gemma4Error> {
         number_of_layers(self.num_layers())?;
         self.validate_sizes()?;
         self.validate_heads()?;
-        self.validate_shared_layers()?;
+        validate_shared_layers(self)?;
         self.validate_experts()?;
         self.validate_tensors()?;
         self.validate_tokens()?;

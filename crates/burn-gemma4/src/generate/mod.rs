@@ -3,21 +3,21 @@
 pub(crate) mod cancellation;
 pub(crate) mod decode;
 pub(crate) mod defaults;
+pub(crate) mod draft;
 pub(crate) mod logprobs;
 pub(crate) mod sampling;
+
+mod sequence;
 
 #[cfg(feature = "cube")]
 use crate::op;
 use crate::{
-    Cache, Cancellation, ChatOptions, Gemma4Config, Gemma4Error, Gemma4Model, Next, Sampler,
-    Sampling, TextKind, TokenLogprobs, Tokenizer,
-    model::Logits,
-    text::{
-        parts::Parts,
-        stop::{self, StopStrings},
-    },
+    Cache, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model, Next,
+    Sampling, TextKind, TokenLogprobs, Tokenizer, model::Logits, text::stop,
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use draft::{DraftCounts, Drafts, Guesser};
+use sequence::{Chosen, Sequence};
 use serde::Serialize;
 use std::{
     ops::ControlFlow,
@@ -56,11 +56,34 @@ pub struct GenerateOptions {
     /// Keeps less of keys and values, where the model has layers that can: see
     /// [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
     pub compact_keys: bool,
+    /// Who guesses tokens ahead, so that the model reads several in one pass. The text stays the same. For one sequence at a time.
+    pub drafts: Drafts,
+    /// So many guesses for a pass, from 1 to 8; without, 1 to 7, by how many were right so far. With 8, a pass reads more tokens
+    /// than decoding's kernels take.
+    pub draft_tokens: Option<usize>,
     /// How a conversation becomes a prompt.
     pub chat: ChatOptions,
 }
 
 impl GenerateOptions {
+    /// An empty cache for `padding.len()` sequences.
+    pub(crate) fn cache(&self, config: &Gemma4Config, padding: Vec<usize>) -> Cache {
+        Cache::new(config, padding, self.compact_keys).forgetting(self.forgettable())
+    }
+
+    /// Whether a session's cache is of the kind that [`cache`](Self::cache) makes.
+    pub(crate) fn fits(&self, cache: &Cache) -> bool {
+        cache.has_compact_keys() == self.compact_keys && cache.spare() == self.forgettable()
+    }
+
+    /// Columns that drafts may have to take back.
+    fn forgettable(&self) -> usize {
+        match self.drafts {
+            Drafts::None => 0,
+            _ => draft::MOST_DRAFT_TOKENS,
+        }
+    }
+
     fn is_cancelled(&self) -> bool {
         self.cancellation
             .as_ref()
@@ -96,6 +119,8 @@ pub struct Generation {
     pub logprobs: Vec<TokenLogprobs>,
     /// Why it ended.
     pub finish_reason: FinishReason,
+    /// How well tokens were guessed, where [`GenerateOptions::drafts`] asks for it.
+    pub drafts: DraftCounts,
     /// How long it took.
     pub timings: Timings,
 }
@@ -144,6 +169,15 @@ fn rate(tokens: usize, time: Duration) -> f64 {
     }
 }
 
+/// What texts are generated with.
+#[derive(Clone, Copy)]
+pub(crate) struct Checkpoint<'a> {
+    pub model: &'a Gemma4Model,
+    /// Who guesses its tokens, where the options ask for it.
+    pub drafter: Option<&'a Drafter>,
+    pub tokenizer: &'a Tokenizer,
+}
+
 /// Called with the sequence's index and the token.
 pub(crate) type OnToken<'a> = dyn FnMut(usize, &Token<'_>) -> ControlFlow<()> + 'a;
 
@@ -151,11 +185,13 @@ pub(crate) type OnToken<'a> = dyn FnMut(usize, &Token<'_>) -> ControlFlow<()> + 
 pub(crate) fn check(
     config: &Gemma4Config,
     prompts: &[Vec<u32>],
+    drafter: Option<&Drafter>,
     options: &GenerateOptions,
 ) -> Result<usize, Gemma4Error> {
     let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
     options.sampling.validate()?;
     stop::validate(&options.stop_strings)?;
+    draft::check(prompts.len(), drafter, options)?;
     if options.max_tokens == 0 {
         return refuse("max_tokens", "is 0; it should be at least 1".into());
     }
@@ -197,14 +233,18 @@ pub(crate) fn check(
 ///
 /// Returns what was generated, and afterwards the cache holds all tokens but the last.
 pub(crate) fn run(
-    model: &Gemma4Model,
-    tokenizer: &Tokenizer,
+    checkpoint: Checkpoint<'_>,
     prompts: Vec<Vec<u32>>,
     cache: &mut Cache,
     options: &GenerateOptions,
     max_tokens: usize,
     on_token: &mut OnToken<'_>,
 ) -> Result<Vec<Generation>, Gemma4Error> {
+    let Checkpoint {
+        model,
+        drafter,
+        tokenizer,
+    } = checkpoint;
     let device = model.device();
     let pad = model.config().pad_token;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
@@ -217,13 +257,14 @@ pub(crate) fn run(
         .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
-    let logits = prefill(model, &sequences, longest, cache, options, &device)?;
+    let hidden = prefill(model, &sequences, longest, cache, options, &device)?;
     timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
-    let Some(logits) = logits else {
+    let Some(hidden) = hidden else {
         timings.prefill = start.elapsed();
-        return finish(sequences, timings);
+        return finish(sequences, timings, DraftCounts::default());
     };
-    let mut next = choose(&mut sequences, Next::of(logits), options)?;
+    let mut guesser = Guesser::new(options, &sequences, hidden.clone());
+    let mut next = choose(&mut sequences, Next::of_hidden(model, hidden), options)?;
     timings.prefill = start.elapsed();
 
     let decoding = Instant::now();
@@ -231,13 +272,26 @@ pub(crate) fn run(
     if !options.graph_capture {
         decoder = decoder.without_graph_capture();
     }
-    loop {
-        for (sequence, token) in sequences.iter_mut().zip(&next) {
-            sequence.take(*token, max_tokens, options, on_token)?;
-        }
-        if options.is_cancelled() || sequences.iter().all(|sequence| sequence.finished.is_some()) {
-            break;
-        }
+    if let (Drafts::Drafter, Some(drafter)) = (options.drafts, drafter) {
+        decoder = decoder.with_drafter(drafter)?;
+    }
+    for (sequence, token) in sequences.iter_mut().zip(&next) {
+        sequence.take(*token, max_tokens, options, on_token)?;
+    }
+    if let (Some(guesser), [sequence]) = (&mut guesser, &mut sequences[..]) {
+        let counts = draft::decode(
+            sequence,
+            &mut decoder,
+            guesser,
+            options,
+            max_tokens,
+            on_token,
+        )?;
+        timings.decode = decoding.elapsed();
+        // One that was cancelled has ended, even where the cancellation is reset meanwhile.
+        return finish(sequences, timings, counts);
+    }
+    while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
         // A sequence that has ended goes along until the others have.
         let column: Vec<u32> = sequences
             .iter()
@@ -248,16 +302,38 @@ pub(crate) fn run(
             })
             .collect();
         next = choose(&mut sequences, decoder.step(&column)?, options)?;
+        for (sequence, token) in sequences.iter_mut().zip(&next) {
+            sequence.take(*token, max_tokens, options, on_token)?;
+        }
     }
     timings.decode = decoding.elapsed();
-    finish(sequences, timings)
+    finish(sequences, timings, DraftCounts::default())
+}
+
+/// The next token of each sequence.
+fn choose(
+    sequences: &mut [Sequence<'_>],
+    next: Next<'_>,
+    options: &GenerateOptions,
+) -> Result<Vec<u32>, Gemma4Error> {
+    let chosen = Chosen::of(next, options)?;
+    let rows = sequences.iter_mut().enumerate();
+    rows.map(|(row, sequence)| match sequence.finished {
+        Some(_) => Ok(0),
+        None => chosen.token(row, sequence, options),
+    })
+    .collect()
 }
 
 /// What there is of the sequences.
-fn finish(sequences: Vec<Sequence<'_>>, timings: Timings) -> Result<Vec<Generation>, Gemma4Error> {
+fn finish(
+    sequences: Vec<Sequence<'_>>,
+    timings: Timings,
+    drafts: DraftCounts,
+) -> Result<Vec<Generation>, Gemma4Error> {
     sequences
         .into_iter()
-        .map(|sequence| sequence.finish(timings))
+        .map(|sequence| sequence.finish(timings, drafts))
         .collect()
 }
 
@@ -272,7 +348,8 @@ fn is_accelerated(model: &Gemma4Model) -> bool {
     }
 }
 
-/// Reads what is not yet in the cache of all prompts; the logits after their last tokens, none where it was cancelled.
+/// Reads what is not yet in the cache of all prompts; what the logits after their last tokens are made of, `[batch, 1, hidden]`, nothing
+/// where it was cancelled.
 fn prefill(
     model: &Gemma4Model,
     sequences: &[Sequence<'_>],
@@ -308,9 +385,9 @@ fn prefill(
             true => Logits::Last(1),
             false => Logits::None,
         };
-        let logits = model.step_within(tokens, cache, asked)?;
-        if logits.is_some() {
-            return Ok(logits);
+        let hidden = model.step_hidden(tokens, cache, asked)?;
+        if hidden.is_some() {
+            return Ok(hidden);
         }
         if options.cancellation.is_some() {
             // What is only queued could not be cancelled any more.
@@ -324,119 +401,4 @@ fn prefill(
 fn upload(tokens: Vec<u32>, shape: [usize; 2], device: &Device) -> Tensor<2, Int> {
     let tokens: Vec<i32> = tokens.into_iter().map(|token| token as i32).collect();
     Tensor::from_data(TensorData::new(tokens, shape), device)
-}
-
-/// The next token of each sequence. Only what is needed leaves the device: numbers of tokens where all are greedy and
-/// nothing else of the logits is asked for.
-fn choose(
-    sequences: &mut [Sequence<'_>],
-    next: Next<'_>,
-    options: &GenerateOptions,
-) -> Result<Vec<u32>, Gemma4Error> {
-    if options.sampling.takes_the_largest() && options.logprobs.is_none() {
-        return next.argmax();
-    }
-    let logits = next.logits()?;
-    let vocabulary = logits.len() / sequences.len();
-    sequences
-        .iter_mut()
-        .zip(logits.chunks(vocabulary))
-        .map(|(sequence, logits)| match sequence.finished {
-            Some(_) => Ok(0),
-            None => {
-                let token = sequence.sampler.sample(logits)?;
-                if let Some(count) = options.logprobs {
-                    let logprobs = TokenLogprobs::of(logits, token, count);
-                    sequence.logprobs.push(logprobs);
-                }
-                Ok(token)
-            }
-        })
-        .collect()
-}
-
-/// One sequence on its way.
-struct Sequence<'a> {
-    index: usize,
-    prompt: Vec<u32>,
-    sampler: Sampler,
-    tokens: Vec<u32>,
-    parts: Parts<'a>,
-    stop_strings: StopStrings<'a>,
-    logprobs: Vec<TokenLogprobs>,
-    finished: Option<FinishReason>,
-}
-
-impl<'a> Sequence<'a> {
-    fn new(
-        index: usize,
-        prompt: Vec<u32>,
-        tokenizer: &'a Tokenizer,
-        options: &'a GenerateOptions,
-    ) -> Result<Self, Gemma4Error> {
-        let seed = options.sampling.seed;
-        let mut sampler = Sampler::new(&Sampling {
-            seed: seed.map(|seed| seed.wrapping_add(index as u64)),
-            ..options.sampling.clone()
-        });
-        sampler.read(&prompt);
-        Ok(Self {
-            index,
-            sampler,
-            tokens: Vec::new(),
-            parts: Parts::after(&prompt, tokenizer)?,
-            stop_strings: StopStrings::new(&options.stop_strings, tokenizer),
-            logprobs: Vec::new(),
-            finished: None,
-            prompt,
-        })
-    }
-
-    fn take(
-        &mut self,
-        token: u32,
-        max_tokens: usize,
-        options: &GenerateOptions,
-        on_token: &mut OnToken<'_>,
-    ) -> Result<(), Gemma4Error> {
-        if self.finished.is_some() {
-            return Ok(());
-        }
-        self.tokens.push(token);
-        if !options.ignore_stop_tokens && options.stop_tokens.contains(&token) {
-            self.finished = Some(FinishReason::Stop);
-            return Ok(());
-        }
-        let (kind, text) = self.parts.push(token)?;
-        let stops = self.stop_strings.end_with(token)?;
-        let token = Token {
-            id: token,
-            text: &text,
-            kind,
-        };
-        if on_token(self.index, &token).is_break() {
-            self.finished = Some(FinishReason::Cancelled);
-        } else if stops {
-            self.finished = Some(FinishReason::Stop);
-        } else if self.tokens.len() == max_tokens {
-            self.finished = Some(FinishReason::Length);
-        }
-        Ok(())
-    }
-
-    fn finish(mut self, mut timings: Timings) -> Result<Generation, Gemma4Error> {
-        self.parts.finish()?;
-        timings.decode_tokens = self.tokens.len().saturating_sub(1);
-        Ok(Generation {
-            prompt_tokens: self.prompt,
-            tokens: self.tokens,
-            text: self.parts.answer,
-            thoughts: self.parts.thoughts,
-            tool_calls: self.parts.tool_calls,
-            logprobs: self.logprobs,
-            // What did not end by itself was cancelled.
-            finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
-            timings,
-        })
-    }
 }

@@ -1,4 +1,5 @@
-//! The operators of a layer for one position of a few sequences, by kernels alone: about a dozen launches a layer.
+//! The operators of a layer for few rows, one position of a few sequences or a few of one, by kernels alone: about a dozen
+//! launches a layer.
 //!
 //! Nothing here depends on the host but the shapes. Which position, the kernels read from the device, so that the launches
 //! can be captured and replayed.
@@ -32,9 +33,10 @@ use burn::{
     tensor::{DType, Int, Tensor},
 };
 
-/// The operators of one position.
+/// The operators of few rows.
 pub(crate) struct FewRows<'a> {
-    /// `[batch]`.
+    pub batch: usize,
+    /// `[rows]`: as many of each sequence, one after the other.
     pub positions: Tensor<1, Int>,
     pub sliding: RotationTables,
     pub full: RotationTables,
@@ -44,21 +46,21 @@ pub(crate) struct FewRows<'a> {
     pub after: &'a mut dyn FnMut(Part),
 }
 
-/// Where the position's keys and values go, and what its queries see afterwards: what is written, in a ring in any order.
+/// Where keys and values go, and what queries see afterwards.
 pub(crate) struct Targets<'a> {
     /// Of every layer that has its own.
     pub layers: &'a [Target],
-    /// `[batch]` each.
-    pub sliding_lengths: Tensor<1, Int>,
-    pub full_lengths: Tensor<1, Int>,
+    /// In a ring, whose columns are in any order.
+    pub sliding: Visible,
+    pub full: Visible,
 }
 
 impl FewRows<'_> {
-    /// Whether they compute a position of `batch` sequences.
-    pub fn serve(model: &Gemma4Model, batch: usize) -> bool {
+    /// Whether they compute so many rows.
+    pub fn serve(model: &Gemma4Model, rows: usize) -> bool {
         let dtype = model.dtype();
         model.config().experts.is_none()
-            && batch <= MOST_ROWS
+            && rows <= MOST_ROWS
             && op::serves(&model.device(), dtype)
             && OneDtype::is_of(model, dtype)
     }
@@ -73,19 +75,16 @@ impl FewRows<'_> {
 
 impl Operators for FewRows<'_> {
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
-        few_rows::project(input, linear.weight.val(), None)
+        few_rows::project(input, linear.weight.matrix(), None)
     }
 
     fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
         let targets = self.targets.as_ref().expect("the layer has a target");
-        let lengths = match attention.kind {
-            LayerType::Sliding => &targets.sliding_lengths,
-            LayerType::Full => &targets.full_lengths,
+        let visible = match attention.kind {
+            LayerType::Sliding => &targets.sliding,
+            LayerType::Full => &targets.full,
         };
-        let visible = Visible {
-            lengths: Some(lengths.clone()),
-            ..Visible::default()
-        };
+        let visible = visible.clone();
         let norm = attention.key_norm();
         let (tables, epsilon) = (self.tables(attention.kind), norm.epsilon());
         let write_values = |buffer, compact| {
@@ -124,17 +123,24 @@ impl Operators for FewRows<'_> {
         };
         let weight = attention.query_weight(key_values);
         let tables = self.tables(attention.kind);
-        heads::query_heads(projected, weight, tables, self.positions.clone(), options)
+        let heads = heads::query_heads(projected, weight, tables, self.positions.clone(), options);
+        let [rows, count, _, head_dim] = heads.dims();
+        match rows == self.batch {
+            true => heads,
+            false => heads
+                .reshape([self.batch, rows / self.batch, count, head_dim])
+                .swap_dims(1, 2),
+        }
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
-        let (gate, up) = (mlp.gate_proj.weight.val(), mlp.up_proj.weight.val());
+        let (gate, up) = (mlp.gate_proj.weight.matrix(), mlp.up_proj.weight.matrix());
         let inner = few_rows::project_gated(input, gate, up);
         self.project(inner, &mlp.down_proj)
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
-        few_rows::project_gate_of(input, gate.weight.val(), embedding.rows, embedding.start)
+        few_rows::project_gate_of(input, gate.weight.matrix(), embedding.rows, embedding.start)
     }
 
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {

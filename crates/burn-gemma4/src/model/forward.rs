@@ -12,7 +12,11 @@ use super::{
     },
     observe::{Observer, Site},
 };
-use crate::op::{flat_rows, linear, rope::Positions};
+use crate::op::{
+    flat_rows,
+    linear::{self, Matrix},
+    rope::Positions,
+};
 #[cfg(feature = "cube")]
 use crate::{LayerType, op::rope::RotationTables};
 use burn::tensor::{DType, Int, Tensor};
@@ -171,7 +175,7 @@ impl Gemma4Model {
 
     /// The operators for each sequence's last position in layers that read earlier ones' keys and values.
     #[cfg(feature = "cube")]
-    fn last_position<'a>(
+    pub(crate) fn last_position<'a>(
         &self,
         positions: &Positions,
         batch: usize,
@@ -190,6 +194,7 @@ impl Gemma4Model {
         let reach = positions.end();
         let tables = |kind| -> RotationTables { self.rope.tables(kind, reach, dtype, device) };
         FewRows {
+            batch,
             positions: Tensor::from_data(TensorData::new(last, [batch]), (device, DType::I32)),
             sliding: tables(LayerType::Sliding),
             full: tables(LayerType::Full),
@@ -204,7 +209,7 @@ impl Gemma4Model {
         &self,
         tokens: Tensor<2, Int>,
         embedded: &Tensor<2>,
-        project: impl FnOnce(Tensor<2>, Tensor<2>) -> Tensor<2>,
+        project: impl FnOnce(Tensor<2>, Matrix) -> Tensor<2>,
     ) -> Option<Tensor<2>> {
         let table = self.embed_tokens_per_layer.as_ref()?;
         let projection = self.per_layer_model_projection.as_ref()?;
@@ -214,7 +219,7 @@ impl Gemma4Model {
         let columns = self.config.hidden_size_per_layer_input;
         let of_token = table.forward(tokens).reshape([rows, layers, columns]);
         // Constants that bf16 does not hold are applied in f32.
-        let of_embedding = project(embedded.clone(), projection.weight.val());
+        let of_embedding = project(embedded.clone(), projection.weight.matrix());
         let of_embedding = of_embedding.reshape([rows, layers, columns]);
         let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
         let sum = of_embedding + of_token.cast(DType::F32);

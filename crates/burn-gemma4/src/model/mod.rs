@@ -8,10 +8,15 @@ pub(crate) mod cache;
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
 pub(crate) mod forward;
+mod weights;
 
 use crate::{
     Gemma4Config, Gemma4Error,
-    op::{flat_rows, linear, rope::tables::Rope},
+    op::{
+        flat_rows,
+        linear::{self, Matrix},
+        rope::tables::Rope,
+    },
 };
 use burn::{
     module::Module,
@@ -116,6 +121,11 @@ impl Gemma4Model {
         if let Err(error) = config.validate() {
             panic!("{error}");
         }
+        Self::of(config, device)
+    }
+
+    /// [`new`](Self::new) of a configuration that has been validated, if only as a part of another model's.
+    pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();
         let deviation = config.initializer_range;
@@ -159,12 +169,12 @@ impl Gemma4Model {
 
     /// The dtype that the model computes in: that of its weights.
     pub fn dtype(&self) -> DType {
-        self.embed_tokens.weight.val().dtype()
+        self.embed_tokens.weight.dtype()
     }
 
     /// The device of its weights.
     pub fn device(&self) -> Device {
-        self.embed_tokens.weight.val().device()
+        self.embed_tokens.weight.device()
     }
 
     /// The logits of every position, `[batch, positions]` to `[batch, positions, vocabulary]`. Position `i` sees the
@@ -245,6 +255,17 @@ impl Gemma4Model {
         cache: &mut Cache,
         logits: Logits,
     ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        let hidden = self.step_hidden(tokens, cache, logits)?;
+        Ok(hidden.map(|hidden| self.logits(hidden)))
+    }
+
+    /// What the logits of [`step_within`](Self::step_within) are made of, `[batch, asked, hidden]`, normalised.
+    pub(crate) fn step_hidden(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut Cache,
+        logits: Logits,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
         let [batch, positions] = tokens.dims();
         if batch != cache.batch() {
             return Err(Gemma4Error::Argument {
@@ -264,7 +285,7 @@ impl Gemma4Model {
             cache: Some(cache),
         };
         let hidden = self.hidden_states(tokens, text, logits, &mut ());
-        Ok((logits.of(positions) > 0).then(|| self.logits(hidden)))
+        Ok((logits.of(positions) > 0).then_some(hidden))
     }
 
     /// Refuses tokens outside the vocabulary, and reads them back for that.
@@ -276,10 +297,10 @@ impl Gemma4Model {
     }
 
     /// `[vocabulary, hidden]`: from the normalised stream to logits.
-    pub(crate) fn head(&self) -> Tensor<2> {
+    pub(crate) fn head(&self) -> Matrix {
         match &self.lm_head {
-            Some(head) => head.weight.val(),
-            None => self.embed_tokens.weight.val(),
+            Some(head) => head.weight.matrix(),
+            None => self.embed_tokens.weight.matrix(),
         }
     }
 
@@ -289,7 +310,7 @@ impl Gemma4Model {
         let rows = flat_rows(hidden);
         let cap = self.config.final_logit_softcapping;
         let head = self.head();
-        let shape = [batch, positions, head.dims()[0]];
+        let shape = [batch, positions, self.config.vocab_size];
         #[cfg(feature = "cube")]
         if positions == 1 && FewRows::serve(self, batch) {
             return linear::few_rows::project(rows, head, cap).reshape(shape);

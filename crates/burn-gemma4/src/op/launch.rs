@@ -41,6 +41,20 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
+/// Whether the device makes f32 of f16's bits, of the smallest numbers, too: scales of scales are such. Vulkan and WGSL leave it to the
+/// driver whether those are zero.
+pub(super) fn converts_f16(device: &CubeDevice) -> bool {
+    match device {
+        #[cfg(feature = "cuda")]
+        CubeDevice::Cuda(_) => true,
+        #[allow(
+            unreachable_patterns,
+            reason = "without other backends it is the only device"
+        )]
+        _ => false,
+    }
+}
+
 /// A cube that adds up as one team, for `work` steps.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);

@@ -7,6 +7,7 @@
 pub(crate) mod argmax;
 pub(crate) mod attach;
 pub(crate) mod columns;
+pub(crate) mod dequantize;
 pub(crate) mod gelu;
 pub(crate) mod linear;
 pub(crate) mod norm;

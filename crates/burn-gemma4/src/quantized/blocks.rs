@@ -83,13 +83,16 @@ pub(super) fn half(bytes: &[u8]) -> f32 {
 }
 
 /// The numbers of 4 bits: of each byte the low ones in the block's first half, the high ones in its second.
-fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
+pub(super) fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let low = bytes.iter().map(|byte| byte & 15);
     low.chain(bytes.iter().map(|byte| byte >> 4))
 }
 
 /// The numbers of 5 bits: the fifth ones are apart, in the order of the numbers.
-fn five_bits<'a>(fifth: &'a [u8], nibbles_of: &'a [u8]) -> impl Iterator<Item = u8> + 'a {
+pub(super) fn five_bits<'a>(
+    fifth: &'a [u8],
+    nibbles_of: &'a [u8],
+) -> impl Iterator<Item = u8> + 'a {
     nibbles(nibbles_of)
         .enumerate()
         .map(|(index, nibble)| nibble | (fifth[index / 8] >> (index % 8) & 1) << 4)

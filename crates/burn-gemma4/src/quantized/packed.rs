@@ -60,9 +60,9 @@ impl Packed<'_> {
         let columns = self.columns / groups;
         for (group, values) in values.chunks_exact_mut(columns).enumerate() {
             let scale = self.scale(row * groups + group);
-            let zero_point = self.zero_point(row, group, groups);
+            let zero_point = i32::from(self.packed_zero_point(row, group, groups));
             let number = |packed: i32| {
-                let above_zero = packed - self.scheme.offset() - zero_point;
+                let above_zero = packed - zero_point;
                 self.rounded(self.rounded(above_zero as f32) * scale)
             };
             let first = group * columns;
@@ -83,19 +83,19 @@ impl Packed<'_> {
         }
     }
 
-    fn zero_point(&self, row: usize, group: usize, groups: usize) -> i32 {
+    /// What a group's zero point is packed as: as far above it as packed numbers are above theirs.
+    pub(super) fn packed_zero_point(&self, row: usize, group: usize, groups: usize) -> u8 {
         let Some(zero_points) = self.zero_points else {
-            return 0;
+            return self.scheme.offset() as u8;
         };
         let bits = self.scheme.bits;
         let (word, shift) = (row * bits / WORD, row * bits % WORD);
         // Numbers are of whole halves of a byte, so that none is in two.
         let byte = zero_points[(word * groups + group) * (WORD / 8) + shift / 8];
-        let packed = byte >> (shift % 8) & (u8::MAX >> (8 - bits));
-        i32::from(packed) - self.scheme.offset()
+        byte >> (shift % 8) & (u8::MAX >> (8 - bits))
     }
 
-    fn scale(&self, index: usize) -> f32 {
+    pub(super) fn scale(&self, index: usize) -> f32 {
         let bytes = &self.scales[index * self.dtype.size()..];
         match self.dtype {
             DType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),

@@ -1,4 +1,4 @@
-//! Rows of quantized numbers in the dtype that a model computes in, by all cores.
+//! Rows of quantized numbers in the dtype that a model computes in, or as words, by all cores.
 
 use burn::tensor::{DType, TensorData, bf16, f16};
 use std::{num::NonZero, ops::Range, thread};
@@ -15,16 +15,55 @@ pub(crate) fn dequantized(
     dequantize: impl Fn(usize, &mut [f32]) + Sync,
 ) -> TensorData {
     let columns = shape.last().copied().unwrap_or(1);
-    let row_bytes = columns * dtype.size();
+    let bytes = written(
+        rows,
+        columns * dtype.size(),
+        || vec![0.0; columns],
+        |row, numbers, bytes| {
+            dequantize(row, numbers);
+            rounded(numbers, dtype, bytes);
+        },
+    );
+    TensorData::from_bytes_vec(bytes, shape, dtype)
+}
+
+/// Rows of so many words as a matrix: `pack` writes one, of which all words are zero.
+pub(crate) fn packed(
+    rows: Range<usize>,
+    words: usize,
+    pack: impl Fn(usize, &mut [u32]) + Sync,
+) -> TensorData {
+    let shape = [rows.len(), words];
+    let bytes = written(
+        rows,
+        words * size_of::<u32>(),
+        || vec![0u32; words],
+        |row, words, bytes| {
+            words.fill(0);
+            pack(row, words);
+            for (word, bytes) in words.iter().zip(bytes.as_chunks_mut().0) {
+                *bytes = word.to_le_bytes();
+            }
+        },
+    );
+    TensorData::from_bytes_vec(bytes, shape, DType::U32)
+}
+
+/// The bytes of rows, which `write` writes one by one, with what `space` gives to each thread.
+fn written<S>(
+    rows: Range<usize>,
+    row_bytes: usize,
+    space: impl Fn() -> S + Sync,
+    write: impl Fn(usize, &mut S, &mut [u8]) + Sync,
+) -> Vec<u8> {
     let mut bytes = vec![0; rows.len() * row_bytes];
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
     let threads = (bytes.len() / WORTH).clamp(1, cores);
     let rows_of_thread = rows.len().div_ceil(threads).max(1);
     let write = |first: usize, bytes: &mut [u8]| {
-        let mut numbers = vec![0.0; columns];
+        let mut space = space();
         for (row, bytes) in (first..).zip(bytes.chunks_exact_mut(row_bytes)) {
-            dequantize(row, &mut numbers);
-            rounded(&numbers, dtype, bytes);
+            write(row, &mut space, bytes);
         }
     };
     let firsts = rows.step_by(rows_of_thread);
@@ -33,11 +72,12 @@ pub(crate) fn dequantized(
         1 => parts.for_each(|(first, bytes)| write(first, bytes)),
         _ => thread::scope(|scope| {
             for (first, bytes) in parts {
+                let write = &write;
                 scope.spawn(move || write(first, bytes));
             }
         }),
     }
-    TensorData::from_bytes_vec(bytes, shape, dtype)
+    bytes
 }
 
 /// Writes numbers in `dtype`.

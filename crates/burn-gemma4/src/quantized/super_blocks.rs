@@ -7,7 +7,7 @@ const GROUP: usize = 32;
 
 /// Scale and smallest number of each group, of 6 bits each: those of the first four groups whole, of the others 4 bits in the last
 /// four bytes and 2 on top of the first ones'.
-fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
+pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     std::array::from_fn(|group| match group {
         0..4 => (packed[group] & 63, packed[group + 4] & 63),
         _ => {
@@ -30,13 +30,25 @@ fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32
     {
         let scale = scale * f32::from(part.0);
         let least = least * f32::from(part.1);
-        let bytes = &nibbles[group / 2 * GROUP..][..GROUP];
-        for (index, (value, byte)) in values.iter_mut().zip(bytes).enumerate() {
-            let q = byte >> (group % 2 * 4) & 15;
-            let top = fifth.map_or(0, |fifth| fifth[index] >> group & 1);
-            *value = scale * f32::from(q | top << 4) - least;
+        for (index, value) in values.iter_mut().enumerate() {
+            let q = code(fifth, nibbles, group, index);
+            *value = scale * f32::from(q) - least;
         }
     }
+}
+
+/// The number before its scale.
+fn code(fifth: Option<&[u8]>, nibbles: &[u8], group: usize, index: usize) -> u8 {
+    let low = nibbles[group / 2 * GROUP + index] >> (group % 2 * 4) & 15;
+    low | fifth.map_or(0, |fifth| fifth[index] >> group & 1) << 4
+}
+
+/// All of them.
+pub(super) fn codes<'a>(
+    fifth: Option<&'a [u8]>,
+    nibbles: &'a [u8],
+) -> impl Iterator<Item = u8> + 'a {
+    (0..2 * nibbles.len()).map(move |at| code(fifth, nibbles, at / GROUP, at % GROUP))
 }
 
 pub(super) fn q4_k(block: &[u8], values: &mut [f32]) {
@@ -49,18 +61,22 @@ pub(super) fn q5_k(block: &[u8], values: &mut [f32]) {
 
 /// 16 groups of 16 numbers of 6 bits, in two halves: 4 bits in 64 bytes for two quarters of a half each, 2 bits in 32 bytes for all four.
 pub(super) fn q6_k(block: &[u8], values: &mut [f32]) {
-    let (low, rest) = block.split_at(128);
-    let (high, rest) = rest.split_at(64);
+    let (codes, rest) = block.split_at(128 + 64);
     let (scales, scale) = rest.split_at(16);
     let scale = half(scale);
     for (group, values) in values.chunks_exact_mut(16).enumerate() {
         let scale = scale * f32::from(scales[group] as i8);
-        let half = group / 8;
         for (index, value) in values.iter_mut().enumerate() {
-            let at = group % 8 * 16 + index;
-            let low = low[half * 64 + at % 64] >> (at / 64 * 4) & 15;
-            let high = high[half * 32 + at % 32] >> (at / 32 * 2) & 3;
-            *value = scale * f32::from((low | high << 4) as i8 - 32);
+            *value = scale * f32::from(six_bits(codes, group * 16 + index) as i8 - 32);
         }
     }
+}
+
+/// A number before its scale, 32 above it.
+pub(super) fn six_bits(codes: &[u8], index: usize) -> u8 {
+    let (low, high) = codes.split_at(128);
+    let (half, at) = (index / 128, index % 128);
+    let low = low[half * 64 + at % 64] >> (at / 64 * 4) & 15;
+    let high = high[half * 32 + at % 32] >> (at / 32 * 2) & 3;
+    low | high << 4
 }

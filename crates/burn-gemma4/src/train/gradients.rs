@@ -44,8 +44,8 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`], as
-    /// [`forward`](Self::forward), and those of `loss`.
+    /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`],
+    /// where the model is [quantized](crate::layer::Weight), as [`forward`](Self::forward), and those of `loss`.
     ///
     /// # Panics
     /// Without autodiff on the model's device, or if the loss does not depend on the states.
@@ -56,6 +56,7 @@ impl Gemma4Model {
         asked: Logits,
         loss: impl FnOnce(Tensor<3>) -> Result<Tensor<1>, Gemma4Error>,
     ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+        self.refuse_training_quantized()?;
         if let Some(packing) = packing {
             packing.check(&tokens)?;
             if asked != Logits::All {
@@ -175,8 +176,8 @@ impl<'a> Pass<'a> {
             None => Positions::Range { first: 0, count },
         };
         let rotations = Rotations::new(&model.rope, &positions, model.dtype(), &device);
-        let table = model.embed_tokens.weight.val();
-        let strategy = table.gradient_checkpointing_strategy();
+        let weight = model.norm.weight.val();
+        let strategy = weight.gradient_checkpointing_strategy();
         Self {
             model,
             strategy: strategy.expect("gradients need a device with autodiff"),

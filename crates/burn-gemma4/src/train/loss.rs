@@ -9,7 +9,7 @@ use crate::{
     Gemma4Error, Gemma4Model,
     op::{
         attach::attach,
-        linear::{product, rows},
+        linear::{Matrix, product, rows},
     },
 };
 use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
@@ -39,7 +39,8 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the targets' shape is not that of the states. Targets beyond the vocabulary are not looked for.
+    /// Where the targets' shape is not that of the states, and where the states are tracked but the model is
+    /// [quantized](crate::layer::Weight). Targets beyond the vocabulary are not looked for.
     pub fn loss(
         &self,
         hidden: Tensor<3>,
@@ -55,6 +56,9 @@ impl Gemma4Model {
                     [batch, positions]
                 ),
             });
+        }
+        if hidden.is_tracked() {
+            self.refuse_training_quantized()?;
         }
         Ok(cross_entropy(
             hidden.reshape([batch * positions, columns]),
@@ -72,22 +76,23 @@ const LOGITS_AT_ONCE: usize = 1 << 27;
 /// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.
 fn cross_entropy(
     hidden: Tensor<2>,
-    head: Tensor<2>,
+    head: Matrix,
     targets: Tensor<1, Int>,
     softcap: Option<f64>,
 ) -> Tensor<1> {
-    let [words, _] = head.dims();
+    let words = head.rows();
     in_chunks(hidden, head, targets, softcap, LOGITS_AT_ONCE / words)
 }
 
 /// [`cross_entropy`], `at_once` rows at a time.
 fn in_chunks(
     hidden: Tensor<2>,
-    head: Tensor<2>,
+    head: impl Into<Matrix>,
     targets: Tensor<1, Int>,
     softcap: Option<f64>,
     at_once: usize,
 ) -> Tensor<1> {
+    let head = head.into();
     let [positions, _] = hidden.dims();
     let targets = targets.inner();
     let counts = targets
@@ -98,6 +103,7 @@ fn in_chunks(
     let share = counts.clone().sum().clamp_min(1.0).recip();
     let targets = targets.clamp_min(0);
     let constants = (hidden.clone().inner(), head.clone().inner());
+    let tracked_head = head.tracked();
 
     let mut loss = Tensor::<1>::zeros([1], (&counts.device(), DType::F32));
     let mut of_hidden = Vec::new();
@@ -114,9 +120,12 @@ fn in_chunks(
         let (part, gradient) = chunk.loss(softcap);
         loss = loss + part;
         if hidden.is_tracked() {
-            of_hidden.push(product(gradient.clone(), constants.1.clone()));
+            of_hidden.push(product(
+                gradient.clone(),
+                constants.1.whole(gradient.dtype()),
+            ));
         }
-        if head.is_tracked() {
+        if tracked_head.is_some() {
             // A sum of many chunks keeps its digits in f32.
             let part = product(gradient.transpose(), chunk.hidden).cast(DType::F32);
             of_head = Some(match of_head {
@@ -134,7 +143,7 @@ fn in_chunks(
         let gradient = mean(Tensor::cat(of_hidden, 0), hidden.dtype());
         loss = attach(loss, hidden, gradient);
     }
-    if let Some(gradient) = of_head {
+    if let (Some(head), Some(gradient)) = (tracked_head, of_head) {
         let gradient = mean(gradient, head.dtype());
         loss = attach(loss, head, gradient);
     }
@@ -146,7 +155,7 @@ struct Chunk<'a> {
     /// `[rows, columns]`.
     hidden: Tensor<2>,
     /// `[words, columns]`.
-    head: &'a Tensor<2>,
+    head: &'a Matrix,
     /// `[rows, 1]`.
     targets: Tensor<2, Int>,
     /// `[rows, 1]`: 1 where the target counts, else 0.
@@ -157,7 +166,7 @@ impl Chunk<'_> {
     /// The sum of the losses, and its gradient by the logits before their softcap, `[rows, words]` in the dtype of the model.
     fn loss(&self, softcap: Option<f64>) -> (Tensor<1>, Tensor<2>) {
         let (dtype, device) = (self.hidden.dtype(), self.hidden.device());
-        let [words, _] = self.head.dims();
+        let words = self.head.rows();
         let logits = rows(self.hidden.clone(), self.head.clone()).cast(DType::F32);
         let (logits, slope) = match softcap {
             Some(cap) => {

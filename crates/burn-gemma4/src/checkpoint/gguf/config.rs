@@ -37,8 +37,17 @@ impl Keys<'_> {
         required(&key, self.0.sizes(&key, layers)?)
     }
 
-    fn float(&self, name: &str) -> Result<Option<f64>, String> {
+    /// A size that is the same for all layers.
+    fn size_of_layers(&self, name: &str, layers: usize) -> Result<usize, String> {
+        required(&Self::key(name), same(name, self.sizes(name, layers)?)?)
+    }
+
+    fn optional_float(&self, name: &str) -> Result<Option<f64>, String> {
         self.0.float(&Self::key(name))
+    }
+
+    fn float(&self, name: &str) -> Result<f64, String> {
+        required(&Self::key(name), self.optional_float(name)?)
     }
 }
 
@@ -128,13 +137,7 @@ pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
         intermediate_size,
         use_double_wide_mlp,
         num_kv_shared_layers,
-        num_attention_heads: required(
-            &Keys::key("attention.head_count"),
-            same(
-                "attention.head_count",
-                keys.sizes("attention.head_count", layers)?,
-            )?,
-        )?,
+        num_attention_heads: keys.size_of_layers("attention.head_count", layers)?,
         num_key_value_heads: sliding_heads,
         num_global_key_value_heads: global_heads,
         sliding_head_dim,
@@ -146,16 +149,14 @@ pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
             .unwrap_or(0),
         experts: experts(&keys, layers)?,
         sliding_rope: RopeConfig {
-            theta: keys.float("rope.freq_base_swa")?.unwrap_or(SLIDING_THETA),
-            partial_rotary_factor: 1.0,
-            factor: 1.0,
+            theta: keys
+                .optional_float("rope.freq_base_swa")?
+                .unwrap_or(SLIDING_THETA),
+            ..RopeConfig::SLIDING
         },
         global_rope: global_rope(gguf, &keys, &layer_types, global_head_dim)?,
-        rms_norm_eps: required(
-            &Keys::key("attention.layer_norm_rms_epsilon"),
-            keys.float("attention.layer_norm_rms_epsilon")?,
-        )?,
-        final_logit_softcapping: match keys.float("final_logit_softcapping")? {
+        rms_norm_eps: keys.float("attention.layer_norm_rms_epsilon")?,
+        final_logit_softcapping: match keys.optional_float("final_logit_softcapping")? {
             Some(0.0) => None,
             softcap => softcap.or(Some(SOFTCAP)),
         },
@@ -262,16 +263,12 @@ fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
 }
 
 fn experts(keys: &Keys<'_>, layers: usize) -> Result<Option<ExpertsConfig>, String> {
-    const WIDTH: &str = "expert_feed_forward_length";
     match keys.optional_size("expert_count")? {
         None | Some(0) => Ok(None),
         Some(num_experts) => Ok(Some(ExpertsConfig {
             num_experts,
             top_k_experts: keys.size("expert_used_count")?,
-            moe_intermediate_size: required(
-                &Keys::key(WIDTH),
-                same(WIDTH, keys.sizes(WIDTH, layers)?)?,
-            )?,
+            moe_intermediate_size: keys.size_of_layers("expert_feed_forward_length", layers)?,
         })),
     }
 }
@@ -285,7 +282,7 @@ fn global_rope(
     head_dim: usize,
 ) -> Result<RopeConfig, String> {
     const NAME: &str = "rope_freqs.weight";
-    let theta = required(&Keys::key("rope.freq_base"), keys.float("rope.freq_base")?)?;
+    let theta = keys.float("rope.freq_base")?;
     if !layer_types.contains(&LayerType::Full) {
         return Ok(RopeConfig {
             theta,

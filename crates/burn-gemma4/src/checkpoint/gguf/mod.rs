@@ -60,6 +60,11 @@ impl Gguf {
         Ok(gguf)
     }
 
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The model's shape.
     ///
     /// # Errors

@@ -1,31 +1,38 @@
-//! The launches of a position, captured in a graph once and replayed for every token.
+//! A decoder's passes and a drafter's rounds by kernels, whose launches are captured in a graph once and replayed.
 
 use super::{
     DecodeMode, Part, integers,
     position::{Outputs, Position},
+    recorded::Recorded,
+    round::Round,
 };
-use crate::{Cache, Gemma4Model, LayerType, model::few_rows::FewRows, op::overwrite::overwrite};
-use burn::tensor::{DType, Device, Graph, Int, Tensor, TensorData, capture};
-use std::{fmt, rc::Rc};
+use crate::{
+    Cache, Drafter, Gemma4Model, Guesses, LayerType,
+    model::few_rows::FewRows,
+    op::overwrite::{overwrite, overwrite_floats},
+};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    fmt,
+};
 
-/// Tokens before launches are captured: capturing runs them a few times, which a short text would not earn back.
-const BEFORE_CAPTURE: usize = 3;
-
-/// The position's computation, kept as long as its buffers have room.
+/// The computations, kept as long as the cache's buffers have room.
 pub(super) struct GraphCapture {
-    is_allowed: bool,
-    position: Option<Rc<Position>>,
-    /// Since the buffers last grew.
-    steps: usize,
-    graph: Option<PositionGraph>,
+    may_capture: bool,
+    /// By the positions that a pass reads of each sequence.
+    passes: BTreeMap<usize, Recorded<Position>>,
+    /// By the tokens that a round guesses.
+    rounds: BTreeMap<usize, Recorded<Round>>,
+    /// Whether the last pass was replayed.
+    replayed: bool,
 }
-
-type PositionGraph = Graph<Outputs, Box<dyn FnMut() -> Outputs>>;
 
 impl fmt::Debug for GraphCapture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("GraphCapture")
-            .field("steps", &self.steps)
+            .field("passes", &self.passes.keys())
+            .field("rounds", &self.rounds.keys())
             .field("mode", &self.mode())
             .finish_non_exhaustive()
     }
@@ -36,40 +43,53 @@ impl GraphCapture {
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
         let serves = !cache.is_padded() && FewRows::serve(model, cache.batch());
         serves.then_some(Self {
-            is_allowed: true,
-            position: None,
-            steps: 0,
-            graph: None,
+            may_capture: true,
+            passes: BTreeMap::new(),
+            rounds: BTreeMap::new(),
+            replayed: false,
         })
     }
 
     pub fn without_graph_capture(self) -> Self {
         Self {
-            is_allowed: false,
-            graph: None,
+            may_capture: false,
+            passes: BTreeMap::new(),
+            rounds: BTreeMap::new(),
+            replayed: false,
+        }
+    }
+
+    /// Forgets what a drafter has guessed by.
+    pub fn without_rounds(self) -> Self {
+        Self {
+            rounds: BTreeMap::new(),
             ..self
         }
     }
 
     pub fn mode(&self) -> DecodeMode {
-        match &self.graph {
-            Some(_) => DecodeMode::Graph,
-            None => DecodeMode::Kernels,
+        match self.replayed {
+            true => DecodeMode::Graph,
+            false => DecodeMode::Kernels,
         }
     }
 
+    /// Lets go of the cache's buffers, which something else is to write.
+    pub fn release(&mut self) {
+        self.passes.clear();
+        self.rounds.clear();
+        self.replayed = false;
+    }
+
+    /// Reads as many tokens of each sequence, `[batch · positions]`.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
-        let position = self.prepare(model, cache, tokens);
-        self.steps += 1;
-        let outputs = match &mut self.graph {
-            // SAFETY: the graph owns every tensor that it reads and writes, through its closure and as its output, but
-            // for the handles to the cache's buffers and to the inputs, which the decoder borrows or owns. The decoder
-            // does not leave its thread, whose launches are ordered.
-            Some(graph) => unsafe { graph.replay() }.clone(),
-            None if self.is_allowed && self.steps > BEFORE_CAPTURE => self.capture(position),
-            None => position.compute(&mut |_| ()),
-        };
-        cache.advance_one();
+        let count = tokens.len() / cache.batch();
+        let mut may_capture = self.may_capture;
+        let pass = self.prepare(model, cache, tokens);
+        let outputs = pass.run(&mut may_capture);
+        self.replayed = pass.is_captured();
+        self.may_capture = may_capture;
+        cache.advance_by(count);
         outputs
     }
 
@@ -80,68 +100,109 @@ impl GraphCapture {
         tokens: &[u32],
         after: &mut dyn FnMut(Part),
     ) -> Outputs {
-        let outputs = self.prepare(model, cache, tokens).compute(after);
-        cache.advance_one();
+        let count = tokens.len() / cache.batch();
+        let pass = self.prepare(model, cache, tokens);
+        let outputs = pass.computation.compute_by_parts(after);
+        cache.advance_by(count);
         outputs
     }
 
-    /// Captures the launches. Their results are those of this step: computing a position once more changes nothing.
-    fn capture(&mut self, position: Rc<Position>) -> Outputs {
-        let device = position.inputs.device();
-        let captured = position.clone();
-        let compute: Box<dyn FnMut() -> Outputs> = Box::new(move || captured.compute(&mut |_| ()));
-        let mut graph = capture(&device, compute);
-        if !graph.is_hardware() {
-            log::debug!("decode: the launches could not be captured");
-            self.is_allowed = false;
-            return position.compute(&mut |_| ());
-        }
-        // What was captured has not run.
-        // SAFETY: as in `step`.
-        let outputs = unsafe { graph.replay() }.clone();
-        self.graph = Some(graph);
-        outputs
-    }
-
-    /// The position's computation, with the tokens and their position on the device and room for its keys and values.
-    fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Rc<Position> {
-        let batch = tokens.len();
-        let mut inputs = integers(tokens);
-        inputs.extend(std::iter::repeat_n(cache.len() as i32, batch));
+    /// Guesses `count` tokens after `token` of the only sequence, which was chosen by what `hidden`, `[1, hidden]`, became.
+    pub fn guess(
+        &mut self,
+        drafter: &Drafter,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        token: u32,
+        hidden: Tensor<2>,
+        count: usize,
+    ) -> Guesses {
         let device = model.device();
-        let inputs = TensorData::new(inputs, [2 * batch]);
-        let inputs = Tensor::<1, Int>::from_data(inputs, (&device, DType::I32));
-        match &self.position {
-            Some(position) if cache.len() < cache.room() => {
-                overwrite(position.inputs.clone(), inputs);
-                position.clone()
+        let inputs = inputs(cache, &[token], &device);
+        // The guesses' own position is the next one.
+        self.make_room(cache, 1);
+        let [_, columns] = hidden.dims();
+        let hidden = hidden.reshape([columns]);
+        let mut may_capture = self.may_capture;
+        let round = match self.rounds.entry(count) {
+            Entry::Occupied(round) => {
+                let round = round.into_mut();
+                overwrite(round.computation.inputs.clone(), inputs);
+                overwrite_floats(round.computation.hidden.clone(), hidden);
+                round
             }
-            _ => {
-                self.graph = None;
-                self.position = None;
-                self.steps = 0;
-                let position = Rc::new(make(model, cache, inputs, &device));
-                self.position = Some(position.clone());
-                position
+            Entry::Vacant(place) => {
+                // A handle of its own, over which the next round's is written.
+                let own = Tensor::empty([columns], (&device, hidden.dtype()));
+                overwrite_floats(own.clone(), hidden);
+                place.insert(Recorded::new(Round::new(
+                    drafter, model, cache, inputs, own, count,
+                )))
             }
+        };
+        let guesses = round.run(&mut may_capture);
+        self.may_capture = may_capture;
+        guesses
+    }
+
+    /// The computation, with the tokens and their positions on the device and room for their keys and values.
+    fn prepare(
+        &mut self,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+    ) -> &mut Recorded<Position> {
+        let count = tokens.len() / cache.batch();
+        let device = model.device();
+        let inputs = inputs(cache, tokens, &device);
+        self.make_room(cache, count);
+        match self.passes.entry(count) {
+            Entry::Occupied(pass) => {
+                let pass = pass.into_mut();
+                overwrite(pass.computation.inputs.clone(), inputs);
+                pass
+            }
+            Entry::Vacant(place) => {
+                place.insert(Recorded::new(position(model, cache, inputs, &device)))
+            }
+        }
+    }
+
+    /// Sees to room for `count` more columns.
+    fn make_room(&mut self, cache: &mut Cache, count: usize) {
+        if cache.len() + count > cache.room() {
+            // Whoever holds a buffer would go on with the old one.
+            self.release();
+            cache.make_room(count);
         }
     }
 }
 
-/// The computation after what the cache holds, and as many more as it gets room for.
-fn make(
+/// `[2 · batch · positions]`: the tokens, sequence after sequence, then their positions.
+fn inputs(cache: &Cache, tokens: &[u32], device: &Device) -> Tensor<1, Int> {
+    let count = tokens.len() / cache.batch();
+    let positions = (cache.len()..cache.len() + count).map(|position| position as i32);
+    let mut inputs = integers(tokens);
+    for _ in 0..cache.batch() {
+        inputs.extend(positions.clone());
+    }
+    let inputs = TensorData::new(inputs, [2 * tokens.len()]);
+    Tensor::from_data(inputs, (device, DType::I32))
+}
+
+/// The computation after what the cache holds, and as far as it has room.
+fn position(
     model: &Gemma4Model,
-    cache: &mut Cache,
+    cache: &Cache,
     inputs: Tensor<1, Int>,
     device: &Device,
 ) -> Position {
-    if cache.len() >= cache.room() {
-        cache.make_room();
-    }
     let positions = cache.room();
     let tables = |kind| model.rope.tables(kind, positions, model.dtype(), device);
     Position {
         targets: cache.targets(),
+        batch: cache.batch(),
+        ring: cache.ring(device),
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),
         model: model.clone(),

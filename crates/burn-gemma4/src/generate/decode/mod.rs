@@ -4,15 +4,23 @@
 mod graph;
 #[cfg(feature = "cube")]
 mod position;
+#[cfg(feature = "cube")]
+mod recorded;
+#[cfg(feature = "cube")]
+mod round;
 
 use crate::{
-    Cache, Gemma4Error, Gemma4Model,
+    Cache, Drafter, Gemma4Error, Gemma4Model, Guesses,
     model::{Logits, observe::Part},
-    op::argmax::argmax,
+    op::{argmax::argmax, flat_rows},
 };
+#[cfg(feature = "cube")]
+use crate::{model::few_rows::FewRows, op::linear::few_rows::MOST_ROWS};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
+#[cfg(feature = "cube")]
+use position::Outputs;
 use std::marker::PhantomData;
 
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
@@ -62,19 +70,26 @@ use std::marker::PhantomData;
 pub struct Decoder<'a> {
     model: &'a Gemma4Model,
     cache: &'a mut Cache,
+    drafter: Option<&'a Drafter>,
+    /// Whether kernels serve the drafter.
+    #[cfg(feature = "cube")]
+    has_drafter_kernels: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
     /// A replay is ordered after what the capturing thread has put on the device, and after nothing else.
     _of_one_thread: PhantomData<*const ()>,
 }
 
-/// What comes after a token: the next one's logits, on the device until they are asked for.
+/// What comes after tokens, one of each sequence or [several](Decoder::read) of one: the next ones' logits, on the device until
+/// they are asked for.
 #[derive(Debug)]
 pub struct Next<'a> {
-    /// `[batch, vocabulary]`.
+    /// `[tokens, vocabulary]`.
     logits: Tensor<2>,
-    /// `[batch]`.
+    /// `[tokens]`.
     argmax: Option<Tensor<1, Int>>,
+    /// `[tokens, hidden]`, normalised: what the logits are made of, where that is known.
+    hidden: Option<Tensor<2>>,
     /// The next step may write over them.
     _until_the_next: PhantomData<&'a mut ()>,
 }
@@ -93,6 +108,9 @@ impl<'a> Decoder<'a> {
             graph: GraphCapture::new(model, cache),
             model,
             cache,
+            drafter: None,
+            #[cfg(feature = "cube")]
+            has_drafter_kernels: false,
             _of_one_thread: PhantomData,
         }
     }
@@ -107,10 +125,94 @@ impl<'a> Decoder<'a> {
         if let Some(graph) = &mut self.graph
             && !self.cache.is_empty()
         {
-            let (logits, argmax) = graph.step(self.model, self.cache, tokens);
-            return Ok(Next::new(logits, Some(argmax)));
+            return Ok(graph.step(self.model, self.cache, tokens).into());
         }
-        self.plain_step(tokens)
+        self.plain_step(tokens, 1)
+    }
+
+    /// Reads several more tokens of the only sequence, in one pass: what comes after each of them. With a cache that
+    /// [may forget](Cache::forgetting) columns, up to 8 tokens, and one more than it may forget, go through the kernels of
+    /// [`step`](Self::step), captured once for each number of them, and [`forget`](Self::forget) takes back those that turn out wrong.
+    ///
+    /// # Errors
+    /// Where the cache has several sequences, where there are no tokens, and where one is outside the vocabulary.
+    pub fn read(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
+        let refuse = |reason: String| {
+            let argument = "tokens";
+            Err(Gemma4Error::Argument { argument, reason })
+        };
+        match (self.cache.batch(), tokens.len()) {
+            (_, 0) => return refuse("are none; there should be at least 1".into()),
+            (1, _) => self.check_vocabulary(tokens)?,
+            (batch, _) => return refuse(format!("are of one sequence, but the cache has {batch}")),
+        }
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph
+            && !self.cache.is_empty()
+        {
+            // Kernels write all tokens before any of them looks: a ring must have slots for those after the first.
+            if tokens.len() <= MOST_ROWS && tokens.len() <= 1 + self.cache.spare() {
+                return Ok(graph.step(self.model, self.cache, tokens).into());
+            }
+        }
+        self.plain_step(tokens, tokens.len())
+    }
+
+    /// With a drafter for [`guess`](Self::guess).
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where it is not for this model, or in another dtype or on another device.
+    pub fn with_drafter(self, drafter: &'a Drafter) -> Result<Self, Gemma4Error> {
+        drafter.check(self.model)?;
+        Ok(Self {
+            // Rounds are of the drafter before it.
+            #[cfg(feature = "cube")]
+            graph: self.graph.map(GraphCapture::without_rounds),
+            #[cfg(feature = "cube")]
+            has_drafter_kernels: FewRows::serve(&drafter.model, 1),
+            drafter: Some(drafter),
+            ..self
+        })
+    }
+
+    /// Has the [drafter](Self::with_drafter) guess `count` tokens after `token`, which comes after what was read and has not been read
+    /// itself: as [`Drafter::draft`], captured once for each count like the passes of [`read`](Self::read).
+    ///
+    /// # Errors
+    /// As [`Drafter::draft`], and where there is no drafter.
+    pub fn guess(
+        &mut self,
+        token: u32,
+        hidden: Tensor<2>,
+        count: usize,
+    ) -> Result<Guesses, Gemma4Error> {
+        let Some(drafter) = self.drafter else {
+            return Err(Gemma4Error::Argument {
+                argument: "drafter",
+                reason: "is missing: Decoder::with_drafter gives one".into(),
+            });
+        };
+        drafter.check_call(self.cache, token, &hidden, count)?;
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph
+            && self.has_drafter_kernels
+        {
+            return Ok(graph.guess(drafter, self.model, self.cache, token, hidden, count));
+        }
+        Ok(drafter.guess(self.model, self.cache, token, hidden, count))
+    }
+
+    /// Forgets the last `count` columns that were read: see [`Cache::forget`].
+    ///
+    /// # Errors
+    /// Where the cache cannot.
+    pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
+        self.cache.forget(count)
+    }
+
+    /// What it has read.
+    pub fn cache(&self) -> &Cache {
+        self.cache
     }
 
     /// As [`step`](Self::step), with a call after each part of the computation has been put on the device, in its order.
@@ -128,11 +230,12 @@ impl<'a> Decoder<'a> {
         if let Some(graph) = &mut self.graph
             && !self.cache.is_empty()
         {
-            let (logits, argmax) = graph.step_by_parts(self.model, self.cache, tokens, after);
-            return Ok(Next::new(logits, Some(argmax)));
+            return Ok(graph
+                .step_by_parts(self.model, self.cache, tokens, after)
+                .into());
         }
         let _ = after;
-        self.plain_step(tokens)
+        self.plain_step(tokens, 1)
     }
 
     /// How tokens are computed at present.
@@ -161,18 +264,26 @@ impl<'a> Decoder<'a> {
                 reason: format!("are {}, but the cache has {batch} sequences", tokens.len()),
             });
         }
+        self.check_vocabulary(tokens)
+    }
+
+    fn check_vocabulary(&self, tokens: &[u32]) -> Result<(), Gemma4Error> {
         let tokens = tokens.iter().map(|token| i64::from(*token));
         self.model.config().check_tokens(tokens)
     }
 
-    fn plain_step(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
+    /// Reads `count` tokens of each sequence through the layers.
+    fn plain_step(&mut self, tokens: &[u32], count: usize) -> Result<Next<'_>, Gemma4Error> {
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph {
+            graph.release();
+        }
         let device = self.model.device();
-        let data = TensorData::new(integers(tokens), [tokens.len(), 1]);
+        let data = TensorData::new(integers(tokens), [tokens.len() / count, count]);
         let tokens = Tensor::<2, Int>::from_data(data, &device);
-        let logits = self
-            .model
-            .step_within(tokens, self.cache, Logits::Last(1))?;
-        Ok(Next::of(logits.expect("one position is asked for")))
+        let hidden = self.model.step_hidden(tokens, self.cache, Logits::All)?;
+        let hidden = hidden.expect("positions are asked for");
+        Ok(Next::of_hidden(self.model, hidden))
     }
 }
 
@@ -188,38 +299,57 @@ pub enum DecodeMode {
 }
 
 impl Next<'_> {
-    fn new(logits: Tensor<2>, argmax: Option<Tensor<1, Int>>) -> Self {
+    /// What logits of one position say, `[batch, 1, vocabulary]`, such as those of a prompt's last one.
+    pub fn of(logits: Tensor<3>) -> Self {
         Self {
-            logits,
-            argmax,
+            logits: flat_rows(logits),
+            argmax: None,
+            hidden: None,
             _until_the_next: PhantomData,
         }
     }
 
-    /// What logits of one position say, `[batch, 1, vocabulary]`, such as those of a prompt's last one.
-    pub fn of(logits: Tensor<3>) -> Self {
-        Self::new(logits.squeeze_dim(1), None)
+    /// What `[batch, positions, hidden]`, normalised, say.
+    pub(crate) fn of_hidden(model: &Gemma4Model, hidden: Tensor<3>) -> Self {
+        Self {
+            hidden: Some(flat_rows(hidden.clone())),
+            ..Self::of(model.logits(hidden))
+        }
     }
 
-    /// The likeliest token of each sequence. A logit that is NaN counts as −∞. Only the tokens' numbers leave the device.
+    pub(crate) fn vocabulary(&self) -> usize {
+        self.logits.dims()[1]
+    }
+
+    /// What the logits are made of, `[tokens, hidden]`, normalised; nothing where only they are known. The decoder's next step or pass
+    /// may write over it.
+    pub fn hidden(&self) -> Option<Tensor<2>> {
+        self.hidden.clone()
+    }
+
+    /// The likeliest token after each. A logit that is NaN counts as −∞. Only the tokens' numbers leave the device.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] where every logit of a sequence is NaN or −∞, so that none is the likeliest;
     /// [`Gemma4Error::Device`] where the device failed.
     pub fn argmax(self) -> Result<Vec<u32>, Gemma4Error> {
         let [_, vocabulary] = self.logits.dims();
+        let number = |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
+        self.likeliest()?.into_iter().map(number).collect()
+    }
+
+    /// As [`argmax`](Self::argmax), with nothing where no token is the likeliest.
+    pub(crate) fn likeliest(self) -> Result<Vec<Option<u32>>, Gemma4Error> {
         let tokens = match self.argmax {
             Some(tokens) => tokens,
             None => argmax(self.logits),
         };
         let tokens = tokens.try_into_data().map_err(failed)?;
-        tokens
-            .iter::<i64>()
-            .map(|token| u32::try_from(token).map_err(|_| Gemma4Error::no_number(vocabulary)))
-            .collect()
+        let tokens = tokens.iter::<i64>();
+        Ok(tokens.map(|token| u32::try_from(token).ok()).collect())
     }
 
-    /// The logits, `[batch · vocabulary]`, on the host.
+    /// The logits, `[tokens · vocabulary]`, on the host.
     ///
     /// # Errors
     /// [`Gemma4Error::Device`] where the device failed.
@@ -230,6 +360,18 @@ impl Next<'_> {
             .try_into_data()
             .map_err(failed)?;
         Ok(logits.iter::<f32>().collect())
+    }
+}
+
+#[cfg(feature = "cube")]
+impl From<Outputs> for Next<'_> {
+    fn from(outputs: Outputs) -> Self {
+        Self {
+            logits: outputs.logits,
+            argmax: Some(outputs.argmax),
+            hidden: Some(outputs.hidden),
+            _until_the_next: PhantomData,
+        }
     }
 }
 

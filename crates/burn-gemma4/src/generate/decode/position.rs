@@ -1,58 +1,86 @@
-//! One position of every sequence, from its token to the next one's logits.
+//! One or a few positions of every sequence, from their tokens to the next ones' logits.
 //!
-//! Nothing here depends on the host but the shapes. Which tokens and which position, the kernels read from the device, so
+//! Nothing here depends on the host but the shapes. Which tokens and which positions, the kernels read from the device, so
 //! that the launches can be captured and replayed.
 
+use super::recorded::Computation;
 use crate::{
     Gemma4Model,
     model::{
-        cache::{Target, key_values::SharedKeyValues},
+        cache::{
+            Target,
+            key_values::{SharedKeyValues, Visible},
+            ring::Ring,
+        },
         few_rows::{FewRows, Targets},
         layer::operators::Stream,
         observe::Part,
     },
     op::{argmax::argmax, flat_rows, linear::few_rows, rope::RotationTables},
 };
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 
-/// The computation of one position: everything it reads and writes.
+/// The computation of a few positions: everything it reads and writes.
 pub(super) struct Position {
     /// Its tensors are the caller's model's.
     pub model: Gemma4Model,
     /// Where every layer that has keys and values of its own writes them.
     pub targets: Vec<Target>,
+    pub batch: usize,
+    pub ring: Ring,
     pub sliding: RotationTables,
     pub full: RotationTables,
-    /// `[2 · batch]`: the sequences' tokens, then their positions.
+    /// `[2 · rows]`: the tokens, as many of each sequence, one sequence after the other, then their positions.
     pub inputs: Tensor<1, Int>,
 }
 
-/// Logits, `[batch, vocabulary]`, and the likeliest tokens, `[batch]`.
-pub(super) type Outputs = (Tensor<2>, Tensor<1, Int>);
+/// What comes of a few positions.
+#[derive(Clone)]
+pub(super) struct Outputs {
+    /// `[rows, vocabulary]`.
+    pub logits: Tensor<2>,
+    /// `[rows]`: the likeliest tokens.
+    pub argmax: Tensor<1, Int>,
+    /// `[rows, hidden]`, normalised: what the logits are made of.
+    pub hidden: Tensor<2>,
+}
+
+impl Computation for Position {
+    type Outputs = Outputs;
+
+    fn compute(&self) -> Outputs {
+        self.compute_by_parts(&mut |_| ())
+    }
+
+    fn device(&self) -> Device {
+        self.inputs.device()
+    }
+}
 
 impl Position {
-    pub fn compute(&self, after: &mut dyn FnMut(Part)) -> Outputs {
+    /// [`compute`](Computation::compute) with a call after each part.
+    pub fn compute_by_parts(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
-        let batch = self.inputs.dims()[0] / 2;
-        let tokens = self.inputs.clone().narrow(0, 0, batch).reshape([batch, 1]);
-        let positions = self.inputs.clone().narrow(0, batch, batch);
+        let rows = self.inputs.dims()[0] / 2;
+        let tokens = self.inputs.clone().narrow(0, 0, rows).reshape([rows, 1]);
+        let positions = self.inputs.clone().narrow(0, rows, rows);
 
         let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
         let project = |input, weight| few_rows::project(input, weight, None);
         let embeddings = model.per_layer_embeddings(tokens, &embedded, project);
-        let written = positions.clone() + 1;
-        let in_ring = written.clone().clamp_max(config.sliding_window as i64);
+        let (sliding, full) = (self.sliding(&positions), self.full(&positions));
         after(Part::Embedding);
 
         let mut operators = FewRows {
+            batch: self.batch,
             positions,
             sliding: self.sliding.clone(),
             full: self.full.clone(),
             targets: Some(Targets {
                 layers: &self.targets,
-                sliding_lengths: in_ring,
-                full_lengths: written,
+                sliding,
+                full,
             }),
             after,
         };
@@ -61,11 +89,54 @@ impl Position {
         let embeddings = embeddings.as_ref();
         let mut stream = model.layers(layers, stream, embeddings, &mut shared, &mut operators);
 
-        let cap = config.final_logit_softcapping;
-        let logits = few_rows::project(stream.norm(&model.norm), model.head(), cap);
+        let hidden = stream.norm(&model.norm);
+        let logits =
+            few_rows::project(hidden.clone(), model.head(), config.final_logit_softcapping);
         after(Part::Head);
         let argmax = argmax(logits.clone());
         after(Part::Argmax);
-        (logits, argmax)
+        Outputs {
+            logits,
+            argmax,
+            hidden,
+        }
+    }
+
+    /// Positions of each sequence.
+    fn count(&self) -> usize {
+        self.inputs.dims()[0] / (2 * self.batch)
+    }
+
+    /// What queries of full layers see once all positions are written.
+    fn full(&self, positions: &Tensor<1, Int>) -> Visible {
+        Visible {
+            causal: self.count() > 1,
+            lengths: Some(self.last(positions) + 1),
+            ..Visible::default()
+        }
+    }
+
+    /// What queries of sliding layers see in the ring then.
+    fn sliding(&self, positions: &Tensor<1, Int>) -> Visible {
+        if self.ring.is_exact() && self.count() == 1 {
+            return self.ring.visible_to_last(self.last(positions) + 1);
+        }
+        // Without padding, all sequences are at the same positions.
+        let queries = positions.clone().narrow(0, 0, self.count());
+        let last = queries.clone().narrow(0, self.count() - 1, 1);
+        self.ring.visible(queries, last)
+    }
+
+    /// `[batch]`: the last position of each sequence.
+    fn last(&self, positions: &Tensor<1, Int>) -> Tensor<1, Int> {
+        let (batch, count) = (self.batch, self.count());
+        match count {
+            1 => positions.clone(),
+            _ => positions
+                .clone()
+                .reshape([batch, count])
+                .narrow(1, count - 1, 1)
+                .reshape([batch]),
+        }
     }
 }

@@ -132,6 +132,15 @@ impl CompactKeys {
     }
 }
 
+/// Keys and values that share slots.
+#[derive(Clone, Debug)]
+pub(crate) struct CompactBuffer {
+    /// `[batch, kv_heads, slots, width]`.
+    pub slots: Tensor<4>,
+    /// How they are laid out and read.
+    pub keys: CompactKeys,
+}
+
 fn indices(values: Vec<usize>, device: &Device) -> Tensor<1, Int> {
     let count = values.len();
     let values: Vec<i32> = values.into_iter().map(|value| value as i32).collect();

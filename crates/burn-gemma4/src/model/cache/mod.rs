@@ -3,21 +3,30 @@
 //! Sliding layers keep a ring of one window, full layers a buffer that grows by blocks, layers that read an
 //! earlier layer's keys and values keep nothing. Sequences of a batch are aligned at their ends: a shorter one
 //! begins with padding, which nothing sees, so that every sequence writes the same column.
+//!
+//! A cache that may forget its last columns has rings of as many slots more: a column that is forgotten has then overwritten
+//! nothing that the columns after it see.
+
+mod buffers;
 
 pub(crate) mod compact;
 pub(crate) mod key_values;
+#[cfg(feature = "cube")]
+pub(crate) mod ring;
 
-use crate::{Gemma4Config, LayerType, op::rope::Positions};
+use crate::{Gemma4Config, Gemma4Error, LayerType, op::rope::Positions};
+use buffers::{Buffers, capacity, empty, extended, in_order, parts_in_order, write, write_ring};
 use burn::{
     module::Param,
     tensor::{Bool, Device, Int, Tensor, TensorData},
 };
-use compact::{CompactKeys, CompactLayout};
+use compact::{CompactBuffer, CompactKeys, CompactLayout};
 use key_values::{KeyValues, Visible};
-
-/// Columns that a full layer's buffer grows by. Growing copies the buffer, which attention reads once a column
-/// anyway, so this bounds the copies to 1/256 of what is read.
-const BLOCK: usize = 256;
+#[cfg(feature = "cube")]
+use {
+    buffers::{BLOCK, grown},
+    ring::Ring,
+};
 
 /// Keys and values of a batch of sequences.
 #[derive(Debug)]
@@ -25,8 +34,12 @@ pub struct Cache {
     /// Of every layer that has its own keys and values.
     stores: Vec<Store>,
     window: usize,
-    /// Columns written, padding included.
+    /// Columns that may be forgotten at once, for each of which a ring has a slot beside the window's.
+    spare: usize,
+    /// Columns written, padding included, but for those that are forgotten.
     columns: usize,
+    /// One more than the last column that was ever written.
+    written: usize,
     /// Leading columns of each sequence that are padding.
     padding: Vec<usize>,
     compact_keys: bool,
@@ -38,28 +51,12 @@ pub struct Cache {
 /// Where one layer's keys and values are, from the first call on.
 #[derive(Debug)]
 enum Store {
-    /// Column `c` is in slot `c % window`.
+    /// Column `c` is in slot `c % slots`, of which there are the window's and the spare ones.
     Ring(Option<Buffers>),
     /// Column `c` is in slot `c`.
     Growing(Option<Buffers>),
     /// Column `c` is in slot `c`, which holds both key and value.
     Compact(CompactLayout, Option<Box<CompactBuffer>>),
-}
-
-/// `[batch, kv_heads, slots, head_dim]` each.
-#[derive(Clone, Debug)]
-pub(crate) struct Buffers {
-    pub key: Tensor<4>,
-    pub value: Tensor<4>,
-}
-
-/// Keys and values that share slots.
-#[derive(Clone, Debug)]
-pub(crate) struct CompactBuffer {
-    /// `[batch, kv_heads, slots, width]`.
-    pub slots: Tensor<4>,
-    /// How they are laid out and read.
-    pub keys: CompactKeys,
 }
 
 /// Where a layer's next key and value are written.
@@ -99,11 +96,54 @@ impl Cache {
         Self {
             stores,
             window: config.sliding_window,
+            spare: 0,
             columns: 0,
+            written: 0,
             padding,
             compact_keys,
             #[cfg(feature = "cube")]
             room: 0,
+        }
+    }
+
+    /// The same cache, still empty, whose last columns may be [forgotten](Self::forget), up to `columns` before the last one that
+    /// it ever had. Rings get as many slots more.
+    ///
+    /// # Panics
+    /// If something was written: its rings have their sizes.
+    pub fn forgetting(self, columns: usize) -> Self {
+        assert!(self.written == 0, "rings keep their sizes");
+        Self {
+            spare: columns,
+            ..self
+        }
+    }
+
+    /// How many columns [`forgetting`](Self::forgetting) asked for.
+    pub(crate) fn spare(&self) -> usize {
+        self.spare
+    }
+
+    /// How many of its last columns may be forgotten now.
+    pub fn forgettable(&self) -> usize {
+        (self.columns + self.spare - self.written).min(self.columns)
+    }
+
+    /// Forgets the last `count` columns, as if they had not been read.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where that is more than [`forgettable`](Self::forgettable).
+    pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
+        let most = self.forgettable();
+        match count > most {
+            true => Err(Gemma4Error::Argument {
+                argument: "count",
+                reason: format!("is {count}, but the cache can forget {most} columns"),
+            }),
+            false => {
+                self.columns -= count;
+                Ok(())
+            }
         }
     }
 
@@ -143,7 +183,6 @@ impl Cache {
     }
 
     /// Whether some sequence begins with padding.
-    #[cfg(feature = "cube")]
     pub(crate) fn is_padded(&self) -> bool {
         self.most_padding() > 0
     }
@@ -154,12 +193,12 @@ impl Cache {
         self.room
     }
 
-    /// Gets room for at least one more column. Whoever writes columns one by one notices that buffers move, so they grow by
-    /// an eighth, and not by fewer than 1,024 columns.
+    /// Gets room for at least `count` more columns. Whoever writes a few columns at a time notices that buffers move, so they
+    /// grow by an eighth, and not by fewer than 1,024 columns.
     #[cfg(feature = "cube")]
-    pub(crate) fn make_room(&mut self) {
+    pub(crate) fn make_room(&mut self, count: usize) {
         let columns = self.columns;
-        let room = capacity(columns + (columns / 8).max(4 * BLOCK));
+        let room = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
         let grow = |buffer: &mut Tensor<4>| *buffer = grown(buffer.clone(), room, columns);
         for store in &mut self.stores {
             match store {
@@ -180,24 +219,24 @@ impl Cache {
     /// If the cache is empty.
     #[cfg(feature = "cube")]
     pub(crate) fn targets(&self) -> Vec<Target> {
-        self.stores
-            .iter()
-            .map(|store| match store {
-                Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => {
-                    Target::Apart(Box::new(buffers.clone()))
-                }
-                Store::Compact(_, Some(buffer)) => Target::Compact(buffer.clone()),
-                Store::Ring(None) | Store::Growing(None) | Store::Compact(_, None) => {
-                    panic!("an empty cache has no buffers")
-                }
-            })
-            .collect()
+        self.stores.iter().map(Store::target).collect()
     }
 
-    /// Counts a column that was written into the buffers.
+    /// Where the last layer of `kind` that has keys and values of its own keeps them; nothing where there is none.
+    ///
+    /// # Panics
+    /// If the cache is empty.
     #[cfg(feature = "cube")]
-    pub(crate) fn advance_one(&mut self) {
-        self.columns += 1;
+    pub(crate) fn last_target(&self, kind: LayerType) -> Option<Target> {
+        let is_of =
+            |store: &&Store| matches!(store, Store::Ring(_)) == (kind == LayerType::Sliding);
+        self.stores.iter().rfind(is_of).map(Store::target)
+    }
+
+    /// Counts columns that were written into the buffers.
+    pub(crate) fn advance_by(&mut self, count: usize) {
+        self.columns += count;
+        self.written = self.written.max(self.columns);
     }
 
     fn most_padding(&self) -> usize {
@@ -255,7 +294,8 @@ impl Cache {
             false => Visible {
                 causal,
                 lengths: Some(lengths()),
-                mask: self.mask(0..capacity(end), device),
+                // A buffer keeps the blocks that columns needed which are forgotten.
+                mask: self.mask(0..capacity(end.max(self.written)), device),
                 ..Visible::default()
             },
         };
@@ -280,18 +320,19 @@ impl Cache {
         value: Tensor<4>,
         call: &Call,
     ) -> KeyValues {
-        let (reads_ring, kept, window) = (self.reads_ring(call.count), self.kept(), self.window);
+        let (reads_ring, kept) = (self.reads_ring(call.count), self.kept());
+        let ring = self.ring_slots();
         match &mut self.stores[layer] {
             Store::Ring(store) => {
                 let visible = call.sliding.clone();
-                let slots = |tensor: &Tensor<4>| empty(tensor, window);
+                let slots = |tensor: &Tensor<4>| empty(tensor, ring);
                 let buffers = store.take().unwrap_or_else(|| Buffers {
                     key: slots(&key),
                     value: slots(&value),
                 });
                 if reads_ring {
                     let buffers = buffers.map(key, value, |buffer, new| {
-                        write(buffer, new, 0, call.past % window, 1)
+                        write(buffer, new, 0, call.past % ring, 1)
                     });
                     let read = buffers.read(visible);
                     *store = Some(buffers);
@@ -315,8 +356,8 @@ impl Cache {
                     None => (None, None),
                 };
                 let buffers = Buffers {
-                    key: extended(old_key, key, call),
-                    value: extended(old_value, value, call),
+                    key: extended(old_key, key, call.past),
+                    value: extended(old_value, value, call.past),
                 };
                 let read = new.unwrap_or_else(|| buffers.read(call.full.clone()));
                 *store = Some(buffers);
@@ -328,7 +369,7 @@ impl Cache {
                     Some(CompactBuffer { slots, keys }) => (Some(slots), keys),
                     None => (None, CompactKeys::new(*layout, &key_weight.val())),
                 };
-                let slots = extended(old, keys.slots(key, value), call);
+                let slots = extended(old, keys.slots(key, value), call.past);
                 let read =
                     new.unwrap_or_else(|| KeyValues::of_slots(&slots, &keys, call.full.clone()));
                 *store = Some(Box::new(CompactBuffer { slots, keys }));
@@ -337,14 +378,58 @@ impl Cache {
         }
     }
 
-    /// Counts the columns of a call whose every layer has been extended.
-    pub(crate) fn advance(&mut self, call: &Call) {
-        self.columns += call.count;
+    /// The keys and values of the last layer of `kind` that has its own, and what a query at the next position sees of them. Nothing where
+    /// there is no such layer, or nothing was read.
+    pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
+        let columns = self.columns;
+        let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
+        let visible = Visible {
+            lengths: Some(lengths),
+            ..Visible::default()
+        };
+        let stores = self.stores.iter().rev();
+        let mut found = stores.filter_map(|store| match (kind, store) {
+            (LayerType::Sliding, Store::Ring(Some(buffers))) => {
+                // The next position's own key takes one of the window's places, of which there is one at least.
+                let kept = self.kept().max(1);
+                let in_order =
+                    |ring: &Tensor<4>| Tensor::cat(parts_in_order(ring, columns, kept), 2);
+                Some(KeyValues::new(
+                    in_order(&buffers.key),
+                    in_order(&buffers.value),
+                    Visible::default(),
+                ))
+            }
+            (LayerType::Full, Store::Growing(Some(buffers))) => Some(buffers.read(visible.clone())),
+            (LayerType::Full, Store::Compact(_, Some(buffer))) => {
+                let CompactBuffer { slots, keys } = &**buffer;
+                Some(KeyValues::of_slots(slots, keys, visible.clone()))
+            }
+            _ => None,
+        });
+        found.next()
     }
 
-    /// Whether a call's queries read the ring where it lies: a single query sees all of it, in any order.
+    /// Counts the columns of a call whose every layer has been extended.
+    pub(crate) fn advance(&mut self, call: &Call) {
+        self.advance_by(call.count);
+    }
+
+    /// Whether a call's queries read the ring where it lies: a single query sees all of it, in any order, unless it has spare
+    /// slots.
     fn reads_ring(&self, count: usize) -> bool {
-        count == 1
+        count == 1 && self.spare == 0
+    }
+
+    /// Slots of a sliding layer.
+    fn ring_slots(&self) -> usize {
+        self.window + self.spare
+    }
+
+    /// What queries see in sliding layers.
+    #[cfg(feature = "cube")]
+    pub(crate) fn ring(&self, device: &Device) -> Ring {
+        Ring::new(self.ring_slots(), self.window, device)
     }
 
     /// Columns of the past that a sliding layer's next queries may still see.
@@ -382,21 +467,19 @@ impl Cache {
     }
 }
 
-impl Buffers {
-    fn map(
-        self,
-        key: Tensor<4>,
-        value: Tensor<4>,
-        write: impl Fn(Tensor<4>, Tensor<4>) -> Tensor<4>,
-    ) -> Self {
-        Self {
-            key: write(self.key, key),
-            value: write(self.value, value),
+impl Store {
+    /// Where the layer's next key and value are written.
+    #[cfg(feature = "cube")]
+    fn target(&self) -> Target {
+        match self {
+            Self::Ring(Some(buffers)) | Self::Growing(Some(buffers)) => {
+                Target::Apart(Box::new(buffers.clone()))
+            }
+            Self::Compact(_, Some(buffer)) => Target::Compact(buffer.clone()),
+            Self::Ring(None) | Self::Growing(None) | Self::Compact(_, None) => {
+                panic!("an empty cache has no buffers")
+            }
         }
-    }
-
-    fn read(&self, visible: Visible) -> KeyValues {
-        KeyValues::new(self.key.clone(), self.value.clone(), visible)
     }
 }
 
@@ -406,79 +489,4 @@ impl Call {
         let first = self.past == 0;
         first.then(|| KeyValues::new(key.clone(), value.clone(), self.full.clone()))
     }
-}
-
-/// Slots of a buffer that holds `columns`.
-fn capacity(columns: usize) -> usize {
-    columns.next_multiple_of(BLOCK)
-}
-
-/// A buffer for tensors like `like` with `slots` slots. What is in them before they are written is never read.
-fn empty(like: &Tensor<4>, slots: usize) -> Tensor<4> {
-    let [batch, heads, _, columns] = like.dims();
-    // A slot a row, CUDA's allocator would fill slots of 1,280 bytes up to 1,536.
-    let flat = Tensor::<3>::empty(
-        [batch, heads, slots * columns],
-        (&like.device(), like.dtype()),
-    );
-    flat.reshape([batch, heads, slots, columns])
-}
-
-/// The buffer, or a larger one with its first `columns`, where it has fewer slots than these.
-fn grown(buffer: Tensor<4>, slots: usize, columns: usize) -> Tensor<4> {
-    match buffer.dims()[2] < slots {
-        true => write(empty(&buffer, slots), buffer, 0, 0, columns),
-        false => buffer,
-    }
-}
-
-/// A full layer's buffer with the call's columns, `[batch, kv_heads, count, …]`, after those of the past.
-fn extended(buffer: Option<Tensor<4>>, new: Tensor<4>, call: &Call) -> Tensor<4> {
-    let slots = capacity(call.past + call.count);
-    let buffer = match buffer {
-        Some(buffer) => grown(buffer, slots, call.past),
-        None => empty(&new, slots),
-    };
-    write(buffer, new, 0, call.past, call.count)
-}
-
-/// Writes `count` columns of `new`, from its `start` on, into the slots from `slot` on.
-///
-/// The buffer is the only handle to its memory, so this writes in place.
-fn write(buffer: Tensor<4>, new: Tensor<4>, start: usize, slot: usize, count: usize) -> Tensor<4> {
-    let [batch, heads, _, head_dim] = buffer.dims();
-    buffer.slice_assign(
-        [0..batch, 0..heads, slot..slot + count, 0..head_dim],
-        new.narrow(2, start, count),
-    )
-}
-
-/// Writes into a ring the last columns of `new`, whose first column comes after `past` others.
-fn write_ring(ring: Tensor<4>, new: Tensor<4>, past: usize) -> Tensor<4> {
-    let (window, count) = (ring.dims()[2], new.dims()[2]);
-    let kept = count.min(window);
-    let start = count - kept;
-    let slot = (past + start) % window;
-    let first = kept.min(window - slot);
-    let ring = write(ring, new.clone(), start, slot, first);
-    match kept - first {
-        0 => ring,
-        rest => write(ring, new, start + first, 0, rest),
-    }
-}
-
-/// The last `kept` of `past` columns of a ring, in order, and then `new`.
-fn in_order(ring: &Tensor<4>, new: &Tensor<4>, past: usize, kept: usize) -> Tensor<4> {
-    if kept == 0 {
-        return new.clone();
-    }
-    let window = ring.dims()[2];
-    let slot = (past - kept) % window;
-    let first = kept.min(window - slot);
-    let mut parts = vec![ring.clone().narrow(2, slot, first)];
-    if kept > first {
-        parts.push(ring.clone().narrow(2, 0, kept - first));
-    }
-    parts.push(new.clone());
-    Tensor::cat(parts, 2)
 }

@@ -1,8 +1,9 @@
 //! Rows of a table by token.
 
-use super::random;
+use super::Weight;
+use crate::op::linear::Matrix;
 use burn::{
-    module::{Module, Param},
+    module::Module,
     tensor::{Device, Int, Tensor},
 };
 
@@ -10,7 +11,7 @@ use burn::{
 #[derive(Module, Debug)]
 pub struct Embedding {
     /// `[tokens, columns]`.
-    pub weight: Param<Tensor<2>>,
+    pub weight: Weight,
     #[module(skip)]
     scale: f64,
 }
@@ -24,7 +25,7 @@ impl Embedding {
         device: &Device,
     ) -> Self {
         Self {
-            weight: random([tokens, columns], deviation, device),
+            weight: Weight::random([tokens, columns], deviation, device),
             scale,
         }
     }
@@ -33,11 +34,12 @@ impl Embedding {
     /// models were trained.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, positions] = tokens.dims();
-        let table = self.weight.val();
-        let [_, columns] = table.dims();
-        table
-            .select(0, tokens.reshape([batch * positions]))
-            .reshape([batch, positions, columns])
-            * self.scale
+        let tokens = tokens.reshape([batch * positions]);
+        let rows = match self.weight.matrix() {
+            Matrix::Whole(table) => table.select(0, tokens),
+            Matrix::Quantized(table) => table.select(tokens).dequantized(self.weight.dtype()),
+        };
+        let [_, columns] = rows.dims();
+        rows.reshape([batch, positions, columns]) * self.scale
     }
 }

@@ -1,6 +1,6 @@
 //! The mixture of experts: each token goes through the few small networks that its router chooses.
 
-use super::{Linear, constant, random};
+use super::{Linear, Weight, constant};
 use crate::{
     Gemma4Config,
     config::ExpertsConfig,
@@ -107,9 +107,9 @@ impl Router {
 #[derive(Module, Debug)]
 pub struct Experts {
     /// `[experts, 2 · intermediate, hidden]`: what opens the gates, then what goes through them.
-    pub gate_up_proj: Param<Tensor<3>>,
+    pub gate_up_proj: Weight<3>,
     /// `[experts, hidden, intermediate]`.
-    pub down_proj: Param<Tensor<3>>,
+    pub down_proj: Weight<3>,
 }
 
 impl Experts {
@@ -117,8 +117,12 @@ impl Experts {
         let (hidden, inner) = (config.hidden_size, experts.moe_intermediate_size);
         let deviation = config.initializer_range;
         Self {
-            gate_up_proj: random([experts.num_experts, 2 * inner, hidden], deviation, device),
-            down_proj: random([experts.num_experts, hidden, inner], deviation, device),
+            gate_up_proj: Weight::random(
+                [experts.num_experts, 2 * inner, hidden],
+                deviation,
+                device,
+            ),
+            down_proj: Weight::random([experts.num_experts, hidden, inner], deviation, device),
         }
     }
 
@@ -147,18 +151,16 @@ impl Experts {
         let row_of_place = upload(places.iter().map(|place| (place / top_k) as i32).collect());
         let sorted = input.select(0, row_of_place);
 
-        let (gate_up, down) = (self.gate_up_proj.val(), self.down_proj.val());
         let mut outputs = Vec::new();
         let mut start = 0;
         for run in places.chunk_by(|a, b| routing.chosen[*a] == routing.chosen[*b]) {
             let expert = routing.chosen[run[0]];
             let input = sorted.clone().narrow(0, start, run.len());
-            let weight = |stack: &Tensor<3>| stack.clone().narrow(0, expert, 1).squeeze_dim(0);
-            let inner = linear::rows(input, weight(&gate_up));
+            let inner = linear::rows(input, self.gate_up_proj.matrix(expert));
             let columns = inner.dims()[1] / 2;
             let gate = gelu(inner.clone().narrow(1, 0, columns));
             let up = inner.narrow(1, columns, columns);
-            outputs.push(linear::rows(gate * up, weight(&down)));
+            outputs.push(linear::rows(gate * up, self.down_proj.matrix(expert)));
             start += run.len();
         }
 

@@ -1,9 +1,9 @@
 //! A matrix product as a module.
 
-use super::random;
+use super::Weight;
 use crate::op::{flat_rows, linear::rows};
 use burn::{
-    module::{Module, Param},
+    module::Module,
     tensor::{Device, Tensor},
 };
 
@@ -12,13 +12,13 @@ use burn::{
 pub struct Linear {
     /// `[columns out, columns in]`, as checkpoints have it. Matrix products read it through its strides,
     /// so it is never transposed in memory.
-    pub weight: Param<Tensor<2>>,
+    pub weight: Weight,
 }
 
 impl Linear {
     pub(crate) fn new(input: usize, output: usize, deviation: f64, device: &Device) -> Self {
         Self {
-            weight: random([output, input], deviation, device),
+            weight: Weight::random([output, input], deviation, device),
         }
     }
 
@@ -34,7 +34,7 @@ impl Linear {
     /// rows: their product, of the weight's size, is never there, nor is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         let Some(adapter) = self.weight.adapter() else {
-            return rows(input, self.weight.val());
+            return rows(input, self.weight.matrix());
         };
         let dtype = input.dtype();
         let [reads, writes] = [&adapter.b, &adapter.a].map(|factor| factor.val().cast(dtype));
@@ -46,8 +46,9 @@ impl Linear {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+    use crate::op::linear::Matrix;
     use burn::{
-        module::{Lora, ModuleMapper},
+        module::{Lora, ModuleMapper, Param},
         tensor::Distribution,
     };
 
@@ -96,6 +97,9 @@ mod tests {
             let [found, expected] = [&found, &expected].map(|gradients| leaf.grad(gradients));
             close(found.expect("one"), expected.expect("one"), what);
         }
-        assert!(linear.weight.base().grad(&found).is_none());
+        let Matrix::Whole(base) = linear.weight.base() else {
+            panic!("a whole matrix")
+        };
+        assert!(base.grad(&found).is_none());
     }
 }

@@ -8,6 +8,7 @@ pub mod linear;
 pub mod mlp;
 pub mod norm;
 pub(crate) mod operators;
+pub mod weight;
 
 pub use attention::Attention;
 pub use decoder::DecoderLayer;
@@ -16,6 +17,7 @@ pub use experts::{Experts, Router};
 pub use linear::Linear;
 pub use mlp::Mlp;
 pub use norm::RmsNorm;
+pub use weight::{QuantizedWeight, Weight};
 
 use burn::{
     module::{Initializer, Param},

@@ -2,15 +2,23 @@
 
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
+mod matrix;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
+mod quantized;
+
+pub(crate) use matrix::{Matrix, QuantizedMatrix};
 
 #[cfg(feature = "cuda")]
 use burn::tensor::DType;
 use burn::tensor::Tensor;
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
-pub(crate) fn rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
+    let weight = match weight.into() {
+        Matrix::Whole(weight) => weight,
+        Matrix::Quantized(weight) => return quantized::rows(input, &weight),
+    };
     #[cfg(feature = "cuda")]
     if input.dims()[0] == 1 && input.dtype() == DType::F32 && product::operator(&input).is_some() {
         return (weight * input).sum_dim(1).transpose();

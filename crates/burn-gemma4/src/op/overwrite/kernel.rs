@@ -1,13 +1,13 @@
-//! Copies integers over others.
+//! Copies numbers over others.
 
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked)]
-pub(super) fn copy<I: Int>(
-    source: &Tensor<I>,
-    target: &mut Tensor<I>,
+pub(super) fn copy<N: Numeric>(
+    source: &Tensor<N>,
+    target: &mut Tensor<N>,
     count: u32,
-    #[define(I)] _integer: ElemType,
+    #[define(N)] _number: ElemType,
 ) {
     if ABSOLUTE_POS < count as usize {
         target[ABSOLUTE_POS] = source[ABSOLUTE_POS];

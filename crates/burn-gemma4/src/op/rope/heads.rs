@@ -55,8 +55,8 @@ pub(crate) fn heads_in_order(
     ))
 }
 
-/// Writes keys into their slots of `[rows, heads, slots, head_dim]`, as [`query_heads`] makes queries: the row's position,
-/// modulo the slots.
+/// Writes keys into their slots of `[sequences, heads, slots, head_dim]`, as [`query_heads`] makes queries: the row's position,
+/// modulo the slots. As many rows after one another are of each sequence.
 ///
 /// Every handle to the buffer's memory sees what was written; the result is one of them, and what reads it comes after.
 pub(crate) fn write_keys(

@@ -7,7 +7,7 @@
 use crate::op::sums::{Team, cube_sum};
 use cubecl::prelude::*;
 
-/// The strides of `[rows, heads, slots, columns]`, whose columns lie together.
+/// The strides of `[sequences, heads, slots, columns]`, whose columns lie together.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct HeadStrides {
     pub row: u32,
@@ -66,6 +66,7 @@ pub(super) fn place_heads<E: Float, I: Int>(
     target: &mut Tensor<E>,
     strides: HeadStrides,
     rows: u32,
+    rows_each: u32,
     positions_in_order: u32,
     heads: u32,
     pairs: u32,
@@ -104,7 +105,7 @@ pub(super) fn place_heads<E: Float, I: Int>(
         }
         ComptimeOption::None => {}
     }
-    let to = row as usize * strides.row as usize
+    let to = (row / rows_each) as usize * strides.row as usize
         + head as usize * strides.head as usize
         + (position % slots) as usize * strides.slot as usize;
     let placed = if comptime!(columns == Columns::CompactKeys) {

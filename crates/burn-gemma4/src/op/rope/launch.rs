@@ -141,7 +141,12 @@ fn launch(
     let client = projected.client.clone();
     let projected = into_contiguous(projected);
     let shape = target.meta.shape();
-    let [rows, heads, slots] = [shape[0], shape[1], shape[2]];
+    let [sequences, heads, slots] = [shape[0], shape[1], shape[2]];
+    let rows = projected.meta.shape()[0];
+    assert!(
+        rows.is_multiple_of(sequences),
+        "as many rows of each sequence"
+    );
     let head_dim = projected.meta.shape()[1] / heads;
     let strides = target.meta.strides();
     assert_eq!(strides[3], 1, "a head's columns lie together");
@@ -166,7 +171,7 @@ fn launch(
         ),
     );
     // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
-    // cache has room for, and writes one slot of that head, which has columns for all that are placed.
+    // cache has room for, and writes one slot of that head in its sequence, which has columns for all that are placed.
     unsafe {
         place_heads::launch_unchecked(
             &client,
@@ -181,6 +186,7 @@ fn launch(
             target.clone().into_tensor_arg(),
             HeadStridesLaunch::new(strides[0] as u32, strides[1] as u32, strides[2] as u32),
             rows as u32,
+            (rows / sequences) as u32,
             positions_in_order as u32,
             heads as u32,
             (head_dim / 2) as u32,

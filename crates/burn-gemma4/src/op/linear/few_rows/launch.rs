@@ -2,13 +2,21 @@
 
 use super::{
     FewRowsBackend, MOST_ROWS,
-    kernel::{Epilogue, FactorPlaceLaunch, ProjectPlan, project},
+    kernel::project,
+    sums::{Epilogue, FactorPlaceLaunch, ProjectPlan},
+    words,
 };
-use crate::op::{
-    launch::{plane_width, rows_of, vector_size},
-    sums::Team,
+use crate::{
+    op::{
+        launch::{plane_width, rows_of, vector_size},
+        sums::Team,
+    },
+    quantized::layout::Layout,
 };
-use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
+use burn::backend::{
+    cubecl::dtype_to_storage_type,
+    tensor::{FloatTensor, IntTensor},
+};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::{client::Client, prelude::CubeDim};
@@ -52,24 +60,88 @@ impl FewRowsBackend for CubeBackend {
         };
         launch(input, gate, options)
     }
+
+    fn project_words(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: Layout,
+        cap: Option<f64>,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            cap,
+            ..ProductOptions::default()
+        };
+        words::launch(input, words, layout, options)
+    }
+
+    fn project_words_gated(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        through: IntTensor<Self>,
+        layout: Layout,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            through: Some(through),
+            ..ProductOptions::default()
+        };
+        words::launch(input, words, layout, options)
+    }
+
+    fn project_words_gate_of(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        through: FloatTensor<Self>,
+        layout: Layout,
+        start: usize,
+    ) -> FloatTensor<Self> {
+        let options = ProductOptions {
+            gelu: true,
+            factor: Some((through, start)),
+            ..ProductOptions::default()
+        };
+        words::launch(input, words, layout, options)
+    }
 }
 
 /// What a product does beside adding up.
 #[derive(Default)]
-struct ProductOptions {
-    gelu: bool,
+pub(super) struct ProductOptions {
+    pub gelu: bool,
     /// The weights that the first ones open the gates of.
-    through: Option<CubeTensor>,
+    pub through: Option<CubeTensor>,
     /// A factor of the output, and its first column.
-    factor: Option<(CubeTensor, usize)>,
-    cap: Option<f64>,
+    pub factor: Option<(CubeTensor, usize)>,
+    pub cap: Option<f64>,
+}
+
+impl ProductOptions {
+    /// The factor, and where it lies.
+    pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
+        match self.factor.take() {
+            Some((factor, start)) => {
+                let factor = rows_of(factor);
+                let stride = factor.meta.strides()[0];
+                let place = FactorPlaceLaunch::new(start as u32, stride as u32);
+                (Some(factor), place)
+            }
+            None => (None, FactorPlaceLaunch::new(0, 0)),
+        }
+    }
+
+    pub fn epilogue(&self) -> Epilogue {
+        Epilogue {
+            gelu: self.gelu,
+            capped: self.cap.is_some(),
+        }
+    }
 }
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
-fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> CubeTensor {
+fn launch(input: CubeTensor, weight: CubeTensor, mut options: ProductOptions) -> CubeTensor {
     let client = input.client.clone();
     let (input, weight) = (into_contiguous(input), rows_of(weight));
-    let through = options.through.map(rows_of);
+    let through = options.through.take().map(rows_of);
     let [rows, inner] = [input.meta.shape()[0], input.meta.shape()[1]];
     let outputs = weight.meta.shape()[0];
     let stride = |tensor: &CubeTensor| tensor.meta.strides()[0];
@@ -81,15 +153,15 @@ fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> Cub
     );
     let vectors = inner / vector;
     let output = empty(&input, [rows, outputs], input.dtype);
-    let plan = plan(&client, rows, outputs, vectors, through.is_some());
-    let (factor, factor_place) = match options.factor {
-        Some((factor, start)) => {
-            let factor = rows_of(factor);
-            let place = FactorPlaceLaunch::new(start as u32, stride(&factor) as u32);
-            (Some(factor), place)
-        }
-        None => (None, FactorPlaceLaunch::new(0, 0)),
-    };
+    let plan = plan(
+        &client,
+        rows,
+        outputs,
+        vectors,
+        through.is_some(),
+        IN_FLIGHT,
+    );
+    let (factor, factor_place) = options.factor();
     let address_type = address_type(
         [&input, &weight, &output]
             .into_iter()
@@ -116,10 +188,7 @@ fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> Cub
             outputs as u32,
             options.cap.unwrap_or(1.0) as f32,
             plan,
-            Epilogue {
-                gelu: options.gelu,
-                capped: options.cap.is_some(),
-            },
+            options.epilogue(),
             element,
             vector,
         );
@@ -127,8 +196,18 @@ fn launch(input: CubeTensor, weight: CubeTensor, options: ProductOptions) -> Cub
     output
 }
 
+/// Vectors of weights that a unit has in flight.
+const IN_FLIGHT: usize = 8;
+
 /// Enough units to keep the memory busy, and enough weights for each read of the input.
-fn plan(client: &Client, rows: usize, outputs: usize, vectors: usize, gated: bool) -> ProjectPlan {
+pub(super) fn plan(
+    client: &Client,
+    rows: usize,
+    outputs: usize,
+    vectors: usize,
+    gated: bool,
+    in_flight: usize,
+) -> ProjectPlan {
     assert!(
         rows <= MOST_ROWS,
         "{rows} rows: the kernel takes at most {MOST_ROWS}"
@@ -157,7 +236,7 @@ fn plan(client: &Client, rows: usize, outputs: usize, vectors: usize, gated: boo
     }
     let cube = if width == 1 { 64 } else { 256.max(width) };
     let steps = vectors / units;
-    let in_flight = 8 / (of_team * if gated { 2 } else { 1 });
+    let in_flight = in_flight / (of_team * if gated { 2 } else { 1 });
     let unroll = match vectors.is_multiple_of(units) {
         true => (1..=in_flight.max(1))
             .rev()

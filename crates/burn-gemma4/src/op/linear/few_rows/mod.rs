@@ -2,10 +2,16 @@
 
 mod kernel;
 mod launch;
+mod sums;
+mod words;
 
+use super::Matrix;
+use crate::quantized::layout::Layout;
 use burn::{
     backend::{
-        Backend, Dispatch, backend_extension, fusion::custom::TensorSpec, tensor::FloatTensor,
+        Backend, Dispatch, backend_extension,
+        fusion::custom::TensorSpec,
+        tensor::{FloatTensor, IntTensor},
     },
     tensor::{Shape, Tensor},
 };
@@ -14,39 +20,56 @@ use burn::{
 pub(crate) const MOST_ROWS: usize = 8;
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
-pub(crate) fn project(input: Tensor<2>, weight: Tensor<2>, cap: Option<f64>) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::project(
-        input.into_dispatch(),
-        weight.into_dispatch(),
-        cap,
-    ))
+pub(crate) fn project(input: Tensor<2>, weight: Matrix, cap: Option<f64>) -> Tensor<2> {
+    let input = input.into_dispatch();
+    Tensor::from_dispatch(match weight {
+        Matrix::Whole(weight) => Dispatch::project(input, weight.into_dispatch(), cap),
+        Matrix::Quantized(weight) => {
+            let (words, layout) = (weight.words.into_dispatch(), weight.layout);
+            Dispatch::project_words(input, words, layout, cap)
+        }
+    })
 }
 
 /// `gelu(input · gateᵀ) · (input · throughᵀ)`.
-pub(crate) fn project_gated(input: Tensor<2>, gate: Tensor<2>, through: Tensor<2>) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::project_gated(
-        input.into_dispatch(),
-        gate.into_dispatch(),
-        through.into_dispatch(),
-    ))
+pub(crate) fn project_gated(input: Tensor<2>, gate: Matrix, through: Matrix) -> Tensor<2> {
+    let dispatched = input.clone().into_dispatch();
+    Tensor::from_dispatch(match (gate, through) {
+        (Matrix::Whole(gate), Matrix::Whole(through)) => {
+            Dispatch::project_gated(dispatched, gate.into_dispatch(), through.into_dispatch())
+        }
+        (Matrix::Quantized(gate), Matrix::Quantized(through)) if gate.layout == through.layout => {
+            let (words, through) = (gate.words.into_dispatch(), through.words.into_dispatch());
+            Dispatch::project_words_gated(dispatched, words, through, gate.layout)
+        }
+        // Files of mixed formats.
+        (gate, through) => {
+            let through = project(input.clone(), through, None);
+            return project_gate_of(input, gate, through, 0);
+        }
+    })
 }
 
 /// `gelu(input · gateᵀ)` times the columns of `[rows, …]` from `start` on.
 pub(crate) fn project_gate_of(
     input: Tensor<2>,
-    gate: Tensor<2>,
+    gate: Matrix,
     through: Tensor<2>,
     start: usize,
 ) -> Tensor<2> {
-    Tensor::from_dispatch(Dispatch::project_gate_of(
-        input.into_dispatch(),
-        gate.into_dispatch(),
-        through.into_dispatch(),
-        start,
-    ))
+    let (input, through) = (input.into_dispatch(), through.into_dispatch());
+    Tensor::from_dispatch(match gate {
+        Matrix::Whole(gate) => {
+            Dispatch::project_gate_of(input, gate.into_dispatch(), through, start)
+        }
+        Matrix::Quantized(gate) => {
+            let (words, layout) = (gate.words.into_dispatch(), gate.layout);
+            Dispatch::project_words_gate_of(input, words, through, layout, start)
+        }
+    })
 }
 
-/// The kernel as operators of a backend. The functions above say what they compute.
+/// The kernels as operators of a backend. The functions above say what they compute; weights are numbers, or the words of quantized rows.
 #[backend_extension(Cube, Fusion)]
 pub trait FewRowsBackend: Backend {
     #[fusion(meta = |input, weight, _cap| metadata(input, weight))]
@@ -68,6 +91,31 @@ pub trait FewRowsBackend: Backend {
         input: FloatTensor<Self>,
         gate: FloatTensor<Self>,
         through: FloatTensor<Self>,
+        start: usize,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, words, _layout, _cap| metadata(input, words))]
+    fn project_words(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: Layout,
+        cap: Option<f64>,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, words, _through, _layout| metadata(input, words))]
+    fn project_words_gated(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        through: IntTensor<Self>,
+        layout: Layout,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, words, _through, _layout, _start| metadata(input, words))]
+    fn project_words_gate_of(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        through: FloatTensor<Self>,
+        layout: Layout,
         start: usize,
     ) -> FloatTensor<Self>;
 }

@@ -1,0 +1,272 @@
+//! The drafter (MTP) of a Gemma 4: a few layers that guess its next tokens from its own hidden state, keys and values.
+//!
+//! It has no keys of its own. All its guesses of a round are made at one position, that of the token after which the model goes on, and
+//! each is made of the one before and of the stream that the one before left, which begins with the model's own.
+
+mod head;
+
+pub use head::MaskedEmbedding;
+
+#[cfg(feature = "cube")]
+use crate::model::few_rows::FewRows;
+use crate::{
+    Cache, DrafterConfig, Gemma4Error, Gemma4Model, LayerType,
+    model::{
+        any_rows::{AnyRows, Rotations},
+        cache::key_values::SharedKeyValues,
+        layer::{
+            Linear,
+            operators::{Operators, Stream},
+        },
+    },
+    op::{flat_rows, rope::Positions},
+};
+use burn::{
+    module::Module,
+    tensor::{Device, Int, Tensor, TensorData},
+};
+use std::sync::Arc;
+
+/// A small model that guesses tokens for a large one, on the device that it was loaded on. Its fields have the names of the checkpoint's
+/// tensors.
+#[derive(Module, Debug)]
+pub struct Drafter {
+    /// Its layers, and the table of its head: no model alone, having no keys.
+    pub(crate) model: Gemma4Model,
+    /// A token's embedding and the stream before it, both of the large model's width, to its own stream.
+    pub pre_projection: Linear,
+    /// Its own stream to one of the large model's width.
+    pub post_projection: Linear,
+    /// Chooses among groups of tokens.
+    pub masked_embedding: Option<MaskedEmbedding>,
+    #[module(skip)]
+    config: Arc<DrafterConfig>,
+}
+
+/// What a drafter guesses.
+#[derive(Clone, Debug)]
+pub struct Guesses {
+    /// `[count]`: tokens that may come one after the other.
+    pub tokens: Tensor<1, Int>,
+    /// `[count, hidden]` of the large model's width: the stream after each.
+    pub hidden: Tensor<2>,
+}
+
+impl Guesses {
+    /// The tokens on the host.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Device`] where the device failed.
+    pub fn tokens(&self) -> Result<Vec<u32>, Gemma4Error> {
+        let tokens = self.tokens.clone().try_into_data().map_err(|error| {
+            Gemma4Error::Device(format!("the drafter guessed nothing: {error}"))
+        })?;
+        Ok(tokens.iter::<i64>().map(|token| token as u32).collect())
+    }
+}
+
+impl Drafter {
+    /// A drafter with random weights, drawn when they are first used, in the device's default dtype. Groups of tokens, if its head has
+    /// them, are of tokens in their order.
+    ///
+    /// # Panics
+    /// If the configuration is not [valid](DrafterConfig::validate).
+    pub fn new(config: &DrafterConfig, device: &Device) -> Self {
+        if let Err(error) = config.validate() {
+            panic!("{error}");
+        }
+        let tokens: Vec<i32> = (0..config.text.vocab_size as i32).collect();
+        Self::of(config, &tokens, device)
+    }
+
+    /// [`new`](Self::new) of a valid configuration. `groups` are the tokens of each group, one group after the other.
+    pub(crate) fn of(config: &DrafterConfig, groups: &[i32], device: &Device) -> Self {
+        let text = &config.text;
+        let linear = |input, output| Linear::new(input, output, text.initializer_range, device);
+        let (hidden, backbone) = (text.hidden_size, config.backbone_hidden_size);
+        Self {
+            model: Gemma4Model::of(text, device),
+            pre_projection: linear(2 * backbone, hidden),
+            post_projection: linear(hidden, backbone),
+            masked_embedding: config.ordered_embeddings.as_ref().map(|ordered| {
+                let centroids = linear(hidden, ordered.num_centroids);
+                MaskedEmbedding::new(ordered, groups, centroids, device)
+            }),
+            config: Arc::new(config.clone()),
+        }
+    }
+
+    /// Its shape.
+    pub fn config(&self) -> &DrafterConfig {
+        &self.config
+    }
+
+    /// Guesses `count` tokens after `token`, which comes after what `cache` holds and has not been read. `hidden`, `[1, hidden]`, is what
+    /// the logits that it was chosen by were made of: see [`Next::hidden`](crate::Next::hidden).
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where the drafter is not for `target`, where the cache is empty, padded or has several sequences, where the token is
+    /// outside the vocabulary, and where `count` is 0.
+    pub fn draft(
+        &self,
+        target: &Gemma4Model,
+        cache: &Cache,
+        token: u32,
+        hidden: Tensor<2>,
+        count: usize,
+    ) -> Result<Guesses, Gemma4Error> {
+        self.check(target)?;
+        self.check_call(cache, token, &hidden, count)?;
+        Ok(self.guess(target, cache, token, hidden, count))
+    }
+
+    /// Refuses a model that it is not for, by what differs.
+    pub(crate) fn check(&self, target: &Gemma4Model) -> Result<(), Gemma4Error> {
+        self.config.check_target(target.config())?;
+        self.check_numbers(target)
+    }
+
+    /// Refuses what cannot be guessed after.
+    pub(crate) fn check_call(
+        &self,
+        cache: &Cache,
+        token: u32,
+        hidden: &Tensor<2>,
+        count: usize,
+    ) -> Result<(), Gemma4Error> {
+        let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
+        self.config.text.check_tokens([i64::from(token)])?;
+        if cache.is_empty() || cache.batch() != 1 {
+            let reason = format!(
+                "has {} columns of {} sequences; it should hold one sequence",
+                cache.len(),
+                cache.batch()
+            );
+            return refuse("cache", reason);
+        }
+        if cache.is_padded() {
+            return refuse(
+                "cache",
+                "begins with padding, which a drafter would see".into(),
+            );
+        }
+        let expected = [1, self.config.backbone_hidden_size];
+        if hidden.dims() != expected {
+            let reason = format!(
+                "has the shape {:?}; it should be {expected:?}",
+                hidden.dims()
+            );
+            return refuse("hidden", reason);
+        }
+        match count {
+            0 => refuse("count", "is 0; it should be at least 1".into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses another dtype or device than the large model's.
+    fn check_numbers(&self, target: &Gemma4Model) -> Result<(), Gemma4Error> {
+        let (found, expected) = (self.model.dtype(), target.dtype());
+        match found == expected && self.model.device() == target.device() {
+            true => Ok(()),
+            false => Err(Gemma4Error::Argument {
+                argument: "drafter",
+                reason: format!(
+                    "is in {} on {:?}; the model is in {} on {:?}",
+                    found.name(),
+                    self.model.device(),
+                    expected.name(),
+                    target.device()
+                ),
+            }),
+        }
+    }
+
+    /// [`draft`](Self::draft) of what is known to fit.
+    pub(crate) fn guess(
+        &self,
+        target: &Gemma4Model,
+        cache: &Cache,
+        token: u32,
+        hidden: Tensor<2>,
+        count: usize,
+    ) -> Guesses {
+        let device = target.device();
+        let dtype = hidden.dtype();
+        let position = Positions::Range {
+            first: cache.len(),
+            count: 1,
+        };
+        let mut shared = SharedKeyValues::default();
+        for kind in [LayerType::Sliding, LayerType::Full] {
+            if let Some(key_values) = cache.last_of(kind, &device) {
+                shared.set(kind, key_values);
+            }
+        }
+        let token = TensorData::new(vec![token as i32], [1]);
+        let token = Tensor::<1, Int>::from_data(token, &device);
+        #[cfg(feature = "cube")]
+        if FewRows::serve(&self.model, 1) {
+            let after = &mut |_| ();
+            let mut operators = self
+                .model
+                .last_position(&position, 1, dtype, &device, after);
+            return self.steps(target, token, hidden, &mut shared, &mut operators, count);
+        }
+        let mut operators = AnyRows {
+            batch: 1,
+            rotations: Rotations::new(&self.model.rope, &position, dtype, &device),
+            window: self.model.config().sliding_window,
+            segments: None,
+            cache: None,
+            observer: &mut (),
+        };
+        self.steps(target, token, hidden, &mut shared, &mut operators, count)
+    }
+
+    /// `count` steps one after the other.
+    pub(crate) fn steps(
+        &self,
+        target: &Gemma4Model,
+        mut token: Tensor<1, Int>,
+        mut hidden: Tensor<2>,
+        shared: &mut SharedKeyValues,
+        operators: &mut impl Operators,
+        count: usize,
+    ) -> Guesses {
+        let (mut tokens, mut streams) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            (token, hidden) = self.step(target, token, hidden, shared, operators);
+            tokens.push(token.clone());
+            streams.push(hidden.clone());
+        }
+        Guesses {
+            tokens: Tensor::cat(tokens, 0),
+            hidden: Tensor::cat(streams, 0),
+        }
+    }
+
+    /// The token that may come after `token`, `[1]`, and the stream after that, `[1, hidden]`.
+    fn step(
+        &self,
+        target: &Gemma4Model,
+        token: Tensor<1, Int>,
+        hidden: Tensor<2>,
+        shared: &mut SharedKeyValues,
+        operators: &mut impl Operators,
+    ) -> (Tensor<1, Int>, Tensor<2>) {
+        let model = &self.model;
+        let embedded = flat_rows(target.embed_tokens.forward(token.unsqueeze::<2>()));
+        let both = Tensor::cat(vec![embedded, hidden], 1);
+        let stream = Stream::new(operators.project(both, &self.pre_projection));
+        let layers = 0..model.config().num_layers();
+        let mut stream = model.layers(layers, stream, None, shared, operators);
+        let normed = stream.norm(&model.norm);
+        let next = operators.project(normed.clone(), &self.post_projection);
+        let token = match &self.masked_embedding {
+            Some(masked) => masked.token(normed, model.head(), operators),
+            None => head::token(head::logits(normed, model.head())),
+        };
+        (token, next)
+    }
+}

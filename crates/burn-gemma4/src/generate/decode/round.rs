@@ -1,0 +1,119 @@
+//! A drafter's round: all tokens that it guesses after one, by kernels alone.
+//!
+//! Nothing here depends on the host but the shapes. After which token and at which position, the kernels read from the device, so that
+//! the launches can be captured and replayed.
+
+use super::recorded::Computation;
+use crate::{
+    Cache, Drafter, Gemma4Model, Guesses, LayerType,
+    model::{
+        cache::{
+            Target,
+            key_values::{KeyValues, SharedKeyValues, Visible},
+            ring::Ring,
+        },
+        few_rows::FewRows,
+    },
+    op::rope::RotationTables,
+};
+use burn::tensor::{Device, Int, Tensor};
+
+/// The computation of a round: everything it reads and writes.
+pub(super) struct Round {
+    drafter: Drafter,
+    /// Its tensors are the caller's model's.
+    target: Gemma4Model,
+    /// Where the last layers of each kind that have keys and values of their own keep them.
+    last_sliding: Option<Target>,
+    last_full: Option<Target>,
+    ring: Ring,
+    sliding: RotationTables,
+    full: RotationTables,
+    /// `[2]`: the token and its position, which the cache does not hold yet.
+    pub inputs: Tensor<1, Int>,
+    /// `[hidden]`: what the token's logits were made of.
+    pub hidden: Tensor<1>,
+    count: usize,
+}
+
+impl Round {
+    /// Of `count` tokens after what the cache holds, and as far as it has room.
+    pub fn new(
+        drafter: &Drafter,
+        target: &Gemma4Model,
+        cache: &Cache,
+        inputs: Tensor<1, Int>,
+        hidden: Tensor<1>,
+        count: usize,
+    ) -> Self {
+        let device = target.device();
+        let (rope, dtype) = (&drafter.model.rope, drafter.model.dtype());
+        let tables = |kind| rope.tables(kind, cache.room(), dtype, &device);
+        Self {
+            last_sliding: cache.last_target(LayerType::Sliding),
+            last_full: cache.last_target(LayerType::Full),
+            ring: cache.ring(&device),
+            sliding: tables(LayerType::Sliding),
+            full: tables(LayerType::Full),
+            drafter: drafter.clone(),
+            target: target.clone(),
+            inputs,
+            hidden,
+            count,
+        }
+    }
+}
+
+impl Computation for Round {
+    type Outputs = Guesses;
+
+    fn compute(&self) -> Guesses {
+        let [columns] = self.hidden.dims();
+        let token = self.inputs.clone().narrow(0, 0, 1);
+        let position = self.inputs.clone().narrow(0, 1, 1);
+        // The position's own key is not there yet.
+        let in_ring = self.ring.visible(position.clone(), position.clone() - 1);
+        let in_full = Visible {
+            lengths: Some(position.clone()),
+            ..Visible::default()
+        };
+        let mut shared = SharedKeyValues::default();
+        for (kind, last, visible) in [
+            (LayerType::Sliding, &self.last_sliding, in_ring),
+            (LayerType::Full, &self.last_full, in_full),
+        ] {
+            if let Some(last) = last {
+                shared.set(kind, read(last, visible));
+            }
+        }
+        let mut operators = FewRows {
+            batch: 1,
+            positions: position,
+            sliding: self.sliding.clone(),
+            full: self.full.clone(),
+            targets: None,
+            after: &mut |_| (),
+        };
+        let hidden = self.hidden.clone().reshape([1, columns]);
+        self.drafter.steps(
+            &self.target,
+            token,
+            hidden,
+            &mut shared,
+            &mut operators,
+            self.count,
+        )
+    }
+
+    fn device(&self) -> Device {
+        self.inputs.device()
+    }
+}
+
+/// What a layer's buffers hold, of which queries see what is `visible`.
+fn read(buffers: &Target, visible: Visible) -> KeyValues {
+    match buffers {
+        Target::Apart(buffers) => buffers.read(visible),
+        Target::Compact(buffer) => KeyValues::of_slots(&buffer.slots, &buffer.keys, visible),
+    }
+}

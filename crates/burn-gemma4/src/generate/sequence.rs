@@ -1,0 +1,142 @@
+//! A text on its way: which token comes next, what it means, whether it is the last.
+
+use super::{
+    FinishReason, GenerateOptions, Generation, OnToken, Timings, Token, draft::DraftCounts,
+};
+use crate::{
+    Gemma4Error, Next, Sampler, Sampling, TokenLogprobs, Tokenizer,
+    text::{parts::Parts, stop::StopStrings},
+};
+
+/// What the host reads of logits to choose tokens by. Only what is needed leaves the device: numbers of tokens where all are greedy
+/// and nothing else of the logits is asked for.
+pub(super) enum Chosen {
+    /// The likeliest token of each row, if there is one, of so many.
+    Likeliest(Vec<Option<u32>>, usize),
+    /// The logits of rows of so many tokens.
+    Logits(Vec<f32>, usize),
+}
+
+impl Chosen {
+    pub fn of(next: Next<'_>, options: &GenerateOptions) -> Result<Self, Gemma4Error> {
+        let vocabulary = next.vocabulary();
+        match options.sampling.takes_the_largest() && options.logprobs.is_none() {
+            true => Ok(Self::Likeliest(next.likeliest()?, vocabulary)),
+            false => Ok(Self::Logits(next.logits()?, vocabulary)),
+        }
+    }
+
+    /// The token of a row, for the sequence whose next one it is.
+    pub fn token(
+        &self,
+        row: usize,
+        sequence: &mut Sequence<'_>,
+        options: &GenerateOptions,
+    ) -> Result<u32, Gemma4Error> {
+        match self {
+            Self::Likeliest(tokens, vocabulary) => {
+                tokens[row].ok_or_else(|| Gemma4Error::no_number(*vocabulary))
+            }
+            Self::Logits(logits, vocabulary) => {
+                let logits = &logits[row * vocabulary..][..*vocabulary];
+                let token = sequence.sampler.sample(logits)?;
+                if let Some(count) = options.logprobs {
+                    let logprobs = TokenLogprobs::of(logits, token, count);
+                    sequence.logprobs.push(logprobs);
+                }
+                Ok(token)
+            }
+        }
+    }
+}
+
+/// One sequence on its way.
+pub(super) struct Sequence<'a> {
+    index: usize,
+    pub prompt: Vec<u32>,
+    sampler: Sampler,
+    pub tokens: Vec<u32>,
+    parts: Parts<'a>,
+    stop_strings: StopStrings<'a>,
+    logprobs: Vec<TokenLogprobs>,
+    pub finished: Option<FinishReason>,
+}
+
+impl<'a> Sequence<'a> {
+    pub fn new(
+        index: usize,
+        prompt: Vec<u32>,
+        tokenizer: &'a Tokenizer,
+        options: &'a GenerateOptions,
+    ) -> Result<Self, Gemma4Error> {
+        let seed = options.sampling.seed;
+        let mut sampler = Sampler::new(&Sampling {
+            seed: seed.map(|seed| seed.wrapping_add(index as u64)),
+            ..options.sampling.clone()
+        });
+        sampler.read(&prompt);
+        Ok(Self {
+            index,
+            sampler,
+            tokens: Vec::new(),
+            parts: Parts::after(&prompt, tokenizer)?,
+            stop_strings: StopStrings::new(&options.stop_strings, tokenizer),
+            logprobs: Vec::new(),
+            finished: None,
+            prompt,
+        })
+    }
+
+    pub fn take(
+        &mut self,
+        token: u32,
+        max_tokens: usize,
+        options: &GenerateOptions,
+        on_token: &mut OnToken<'_>,
+    ) -> Result<(), Gemma4Error> {
+        if self.finished.is_some() {
+            return Ok(());
+        }
+        self.tokens.push(token);
+        if !options.ignore_stop_tokens && options.stop_tokens.contains(&token) {
+            self.finished = Some(FinishReason::Stop);
+            return Ok(());
+        }
+        let (kind, text) = self.parts.push(token)?;
+        let stops = self.stop_strings.end_with(token)?;
+        let token = Token {
+            id: token,
+            text: &text,
+            kind,
+        };
+        if on_token(self.index, &token).is_break() {
+            self.finished = Some(FinishReason::Cancelled);
+        } else if stops {
+            self.finished = Some(FinishReason::Stop);
+        } else if self.tokens.len() == max_tokens {
+            self.finished = Some(FinishReason::Length);
+        }
+        Ok(())
+    }
+
+    pub fn finish(
+        mut self,
+        mut timings: Timings,
+        drafts: DraftCounts,
+    ) -> Result<Generation, Gemma4Error> {
+        self.parts.finish()?;
+        timings.decode_tokens = self.tokens.len().saturating_sub(1);
+        Ok(Generation {
+            prompt_tokens: self.prompt,
+            tokens: self.tokens,
+            text: self.parts.answer,
+            thoughts: self.parts.thoughts,
+            tool_calls: self.parts.tool_calls,
+            logprobs: self.logprobs,
+            // What did not end by itself was cancelled.
+            finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
+            drafts,
+            timings,
+        })
+    }
+}

@@ -1,0 +1,269 @@
+//! A weight matrix: whole, or quantized.
+
+use super::random;
+use crate::{
+    op::{
+        flat_rows,
+        linear::{Matrix, QuantizedMatrix},
+    },
+    quantized::layout::Layout,
+};
+use burn::{
+    module::{
+        Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
+        ModuleVisitor, Param,
+    },
+    tensor::{DType, Device, Int, Tensor},
+};
+
+/// A weight matrix, or several of them: its rows are what products give, its last dimension what they read.
+#[derive(Clone, Debug)]
+pub enum Weight<const D: usize = 2> {
+    /// All of its numbers. Only these are trained.
+    Whole(Param<Tensor<D>>),
+    /// Codes of a few bits and scales, as a checkpoint has them or as
+    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization) makes them. Products make numbers of them on their way.
+    Quantized(QuantizedWeight<D>),
+}
+
+/// The words of quantized rows.
+#[derive(Module, Debug)]
+pub struct QuantizedWeight<const D: usize = 2> {
+    /// `[rows, words]`, each 32 bits, whose meaning is this crate's own.
+    pub words: Param<Tensor<2, Int>>,
+    #[module(skip)]
+    layout: Layout,
+    #[module(skip)]
+    dtype: DType,
+    #[module(skip)]
+    shape: [usize; D],
+}
+
+impl<const D: usize> QuantizedWeight<D> {
+    /// `words` are `[rows, words]` of a weight of this shape, whose model computes in `dtype`.
+    pub(crate) fn new(
+        words: Tensor<2, Int>,
+        layout: Layout,
+        dtype: DType,
+        shape: [usize; D],
+    ) -> Self {
+        Self {
+            words: Param::initialized(burn::module::ParamId::new(), words),
+            layout,
+            dtype,
+            shape,
+        }
+    }
+
+    /// All rows.
+    pub(crate) fn matrix(&self) -> QuantizedMatrix {
+        QuantizedMatrix {
+            words: self.words.val(),
+            layout: self.layout,
+        }
+    }
+}
+
+impl<const D: usize> Weight<D> {
+    pub(crate) fn random(shape: [usize; D], deviation: f64, device: &Device) -> Self {
+        Self::Whole(random(shape, deviation, device))
+    }
+
+    /// All numbers, with what an adapter adds. Of a quantized weight, which has them nowhere, they are a new tensor.
+    pub fn val(&self) -> Tensor<D> {
+        match self {
+            Self::Whole(weight) => weight.val(),
+            Self::Quantized(weight) => weight
+                .matrix()
+                .dequantized(weight.dtype)
+                .reshape(weight.shape),
+        }
+    }
+
+    /// The dtype of its numbers.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Whole(weight) => weight.base().dtype(),
+            Self::Quantized(weight) => weight.dtype,
+        }
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> Device {
+        match self {
+            Self::Whole(weight) => weight.base().device(),
+            Self::Quantized(weight) => weight.words.val().device(),
+        }
+    }
+
+    /// Its low-rank adapter; a quantized weight has none.
+    pub(crate) fn adapter(&self) -> Option<&LoraAdapter> {
+        match self {
+            Self::Whole(weight) => weight.adapter(),
+            Self::Quantized(_) => None,
+        }
+    }
+}
+
+impl Weight {
+    /// As products take it.
+    pub(crate) fn matrix(&self) -> Matrix {
+        match self {
+            Self::Whole(weight) => weight.val().into(),
+            Self::Quantized(weight) => weight.matrix().into(),
+        }
+    }
+
+    /// The same without what an adapter adds.
+    pub(crate) fn base(&self) -> Matrix {
+        match self {
+            Self::Whole(weight) => weight.base().into(),
+            Self::Quantized(weight) => weight.matrix().into(),
+        }
+    }
+}
+
+impl Weight<3> {
+    /// One of the matrices.
+    pub(crate) fn matrix(&self, index: usize) -> Matrix {
+        match self {
+            Self::Whole(weight) => {
+                let matrix: Tensor<2> = weight.val().narrow(0, index, 1).squeeze_dim(0);
+                matrix.into()
+            }
+            Self::Quantized(weight) => {
+                let [_, rows, _] = weight.shape;
+                weight.matrix().rows(index * rows, rows).into()
+            }
+        }
+    }
+}
+
+/// A weight of any number of dimensions.
+pub(crate) trait AnyWeight {
+    /// The weight by its words, in their place what there was.
+    fn quantize(&mut self, words: Tensor<2, Int>, layout: Layout, dtype: DType);
+
+    /// Makes it whole.
+    fn dequantize(&mut self);
+
+    /// The size of its last dimension, where it is whole.
+    fn whole_columns(&self) -> Option<usize>;
+
+    /// All dimensions but the last as one, where it is whole.
+    fn whole_rows(&self) -> Option<Tensor<2>>;
+
+    /// The shape of its numbers, and how to make them, where they are quantized.
+    fn quantized(&self) -> Option<(Vec<usize>, QuantizedMatrix)>;
+}
+
+impl<const D: usize> AnyWeight for Weight<D> {
+    fn quantize(&mut self, words: Tensor<2, Int>, layout: Layout, dtype: DType) {
+        let shape = match self {
+            Self::Whole(weight) => weight.lazy_shape().dims(),
+            Self::Quantized(weight) => weight.shape,
+        };
+        *self = Self::Quantized(QuantizedWeight::new(words, layout, dtype, shape));
+    }
+
+    fn dequantize(&mut self) {
+        if let Self::Quantized(_) = self {
+            *self = Self::Whole(Param::from_tensor(self.val()));
+        }
+    }
+
+    fn whole_columns(&self) -> Option<usize> {
+        match self {
+            Self::Whole(weight) => weight.lazy_shape().to_vec().last().copied(),
+            Self::Quantized(_) => None,
+        }
+    }
+
+    fn whole_rows(&self) -> Option<Tensor<2>> {
+        match self {
+            Self::Whole(weight) => Some(flat_rows(weight.val())),
+            Self::Quantized(_) => None,
+        }
+    }
+
+    fn quantized(&self) -> Option<(Vec<usize>, QuantizedMatrix)> {
+        match self {
+            Self::Whole(_) => None,
+            Self::Quantized(weight) => Some((weight.shape.to_vec(), weight.matrix())),
+        }
+    }
+}
+
+/// Parameters have the paths that they would have without the enum: those of the checkpoint's tensors.
+impl<const D: usize> Module for Weight<D> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        match self {
+            Self::Whole(weight) => weight.collect_devices(devices),
+            Self::Quantized(weight) => weight.collect_devices(devices),
+        }
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        match self {
+            Self::Whole(weight) => Self::Whole(weight.fork(device)),
+            Self::Quantized(weight) => Self::Quantized(weight.fork(device)),
+        }
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        match self {
+            Self::Whole(weight) => Self::Whole(weight.to_device(device)),
+            Self::Quantized(weight) => Self::Quantized(weight.to_device(device)),
+        }
+    }
+
+    fn train(self) -> Self {
+        match self {
+            Self::Whole(weight) => Self::Whole(weight.train()),
+            Self::Quantized(weight) => Self::Quantized(weight.train()),
+        }
+    }
+
+    fn valid(&self) -> Self {
+        match self {
+            Self::Whole(weight) => Self::Whole(weight.valid()),
+            Self::Quantized(weight) => Self::Quantized(weight.valid()),
+        }
+    }
+
+    fn materialize(self) -> Self {
+        match self {
+            Self::Whole(weight) => Self::Whole(weight.materialize()),
+            Self::Quantized(weight) => Self::Quantized(weight.materialize()),
+        }
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        match self {
+            Self::Whole(weight) => weight.visit(visitor),
+            Self::Quantized(weight) => weight.visit(visitor),
+        }
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        match self {
+            Self::Whole(weight) => Self::Whole(Module::map(weight, mapper)),
+            Self::Quantized(weight) => Self::Quantized(weight.map(mapper)),
+        }
+    }
+}
+
+impl<const D: usize> ModuleDisplayDefault for Weight<D> {
+    fn content(&self, content: Content) -> Option<Content> {
+        match self {
+            Self::Whole(weight) => ModuleDisplayDefault::content(weight, content),
+            Self::Quantized(weight) => {
+                let bits = weight.layout.bits_of_number();
+                let string = format!("Weight {{shape: {:?}, bits: {bits:.3}}}", weight.shape);
+                content.add_formatted(&string).optional()
+            }
+        }
+    }
+}
+
+impl<const D: usize> ModuleDisplay for Weight<D> {}

@@ -1,0 +1,282 @@
+//! Numbers of words: `round((code - zero) · scale + least)`, as [`Layout`](crate::quantized::layout::Layout) has them, bit by bit.
+//!
+//! Budget: no shared memory; a word's codes, at most 8 numbers, in registers. Bound by memory: a unit reads a word of codes and what its
+//! group has, which its neighbours read as well, and writes the numbers side by side. It is what prompts need: a product of few
+//! rows makes numbers of words by the same functions, and never writes them.
+
+use crate::quantized::layout::{Format, Rounding, SUPER, SUPER_WORDS, Scales};
+use burn::tensor::f16;
+use cube_kit::rounding::{nearest_bfloat16, nearest_float16, rounded};
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
+
+/// Where the parts of rows are, in words.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+pub(in crate::op) struct RowParts {
+    /// From a row to the next.
+    pub stride: u32,
+    /// Of upper bits in a row.
+    pub top: u32,
+    /// Of scales in a row.
+    pub scales: u32,
+}
+
+/// What makes numbers of a group's codes.
+#[derive(CubeType, Clone, Copy)]
+pub(in crate::op) struct Group {
+    /// Where it is of the group: else codes come without their format's.
+    zero: f32,
+    pub scale: f32,
+    least: f32,
+}
+
+impl Format {
+    /// What every code of the format has above its number; 0 where that is a group's.
+    fn zero(self) -> u32 {
+        match self.scales {
+            Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero,
+            Scales::HalfAndLeast | Scales::SingleAndZero | Scales::BytesAndLeast => 0,
+        }
+    }
+
+    /// Whether something is added to numbers.
+    fn has_least(self) -> bool {
+        matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
+    }
+
+    /// Whether a sum of numbers is their scale times the sum of their codes.
+    pub(in crate::op) fn is_linear(self) -> bool {
+        !self.has_least() && self.rounding == Rounding::None
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn dequantize<E: Float, N: Size>(
+    words: &Tensor<u32>,
+    numbers: &mut Tensor<Vector<E, N>>,
+    parts: RowParts,
+    words_of_row: u32,
+    all_words: usize,
+    #[comptime] format: Format,
+    #[comptime] converts_f16: bool,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    if ABSOLUTE_POS < all_words {
+        let row = ABSOLUTE_POS / words_of_row as usize;
+        let word = (ABSOLUTE_POS % words_of_row as usize) as u32;
+        let start = row * parts.stride as usize;
+        let codes = words[start + word as usize];
+        let top = top_of_word(words, start + parts.top as usize, word, format);
+        let column = word * comptime!(format.codes_of_word() as u32);
+        let group = group_of_column(
+            words,
+            start + parts.scales as usize,
+            column,
+            format,
+            converts_f16,
+        );
+        let width = numbers.vector_size().comptime();
+        let vectors = comptime!(format.codes_of_word() / width);
+        #[unroll]
+        for vector in 0..vectors {
+            let mut written = Vector::<E, N>::empty();
+            #[unroll]
+            for lane in 0..width {
+                let code = code(codes, top, comptime!(vector * width + lane), format);
+                let number = number(code, &group, format);
+                written.insert(lane, element::<E>(number));
+            }
+            numbers[ABSOLUTE_POS * vectors + vector] = written;
+        }
+    }
+}
+
+/// The element nearest to a number. Drivers round to f16, too, as they like.
+#[cube]
+fn element<E: Float>(number: f32) -> E {
+    let element = elem_type_of::<E>();
+    if comptime!(element == ElemType::Float(FloatKind::F16)) {
+        E::cast_from(nearest_float16(number))
+    } else {
+        rounded::<E>(number)
+    }
+}
+
+/// The upper bits of a word's codes, those of the first code lowest.
+#[cube]
+pub(in crate::op) fn top_of_word(
+    words: &Tensor<u32>,
+    top: usize,
+    word: u32,
+    #[comptime] format: Format,
+) -> u32 {
+    if comptime!(format.top_bits() > 0) {
+        let bits = word * comptime!((format.top_bits() * format.codes_of_word()) as u32);
+        words[top + (bits / 32u32) as usize] >> (bits % 32u32)
+    } else {
+        0u32.runtime()
+    }
+}
+
+/// A code of a word, without its format's zero.
+#[cube]
+pub(in crate::op) fn code(
+    word: u32,
+    top: u32,
+    #[comptime] index: usize,
+    #[comptime] format: Format,
+) -> f32 {
+    let place = comptime!(Place::of(index, format));
+    if comptime!(format.top_bits() > 0) {
+        let low = (word >> comptime!((4 * index) as u32)) & 15u32;
+        let above = top >> comptime!((format.top_bits() * index) as u32);
+        let above = above & comptime!((1u32 << format.top_bits()) - 1);
+        let bits = low | (above << 4u32) | comptime!(Place::FIRST.exponent());
+        f32::reinterpret(bits) - comptime!(Place::FIRST.power() + format.zero() as f32)
+    } else {
+        let codes = word >> comptime!(place.shift);
+        let bits = (codes & comptime!(place.mask)) | comptime!(place.exponent());
+        f32::reinterpret(bits) - comptime!(place.power() + format.zero() as f32)
+    }
+}
+
+/// Where a code is in a float's fraction: under the exponent of a power of two it is the float's difference to that, which no
+/// conversion of integers is needed for.
+#[derive(Clone, Copy)]
+struct Place {
+    /// By which it comes down, since a fraction has 23 bits.
+    shift: u32,
+    mask: u32,
+    /// Its lowest bit.
+    at: u32,
+}
+
+impl Place {
+    const FIRST: Self = Self {
+        shift: 0,
+        mask: 255,
+        at: 0,
+    };
+
+    fn of(index: usize, format: Format) -> Self {
+        let bits = format.low_bits();
+        let shift = match ((index + 1) * bits <= 23, bits) {
+            (true, _) => 0,
+            (false, 4) => 12,
+            (false, _) => 16,
+        };
+        let at = (index * bits - shift) as u32;
+        Self {
+            shift: shift as u32,
+            mask: ((1 << bits) - 1) << at,
+            at,
+        }
+    }
+
+    fn power(self) -> f32 {
+        (1u32 << (23 - self.at)) as f32
+    }
+
+    fn exponent(self) -> u32 {
+        self.power().to_bits()
+    }
+}
+
+/// What makes numbers of the codes of a column's group.
+#[cube]
+pub(in crate::op) fn group_of_column(
+    words: &Tensor<u32>,
+    scales: usize,
+    column: u32,
+    #[comptime] format: Format,
+    #[comptime] converts_f16: bool,
+) -> Group {
+    let group = match comptime!(format.group) {
+        Some(columns) => column / comptime!(columns as u32),
+        None => 0u32.runtime(),
+    };
+    let mut found = Group {
+        zero: 0.0f32,
+        scale: 0.0f32,
+        least: 0.0f32,
+    };
+    if comptime!(matches!(format.scales, Scales::Half { .. })) {
+        let word = words[scales + (group / 2u32) as usize];
+        found.scale = half(word >> (group % 2u32 * 16u32), converts_f16);
+    } else if comptime!(format.scales == Scales::HalfAndLeast) {
+        let word = words[scales + group as usize];
+        found.scale = half(word, converts_f16);
+        found.least = half(word >> 16u32, converts_f16);
+    } else if comptime!(matches!(format.scales, Scales::Single { .. })) {
+        found.scale = f32::reinterpret(words[scales + group as usize]);
+    } else if comptime!(format.scales == Scales::SingleAndZero) {
+        let at = scales + 2 * group as usize;
+        found.scale = f32::reinterpret(words[at]);
+        found.zero = f32::cast_from(words[at + 1]);
+    } else if comptime!(matches!(format.scales, Scales::Bytes { .. })) {
+        let groups = comptime!((SUPER / 16) as u32);
+        let at = scales + (group / groups) as usize * SUPER_WORDS;
+        let byte = byte_of(words, at + 1, group % groups);
+        // Signed.
+        found.scale = half(words[at], converts_f16) * (f32::cast_from(byte ^ 128u32) - 128.0f32);
+    } else {
+        let groups = comptime!((SUPER / 32) as u32);
+        let at = scales + (group / groups) as usize * SUPER_WORDS;
+        let scale = f32::cast_from(byte_of(words, at + 1, group % groups));
+        let least = f32::cast_from(byte_of(words, at + 3, group % groups));
+        found.scale = half(words[at], converts_f16) * scale;
+        found.least = -(half(words[at] >> 16u32, converts_f16) * least);
+    }
+    found
+}
+
+#[cube]
+fn byte_of(words: &Tensor<u32>, first: usize, index: u32) -> u32 {
+    (words[first + (index / 4u32) as usize] >> (index % 4u32 * 8u32)) & 255u32
+}
+
+/// The number that a code of a group stands for.
+#[cube]
+pub(in crate::op) fn number(code: f32, group: &Group, #[comptime] format: Format) -> f32 {
+    let mut number = of_zero(code, group, format) * group.scale;
+    if comptime!(format.has_least()) {
+        number += group.least;
+    }
+    if comptime!(format.rounding == Rounding::BF16) {
+        number = nearest_bfloat16(number);
+    } else if comptime!(format.rounding == Rounding::F16) {
+        number = nearest_float16(number);
+    }
+    number
+}
+
+/// A code without its group's zero.
+#[cube]
+pub(in crate::op) fn of_zero(code: f32, group: &Group, #[comptime] format: Format) -> f32 {
+    if comptime!(format.scales == Scales::SingleAndZero) {
+        code - group.zero
+    } else {
+        code
+    }
+}
+
+/// The number of the lower 16 bits, as f16 has it. Without a conversion of the device in integers: some devices take the f32 of f16's
+/// smallest numbers for zero on the way.
+#[cube]
+fn half(bits: u32, #[comptime] converts_f16: bool) -> f32 {
+    if converts_f16 {
+        f32::cast_from(f16::reinterpret(u16::cast_from(bits & 0xffffu32)))
+    } else {
+        let exponent = bits & 0x7c00u32;
+        let fraction = bits & 0x03ffu32;
+        let number = ((exponent | fraction) << 13u32) + 0x3800_0000u32;
+        // Infinity's exponent is the largest there, too.
+        let number = select(exponent == 0x7c00u32, number + 0x3800_0000u32, number);
+        let small = f32::cast_from(fraction) * 5.960_464_5e-8f32;
+        let number = select(exponent == 0u32, u32::reinterpret(small), number);
+        f32::reinterpret(number | ((bits & 0x8000u32) << 16u32))
+    }
+}

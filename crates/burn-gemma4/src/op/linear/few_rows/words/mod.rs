@@ -1,0 +1,96 @@
+//! Products of a few rows with quantized weights.
+
+mod kernel;
+
+use super::launch::{ProductOptions, plan};
+use crate::{
+    op::{
+        dequantize::row_parts,
+        launch::{converts_f16, plane_width, rows_of, vector_size},
+    },
+    quantized::layout::Layout,
+};
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cubecl::prelude::CubeDim;
+use kernel::project_words;
+
+/// Columns of a vector of codes at most, which is also within one group of columns. The units of a plane read their inputs as far from each other: with twice as many columns each
+/// read would touch twice as many lines of the cache, which then is busier than the memory.
+const VECTOR_COLUMNS: usize = 16;
+/// Words of a weight row that a unit has in flight.
+const WORDS_IN_FLIGHT: usize = 16;
+
+/// `[rows, columns in]` times the transpose of the rows of `words`; `through` of the options are words of the same layout.
+pub(super) fn launch(
+    input: CubeTensor,
+    words: CubeTensor,
+    layout: Layout,
+    mut options: ProductOptions,
+) -> CubeTensor {
+    let client = input.client.clone();
+    let (input, words) = (into_contiguous(input), rows_of(words));
+    let through = options.through.take().map(rows_of);
+    let rows = input.meta.shape()[0];
+    let outputs = words.meta.shape()[0];
+    let format = layout.format;
+    let stride = words.meta.strides()[0];
+    if let Some(through) = &through {
+        assert_eq!(through.meta.strides()[0], stride, "rows of one layout");
+    }
+    let codes_of_word = format.codes_of_word();
+    // As wide as the units of a plane all have a vector.
+    let width = plane_width(&client);
+    let columns = [VECTOR_COLUMNS, layout.group()].map(|columns| columns / codes_of_word);
+    let multiples = [columns[0], columns[1], stride, layout.top()];
+    let widest = vector_size(&client, size_of::<u32>(), &multiples);
+    let of_vector = [4, 2, 1]
+        .into_iter()
+        .find(|words| *words <= widest && (layout.top() / words).is_multiple_of(width))
+        .unwrap_or(widest);
+    let vectors = layout.top() / of_vector;
+    let is_gated = through.is_some();
+    let in_flight = WORDS_IN_FLIGHT / of_vector;
+    let plan = plan(&client, rows, outputs, vectors, is_gated, in_flight);
+    let vector = vector_size(&client, input.dtype.size(), &[codes_of_word]);
+    let output = empty(&input, [rows, outputs], input.dtype);
+    let (factor, factor_place) = options.factor();
+    let address_type = address_type(
+        [&input, &words, &output]
+            .into_iter()
+            .chain(&through)
+            .chain(&factor),
+    );
+    let element = dtype_to_storage_type(input.dtype);
+    // SAFETY: a unit reads vectors of codes of the rows that the shapes have, and the parts of these rows that the layout has; it writes the
+    // outputs below `outputs`. What is bound twice is only read.
+    unsafe {
+        project_words::launch_unchecked(
+            &client,
+            exact_cube_count(&client, outputs.div_ceil(plan.outputs * plan.teams)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            address_type,
+            input.into_tensor_arg(),
+            words.clone().into_tensor_arg(),
+            words.clone().into_tensor_arg(),
+            through.clone().map(CubeTensor::into_tensor_arg).into(),
+            through.map(CubeTensor::into_tensor_arg).into(),
+            factor.map(CubeTensor::into_tensor_arg).into(),
+            output.clone().into_tensor_arg(),
+            factor_place,
+            row_parts(&words, layout),
+            vectors as u32,
+            outputs as u32,
+            options.cap.unwrap_or(1.0) as f32,
+            format,
+            plan,
+            options.epilogue(),
+            converts_f16(&words.device),
+            element,
+            vector,
+            of_vector,
+        );
+    }
+    output
+}

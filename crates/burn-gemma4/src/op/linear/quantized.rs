@@ -1,0 +1,207 @@
+//! Products of many rows with quantized matrices: slice by slice of the outputs, whose numbers are made for the product and are gone after
+//! it. There is never a whole second copy of a large matrix.
+
+#[cfg(feature = "cube")]
+use super::{
+    Matrix,
+    few_rows::{self, MOST_ROWS},
+};
+use super::{QuantizedMatrix, rows as whole_rows};
+use burn::tensor::Tensor;
+
+/// Numbers of a slice: 64 MB in f16 or bf16. Layers of up to 5 billion parameters are one, and what writing and reading it costs
+/// is little beside a product of hundreds of rows.
+const SLICE_NUMBERS: usize = 1 << 25;
+/// Rows of a slice are whole tiles of products.
+const TILE: usize = 256;
+
+/// `[rows, columns in]` times the transpose of a quantized `[columns out, columns in]`.
+pub(super) fn rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
+    #[cfg(feature = "cube")]
+    if (1..=MOST_ROWS).contains(&input.dims()[0]) && crate::op::serve(&input) {
+        return few_rows::project(input, Matrix::from(weight.clone()), None);
+    }
+    in_slices(input, weight, SLICE_NUMBERS)
+}
+
+/// [`rows`] with at most so many numbers of the weight at once, but for the rows of one tile.
+fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tensor<2> {
+    let [outputs, _] = weight.words.dims();
+    let at_once = (numbers / weight.layout.columns / TILE).max(1) * TILE;
+    let product = |first: usize| {
+        let slice = weight.rows(first, at_once.min(outputs - first));
+        whole_rows(input.clone(), slice.dequantized(input.dtype()))
+    };
+    let mut slices: Vec<Tensor<2>> = (0..outputs).step_by(at_once).map(product).collect();
+    match slices.len() {
+        1 => slices.remove(0),
+        _ => Tensor::cat(slices, 1),
+    }
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+    use crate::{
+        op::{dequantize::tests, linear::QuantizedMatrix},
+        quantized::layout::{Layout, Rounding},
+    };
+    use burn::tensor::{DType, Device, Distribution, Int, TensorData};
+
+    fn matrix(layout: Layout, rows: usize, device: &Device) -> QuantizedMatrix {
+        let words = TensorData::new(tests::even_words(layout, rows), [rows, layout.words()]);
+        QuantizedMatrix {
+            words: Tensor::<2, Int>::from_data(words, (device, DType::U32)),
+            layout,
+        }
+    }
+
+    fn values(tensor: Tensor<2>) -> Vec<f64> {
+        tensor.into_data().iter::<f64>().collect()
+    }
+
+    /// The largest difference from the products in f64, in every row by the largest of them.
+    fn error(found: &[f64], input: &[f64], weight: &[f64], columns: usize) -> f64 {
+        let outputs = weight.len() / columns;
+        let mut most = 0f64;
+        for (row, found) in input.chunks_exact(columns).zip(found.chunks_exact(outputs)) {
+            let exact: Vec<f64> = weight
+                .chunks_exact(columns)
+                .map(|weight| row.iter().zip(weight).map(|(x, w)| x * w).sum())
+                .collect();
+            let scale = exact.iter().fold(0f64, |most, x| most.max(x.abs()));
+            for (found, exact) in found.iter().zip(exact) {
+                most = most.max((found - exact).abs() / scale);
+            }
+        }
+        most
+    }
+
+    /// By the kernel of few rows, where that serves.
+    fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+        #[cfg(feature = "cube")]
+        if input.dims()[0] <= MOST_ROWS && crate::op::serve(&input) {
+            return few_rows::project(input, weight.into(), None);
+        }
+        whole_rows(input, weight)
+    }
+
+    #[test]
+    fn products_are_as_exact_as_those_of_whole_matrices() {
+        for device in tests::devices() {
+            device.seed(3);
+            // Every kernel takes its time to compile: f16 rounds as bf16 does, at the same place.
+            let is_another = |layout: &Layout| {
+                layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
+            };
+            for layout in tests::layouts().into_iter().filter(is_another) {
+                // More outputs than a cube of any device has, and not a multiple of a team's.
+                let outputs = 259;
+                let matrix = matrix(layout, outputs, &device);
+                let whole = matrix.dequantized(DType::F32);
+                let weight = values(whole.clone());
+                for (rows, dtype) in cases(&device, layout) {
+                    let shape = [rows, layout.columns];
+                    let input = Tensor::<2>::random(shape, Distribution::Default, &device);
+                    let input = input.cast(dtype);
+                    let of_input = values(input.clone());
+                    let error = |product: Tensor<2>| {
+                        assert_eq!(product.dims(), [rows, outputs]);
+                        error(&values(product), &of_input, &weight, layout.columns)
+                    };
+                    let found = error(super::rows(input.clone(), &matrix));
+                    let of_whole = error(by_whole(input, whole.clone().cast(dtype)));
+                    let rounding = dtype.finfo().expect("floats").epsilon;
+                    assert!(
+                        found <= 2.0 * of_whole.max(rounding),
+                        "{layout:?}, {rows} rows in {dtype:?} on {device:?}: {found:e}, of whole ones {of_whole:e}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Numbers of rows, and dtypes: halves where the device has them, and for the blocks of files alone.
+    fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
+        let mut cases = [1, 8, 9].map(|rows| (rows, DType::F32)).to_vec();
+        let halves = [DType::F16, DType::BF16].into_iter();
+        let halves = halves.filter(|dtype| device.supports_dtype(*dtype));
+        if layout.columns == 512 {
+            cases.extend(halves.map(|dtype| (1, dtype)));
+        }
+        cases
+    }
+
+    /// Two matrices of one format, of two, and one of them whole; and a factor from some column on.
+    #[cfg(feature = "cube")]
+    #[test]
+    fn gates_are_those_of_whole_matrices() {
+        let device = Device::default();
+        let layouts = tests::layouts();
+        let [first, second] = [&layouts[0], &layouts[7]].map(|layout| matrix(*layout, 70, &device));
+        let whole = |matrix: &QuantizedMatrix| Matrix::from(matrix.dequantized(DType::F32));
+        let random = |shape| Tensor::<2>::random(shape, Distribution::Default, &device) * 0.01;
+        let check = |found: Tensor<2>, expected: Tensor<2>| {
+            let (found, expected) = (values(found), values(expected));
+            let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.into_iter().zip(expected) {
+                let error = (found - expected).abs() / scale;
+                assert!(error < 1e-5, "{found}, not {expected}");
+            }
+        };
+        for rows in [1, 5] {
+            let input = random([rows, 512]);
+            let gates: [(Matrix, Matrix); 4] = [
+                (first.clone().into(), first.clone().into()),
+                (first.clone().into(), second.clone().into()),
+                (whole(&first), second.clone().into()),
+                (second.clone().into(), whole(&first)),
+            ];
+            let expected = [
+                [&first; 2],
+                [&first, &second],
+                [&first, &second],
+                [&second, &first],
+            ];
+            for ((gate, through), [of_gate, of_through]) in gates.into_iter().zip(expected) {
+                let found = few_rows::project_gated(input.clone(), gate, through);
+                let (gate, through) = (whole(of_gate), whole(of_through));
+                check(found, few_rows::project_gated(input.clone(), gate, through));
+            }
+            let factor = random([rows, 200]);
+            let found = few_rows::project_gate_of(
+                input.clone(),
+                second.clone().into(),
+                factor.clone(),
+                130,
+            );
+            check(
+                found,
+                few_rows::project_gate_of(input, whole(&second), factor, 130),
+            );
+        }
+    }
+
+    #[test]
+    fn slices_are_the_whole() {
+        let device = Device::flex();
+        let layout = tests::layouts()[0];
+        let matrix = matrix(layout, 3 * TILE + 5, &device);
+        let input = Tensor::<2>::random([10, layout.columns], Distribution::Default, &device);
+        let weight = values(matrix.dequantized(DType::F32));
+        let of_input = values(input.clone());
+        let error = |numbers: usize| {
+            let found = values(in_slices(input.clone(), &matrix, numbers));
+            error(&found, &of_input, &weight, layout.columns)
+        };
+        let whole = error(usize::MAX);
+        for numbers in [1, TILE * layout.columns, 2 * TILE * layout.columns] {
+            let found = error(numbers);
+            assert!(
+                found <= 2.0 * whole,
+                "{numbers} at once: {found:e}, at once {whole:e}"
+            );
+        }
+    }
+}

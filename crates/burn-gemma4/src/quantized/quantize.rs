@@ -1,0 +1,135 @@
+//! Whole weights into blocks, by ggml's definitions: of each number the nearest code under the scale that the block's largest one gives.
+
+use super::{blocks::BlockFormat, layout::Layout, pack::Row};
+use burn::tensor::f16;
+
+/// Numbers of a block.
+const COLUMNS: usize = 32;
+
+/// Into which blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// Codes of 8 bits, by the definition of Q8_0.
+    Q8,
+    /// Codes of 4 bits, by the definition of Q4_0.
+    Q4,
+}
+
+impl Target {
+    /// The layout of rows of so many columns; nothing where they are no whole blocks.
+    pub fn layout(self, columns: usize) -> Option<Layout> {
+        match self {
+            Self::Q8 => BlockFormat::Q8_0.words(columns),
+            Self::Q4 => BlockFormat::Q4_0.words(columns),
+        }
+    }
+
+    /// Writes a row into `words`, which are all zero. A block with something that is no finite number is none at all: its largest one may
+    /// not be what it seems.
+    pub fn pack(self, layout: Layout, numbers: &[f32], words: &mut [u32]) {
+        let mut row = Row { layout, words };
+        let mut codes = [0; COLUMNS];
+        for (block, numbers) in numbers.chunks_exact(COLUMNS).enumerate() {
+            let scale = match self {
+                Self::Q8 => q8(numbers, &mut codes),
+                Self::Q4 => q4(numbers, &mut codes),
+            };
+            let is_finite = numbers.iter().all(|number| number.is_finite());
+            let scale = if is_finite { scale } else { f16::NAN };
+            row.codes(block * COLUMNS, &codes);
+            row.half(block, scale.to_bits());
+        }
+    }
+}
+
+/// ggml's inverse of a scale: in f32, before the scale is rounded.
+fn inverse(scale: f32) -> f32 {
+    match scale {
+        0.0 => 0.0,
+        scale => 1.0 / scale,
+    }
+}
+
+fn q8(numbers: &[f32], codes: &mut [u8]) -> f16 {
+    let largest = numbers.iter().fold(0f32, |most, x| most.max(x.abs()));
+    let scale = largest / 127.0;
+    let inverse = inverse(scale);
+    for (code, number) in codes.iter_mut().zip(numbers) {
+        *code = ((number * inverse).round() as i8) as u8 ^ 128;
+    }
+    f16::from_f32(scale)
+}
+
+/// The largest number has the code 0, which is -8.
+fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
+    let largest = numbers.iter().fold(
+        0f32,
+        |most: f32, x| {
+            if x.abs() > most.abs() { *x } else { most }
+        },
+    );
+    let scale = largest / -8.0;
+    let inverse = inverse(scale);
+    for (code, number) in codes.iter_mut().zip(numbers) {
+        *code = ((number * inverse + 8.5) as u8).min(15);
+    }
+    f16::from_f32(scale)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use safetensors::SafeTensors;
+
+    /// Against the Python package `gguf`: the same blocks, so that the same words.
+    #[test]
+    fn blocks_are_those_of_the_formats_own_package() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");
+        let file = std::fs::read(format!("{folder}/quantized.safetensors")).expect("a fixture");
+        let file = SafeTensors::deserialize(&file).expect("safetensors");
+        let numbers = file.tensor("numbers").expect("numbers");
+        let [rows, columns] = numbers.shape()[..] else {
+            panic!("a matrix")
+        };
+        let bytes = numbers.data().as_chunks().0;
+        let numbers: Vec<f32> = bytes
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect();
+        for (target, format, name) in [
+            (Target::Q8, BlockFormat::Q8_0, "Q8_0.blocks"),
+            (Target::Q4, BlockFormat::Q4_0, "Q4_0.blocks"),
+        ] {
+            let blocks = file.tensor(name).expect(name);
+            let of_row = blocks.data().len() / rows;
+            let layout = target.layout(columns).expect("whole blocks");
+            for row in 0..rows {
+                let mut found = vec![0; layout.words()];
+                target.pack(layout, &numbers[row * columns..][..columns], &mut found);
+                let mut expected = vec![0; layout.words()];
+                let blocks = &blocks.data()[row * of_row..][..of_row];
+                format.pack(layout, blocks, &mut expected);
+                assert_eq!(found, expected, "{name}, row {row}");
+            }
+        }
+        assert_eq!(Target::Q4.layout(48), None);
+    }
+
+    /// ggml's programs refuse such weights; here they are as visible as in whole ones.
+    #[test]
+    fn what_is_no_number_stays_none() {
+        for target in [Target::Q8, Target::Q4] {
+            let layout = target.layout(64).expect("whole blocks");
+            for broken in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut numbers = [0.5; 64];
+                numbers[40] = broken;
+                let mut words = vec![0; layout.words()];
+                target.pack(layout, &numbers, &mut words);
+                let mut found = [0.0; 64];
+                layout.dequantize(&words, &mut found);
+                assert!(found[..32].iter().all(|x| x.is_finite()), "{target:?}");
+                assert!(found[32..].iter().all(|x| x.is_nan()), "{target:?}");
+            }
+        }
+    }
+}

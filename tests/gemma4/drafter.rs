@@ -1,0 +1,307 @@
+//! Drafters: their guesses and streams are those of transformers' for the same tiny checkpoints, with either kind of head; texts are the
+//! same with them; and what is no drafter for a model is refused by what differs.
+
+mod refused;
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, Reference, folder, greedy, read, tokens, values};
+use crate::programs::folder::{Folder, WRITING};
+use burn::tensor::{DType, Device, Tensor};
+use burn_gemma4::{
+    Drafter, Drafts, FinishReason, Gemma4, Gemma4Error, GenerateOptions, Generation, LoadOptions,
+    Logits, Sampling,
+};
+use std::{collections::HashMap, ops::ControlFlow};
+
+/// Drafters, and the models that they guess for: with groups of tokens, and without.
+const PAIRS: [(&str, &str); 2] = [
+    ("assistant-ple", "dense-ple"),
+    ("assistant-keqv", "dense-keqv"),
+];
+
+fn load(drafter: &str, target: &'static str, device: &Device) -> Gemma4 {
+    Fixture::open(target)
+        .load(device, DType::F32)
+        .with_drafter(folder(drafter))
+        .unwrap_or_else(|error| panic!("{drafter}: {error}"))
+}
+
+fn reference(drafter: &str) -> HashMap<String, Reference> {
+    read(folder(drafter).join("reference.safetensors"))
+}
+
+fn whole(numbers: &Reference) -> Vec<u32> {
+    numbers.values.iter().map(|number| *number as u32).collect()
+}
+
+/// With a query of a sliding layer seeing the window and no more. (transformers itself shows one key more; the reference has both.)
+#[test]
+fn guesses_and_streams_are_those_of_transformers() {
+    for device in devices() {
+        for (name, target) in PAIRS {
+            let gemma = load(name, target, &device.device);
+            let (model, reference) = (gemma.model(), reference(name));
+            let prompt = whole(&reference["input_ids"]);
+            let (last, before) = prompt.split_last().expect("a prompt");
+            for compact in [false, gemma.config().attention_k_eq_v] {
+                for spare in [0, 8] {
+                    let what = format!("{name} {} compact {compact} spare {spare}", device.name);
+                    let cache = match compact {
+                        true => model.compact_cache(vec![0]),
+                        false => model.cache(vec![0]),
+                    };
+                    let mut cache = cache.forgetting(spare);
+                    let before = tokens(&[before], &device.device);
+                    model
+                        .step(before, &mut cache, Logits::None)
+                        .expect("a step");
+                    let mut decoder = model.decoder(&mut cache);
+                    if spare > 0 {
+                        // What was forgotten is not seen.
+                        decoder.read(&[*last, 50, 60, 70]).expect("a pass");
+                        decoder.forget(4).expect("few enough");
+                    }
+                    let next = decoder.step(&[*last]).expect("a step");
+                    let hidden = next.hidden().expect("the stream");
+                    reference["target.last_hidden"].assert_close(hidden.clone(), &what);
+                    let token = next.argmax().expect("a token")[0];
+                    assert_eq!(whole(&reference["target.next_token"]), [token], "{what}");
+                    let drafter = gemma.drafter().expect("loaded");
+                    let guesses = drafter.draft(model, decoder.cache(), token, hidden, 4);
+                    let guesses = guesses.expect("guesses");
+                    let expected = whole(&reference["strict_window.draft_tokens"]);
+                    assert_eq!(guesses.tokens().expect("tokens"), expected, "{what}");
+                    reference["strict_window.projected_hidden"].assert_close(guesses.hidden, &what);
+                }
+            }
+        }
+    }
+}
+
+/// A round that is captured and replayed, from a ring with spare slots or without, guesses what one launched at once does.
+#[test]
+fn rounds_are_the_same_replayed() {
+    for device in devices() {
+        for (name, target) in PAIRS {
+            let gemma = load(name, target, &device.device);
+            for (spare, compact) in [(0, false), (8, gemma.config().attention_k_eq_v)] {
+                let what = format!("{name} {} spare {spare}", device.name);
+                replay(&gemma, &Fixture::open(target), spare, compact, &what);
+            }
+        }
+    }
+}
+
+fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: &str) {
+    let (model, drafter) = (gemma.model(), gemma.drafter().expect("loaded"));
+    let cache = match compact {
+        true => model.compact_cache(vec![0]),
+        false => model.cache(vec![0]),
+    };
+    let mut cache = cache.forgetting(spare);
+    let first = tokens(&[&fixture.prompt[..3]], &gemma.device());
+    model.step(first, &mut cache, Logits::None).expect("a step");
+    let mut decoder = model
+        .decoder(&mut cache)
+        .with_drafter(drafter)
+        .expect("its own");
+    let text = [&fixture.prompt[3..], &fixture.generated].concat();
+    for (index, token) in text.iter().enumerate() {
+        let what = format!("{what} at {index}");
+        let wrong = spare.min(index % 4);
+        let read = [&[*token][..], &vec![50; wrong]].concat();
+        let next = decoder.read(&read).expect("a pass");
+        let hidden = next.hidden().expect("the stream").narrow(0, 0, 1);
+        decoder.forget(wrong).expect("few enough");
+        let count = 1 + index % 2;
+        let expected = drafter.draft(model, decoder.cache(), 60, hidden.clone(), count);
+        let expected = expected.expect("guesses");
+        let of_tokens = expected.tokens().expect("tokens");
+        let of_streams = Reference {
+            values: values(expected.hidden),
+        };
+        let found = decoder.guess(60, hidden, count).expect("guesses");
+        assert_eq!(found.tokens().expect("tokens"), of_tokens, "{what}");
+        of_streams.assert_close(found.hidden, &what);
+    }
+}
+
+fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
+    gemma
+        .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
+        .expect("a generation")
+}
+
+/// A decoder that is given another drafter guesses as that one does.
+#[test]
+fn drafters_may_change() {
+    let folder = Folder::drafter("assistant-ple");
+    folder.edit(|tensors| {
+        let projection = tensors.get_mut("post_projection.weight").expect("it");
+        projection.bytes.fill(0);
+    });
+    for device in devices() {
+        let gemma = load("assistant-ple", "dense-ple", &device.device);
+        let (model, first) = (gemma.model(), gemma.drafter().expect("loaded"));
+        let options = LoadOptions::new().dtype(DType::F32);
+        let second = Drafter::load(folder.path(), &device.device, options).expect("a drafter");
+        let mut cache = model.cache(vec![0]);
+        let before = tokens(&[&[2, 50, 60]], &device.device);
+        model
+            .step(before, &mut cache, Logits::None)
+            .expect("a step");
+        let mut decoder = model.decoder(&mut cache);
+        for (drafter, is_zero) in [(first, false), (&second, true), (first, false)] {
+            decoder = decoder.with_drafter(drafter).expect("for it");
+            let hidden = Tensor::ones([1, 64], &device.device);
+            let guesses = decoder.guess(70, hidden, 2).expect("guesses");
+            let streams = values(guesses.hidden);
+            let found = streams.iter().all(|value| *value == 0.0);
+            assert_eq!(found, is_zero, "{}", device.name);
+        }
+    }
+}
+
+/// The text of a GGUF file's model is the same with a drafter's guesses.
+#[test]
+fn models_in_gguf_files_have_drafters() {
+    let device = Device::flex();
+    let gguf = folder("gguf").join("dense-ple.Q8_0.gguf");
+    let options = LoadOptions::new().dtype(DType::F32);
+    let gemma = Gemma4::load(gguf, &device, options).expect("a model");
+    let gemma = gemma
+        .with_drafter(folder("assistant-ple"))
+        .expect("its own");
+    let plain = greedy(&gemma, 16);
+    let expected = generate(&gemma, &[2, 50, 60], &plain);
+    let options = GenerateOptions {
+        drafts: Drafts::Drafter,
+        ..plain
+    };
+    assert_eq!(
+        generate(&gemma, &[2, 50, 60], &options).tokens,
+        expected.tokens
+    );
+}
+
+/// Greedy and drawn; these drafters know nothing of their models, so that nearly all guesses are wrong.
+#[test]
+fn texts_are_the_same() {
+    for device in devices() {
+        for (name, target) in PAIRS {
+            let gemma = load(name, target, &device.device);
+            let fixture = Fixture::open(target);
+            let mut drawn = greedy(&gemma, 16);
+            drawn.sampling = Sampling {
+                temperature: 1.0,
+                top_k: Some(3),
+                repetition_penalty: 0.7,
+                seed: Some(5),
+                ..Sampling::greedy()
+            };
+            for options in [greedy(&gemma, 16), drawn] {
+                let expected = generate(&gemma, &fixture.prompt, &options);
+                for draft_tokens in [None, Some(1), Some(4)] {
+                    let options = GenerateOptions {
+                        drafts: Drafts::Drafter,
+                        draft_tokens,
+                        compact_keys: draft_tokens.is_none(),
+                        ..options.clone()
+                    };
+                    let found = generate(&gemma, &fixture.prompt, &options);
+                    let what = format!("{name} {} {draft_tokens:?}", device.name);
+                    assert_eq!(found.tokens, expected.tokens, "{what}");
+                    assert!(found.drafts.drafted > 0, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// A drafter that knows what the model writes is always right, and the text ends wherever it should, in the midst of what it guessed.
+#[test]
+fn right_guesses_are_accepted() {
+    for device in devices() {
+        let target = Folder::that_writes(&WRITING);
+        let gemma = Gemma4::from_pretrained(target.path(), &device.device).expect("a model");
+        let gemma = gemma.with_drafter(target.drafter_of_chain().path());
+        let gemma = gemma.expect("a drafter");
+        let options = GenerateOptions {
+            drafts: Drafts::Drafter,
+            draft_tokens: Some(4),
+            ..greedy(&gemma, 16)
+        };
+        let found = generate(&gemma, &WRITING[..1], &options);
+        assert_eq!(found.tokens, WRITING[1..17], "{}", device.name);
+        // One token after the prompt, three passes of five.
+        assert_eq!(found.drafts.passes, 3, "{:?}", found.drafts);
+        assert_eq!(found.drafts.acceptance(), 1.0, "{:?}", found.drafts);
+        assert_eq!(found.drafts.tokens_per_pass(), 5.0);
+        for end in 1..17 {
+            let options = GenerateOptions {
+                stop_tokens: vec![WRITING[end]],
+                ignore_stop_tokens: false,
+                ..options.clone()
+            };
+            let mut session = gemma.session();
+            let found = session.generate(WRITING[..1].to_vec(), &options, |_| {
+                ControlFlow::Continue(())
+            });
+            let found = found.expect("a generation");
+            assert_eq!(found.tokens, WRITING[1..=end], "{} {end}", device.name);
+            assert_eq!(found.finish_reason, FinishReason::Stop);
+            assert_eq!(session.len(), end);
+        }
+        // It pays to guess more where all is right.
+        let options = GenerateOptions {
+            draft_tokens: None,
+            ..options
+        };
+        let found = generate(&gemma, &WRITING[..1], &options);
+        assert!(found.drafts.passes <= 3, "{:?}", found.drafts);
+    }
+}
+
+/// A session goes on after guesses as it does without.
+#[test]
+fn sessions_go_on() {
+    let gemma = load("assistant-ple", "dense-ple", &Device::flex());
+    let fixture = Fixture::open("dense-ple");
+    let plain = greedy(&gemma, 7);
+    let options = GenerateOptions {
+        drafts: Drafts::Drafter,
+        ..plain.clone()
+    };
+    let mut session = gemma.session();
+    let mut answer = |prompt: &[u32]| {
+        session
+            .generate(prompt.to_vec(), &options, |_| ControlFlow::Continue(()))
+            .expect("a generation")
+    };
+    let first = answer(&fixture.prompt);
+    let longer = [&fixture.prompt[..], &first.tokens, &[77, 78]].concat();
+    let second = answer(&longer);
+    assert_eq!(second.timings.prefill_tokens, 3);
+    assert_eq!(second.tokens, generate(&gemma, &longer, &plain).tokens);
+}
+
+#[test]
+fn a_drafter_must_be_asked_for_and_be_there() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let options = GenerateOptions {
+        drafts: Drafts::Drafter,
+        ..greedy(&gemma, 4)
+    };
+    match gemma.generate(vec![2, 50], &options, |_| ControlFlow::Continue(())) {
+        Err(error @ Gemma4Error::Argument { .. }) => {
+            assert!(
+                error.to_string().starts_with("drafts: are a drafter's"),
+                "{error}"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    let gemma = load("assistant-ple", "dense-ple", &Device::flex());
+    let found = generate(&gemma, &[2, 50], &greedy(&gemma, 4));
+    assert_eq!(found.drafts.passes, 0);
+}

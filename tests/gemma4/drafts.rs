@@ -1,0 +1,497 @@
+//! With drafts, a text is what it is without: greedy, sampled, stopped in the midst of what was accepted; and what a pass has read
+//! too much is forgotten as if it had never been read, also where a ring comes round.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, TOLERANCE, greedy, largest, on_every_device, tokens, values};
+use attention_workspace::testing::devices::TestDevice;
+use burn::tensor::{DType, Device};
+use burn_gemma4::{
+    DraftCounts, Drafts, FinishReason, Gemma4, Gemma4Error, GenerateOptions, Generation, Logits,
+    Prompt, Sampling,
+};
+use std::ops::ControlFlow;
+
+/// Numbers of tokens that are drafted: by what was right, and fixed.
+const PACES: [Option<usize>; 4] = [None, Some(1), Some(3), Some(8)];
+
+fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
+    gemma
+        .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
+        .expect("a generation")
+}
+
+fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOptions {
+    GenerateOptions {
+        drafts: Drafts::Lookup,
+        draft_tokens,
+        ..options.clone()
+    }
+}
+
+/// A prompt that has been there before, with the answer that it got, so that some of the next one can be looked up.
+fn repeated(fixture: &Fixture) -> Vec<u32> {
+    [
+        &fixture.prompt[..],
+        &fixture.generated,
+        &fixture.prompt,
+        &fixture.generated[..8],
+    ]
+    .concat()
+}
+
+/// A prompt after which these models repeat themselves.
+const REPEATED: [u32; 5] = [2, 50, 60, 50, 60];
+
+#[track_caller]
+fn assert_same(found: &Generation, expected: &Generation, what: &str) {
+    assert_eq!(found.tokens, expected.tokens, "{what}");
+    assert_eq!(found.text, expected.text, "{what}");
+    assert_eq!(found.logprobs.len(), expected.logprobs.len(), "{what}");
+    assert_eq!(found.finish_reason, expected.finish_reason, "{what}");
+    let DraftCounts {
+        passes,
+        drafted,
+        accepted,
+    } = found.drafts;
+    assert!(accepted <= drafted, "{what}: {accepted} of {drafted}");
+    assert_eq!(1 + passes + accepted, found.tokens.len(), "{what}");
+}
+
+#[test]
+fn greedy_tokens_are_the_same() {
+    on_every_device(|fixture, gemma, device| {
+        // Every number of rows is tuned and compiled anew where there are kernels.
+        let paces = match device.device == Device::flex() {
+            true => &PACES[..],
+            false => &[None, Some(8)],
+        };
+        let options = greedy(gemma, 40);
+        let mut accepted = 0;
+        for prompt in [repeated(fixture), REPEATED.to_vec()] {
+            let expected = generate(gemma, &prompt, &options);
+            for pace in paces {
+                let what = format!("{} {} {pace:?}", fixture.name, device.name);
+                let options = GenerateOptions {
+                    compact_keys: *pace == Some(8),
+                    ..drafted(&options, *pace)
+                };
+                let found = generate(gemma, &prompt, &options);
+                assert_same(&found, &expected, &what);
+                accepted += found.drafts.accepted;
+            }
+        }
+        // The texts of these models repeat themselves.
+        assert!(accepted > 0, "{} {}", fixture.name, device.name);
+        let found = generate(gemma, &fixture.prompt, &drafted(&options, None));
+        assert_eq!(found.tokens[..16], fixture.generated[..16]);
+    });
+}
+
+/// Penalties, what is suppressed, min-p and the others see the text as without drafts, and random numbers come in the same order.
+#[test]
+fn a_seed_draws_the_same_tokens() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let prompt = repeated(&fixture);
+    let plain = Sampling {
+        temperature: 0.7,
+        top_k: Some(20),
+        top_p: Some(0.9),
+        ..Sampling::greedy()
+    };
+    let mut accepted = 0;
+    for sampling in [
+        plain.clone(),
+        Sampling {
+            repetition_penalty: 0.8,
+            ..plain.clone()
+        },
+        Sampling {
+            min_p: Some(0.3),
+            suppress_tokens: fixture.generated[..2].to_vec(),
+            ..plain
+        },
+        Sampling {
+            repetition_penalty: 1.3,
+            ..Sampling::greedy()
+        },
+    ] {
+        for seed in 0..6 {
+            let options = GenerateOptions {
+                sampling: Sampling {
+                    seed: Some(seed),
+                    ..sampling.clone()
+                },
+                logprobs: Some(2),
+                ..greedy(&gemma, 24)
+            };
+            let expected = generate(&gemma, &prompt, &options);
+            for pace in PACES {
+                let found = generate(&gemma, &prompt, &drafted(&options, pace));
+                assert_same(&found, &expected, &format!("{sampling:?} {seed} {pace:?}"));
+                accepted += found.drafts.accepted;
+            }
+        }
+    }
+    assert!(accepted > 0);
+}
+
+/// Pearson's chi-square of the second and third token of many texts against the products of the model's probabilities, over a
+/// vocabulary of five tokens.
+#[test]
+fn sampled_tokens_have_the_models_distribution() {
+    const TEXTS: usize = 1500;
+    const VOCABULARY: [u32; 5] = [70, 90, 120, 200, 310];
+    let device = Device::flex();
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&device, DType::F32);
+    let temperature = 6.0f32;
+    let suppress_tokens: Vec<u32> = (0..gemma.config().vocab_size as u32)
+        .filter(|token| !VOCABULARY.contains(token))
+        .collect();
+    // Whatever the first token is, it was there before, after the same one and before another of itself, which is likely.
+    let [a, b, c, d, e] = VOCABULARY;
+    let prompt = [a, b, b, a, c, c, a, d, d, a, e, e, a, a, a];
+
+    let probabilities = |text: &[u32]| -> Vec<f64> {
+        let row = [&prompt[..], text].concat();
+        let mut cache = gemma.model().cache(vec![0]);
+        let logits = gemma
+            .model()
+            .step(tokens(&[&row], &device), &mut cache, Logits::Last(1));
+        let logits = values(logits.expect("a step").expect("logits"));
+        let weights = VOCABULARY.map(|token| f64::from(logits[token as usize] / temperature).exp());
+        let sum: f64 = weights.iter().sum();
+        weights.iter().map(|weight| weight / sum).collect()
+    };
+    let mut expected = vec![0.0; 25];
+    for (first, of_first) in VOCABULARY.iter().zip(probabilities(&[])) {
+        for (second, of_second) in probabilities(&[*first]).into_iter().enumerate() {
+            let text = [*first, VOCABULARY[second]];
+            for (third, of_third) in probabilities(&text).into_iter().enumerate() {
+                expected[second * 5 + third] += of_first * of_second * of_third;
+            }
+        }
+    }
+
+    let (mut found, mut counts) = (vec![0usize; 25], DraftCounts::default());
+    for seed in 0..TEXTS {
+        let options = GenerateOptions {
+            sampling: Sampling {
+                temperature,
+                suppress_tokens: suppress_tokens.clone(),
+                seed: Some(seed as u64),
+                ..Sampling::greedy()
+            },
+            ..drafted(&greedy(&gemma, 5), Some(3))
+        };
+        let generation = generate(&gemma, &prompt, &options);
+        let place = |token: u32| VOCABULARY.iter().position(|known| *known == token);
+        let [_, second, third, ..] = generation.tokens[..] else {
+            panic!("{generation:?}");
+        };
+        let places = place(second).zip(place(third)).expect("of the vocabulary");
+        found[places.0 * 5 + places.1] += 1;
+        counts.drafted += generation.drafts.drafted;
+        counts.accepted += generation.drafts.accepted;
+    }
+    assert!(
+        counts.drafted > TEXTS && counts.accepted > TEXTS / 2,
+        "{counts:?}"
+    );
+    let (mut square, mut cells) = (0.0, 0);
+    for (found, expected) in found.iter().zip(&expected) {
+        let expected = expected * TEXTS as f64;
+        if expected >= 5.0 {
+            square += (*found as f64 - expected).powi(2) / expected;
+            cells += 1;
+        }
+    }
+    // 24 degrees of freedom exceed 52 once in a thousand times; the seeds are fixed.
+    assert!(
+        cells > 15 && square < 52.0,
+        "{square} of {cells}: {found:?}"
+    );
+}
+
+/// Any token may end the text, wherever in a pass it comes; and a session holds what was read before it.
+#[test]
+fn a_text_ends_in_the_midst_of_a_pass() {
+    for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {
+        let fixture = Fixture::open(name);
+        let gemma = fixture.load(&Device::flex(), DType::F32);
+        let options = GenerateOptions {
+            sampling: Sampling {
+                repetition_penalty,
+                ..Sampling::greedy()
+            },
+            ..greedy(&gemma, 30)
+        };
+        let whole = generate(&gemma, &REPEATED, &options);
+        let passes = generate(&gemma, &REPEATED, &drafted(&options, Some(5))).drafts;
+        assert!(passes.tokens_per_pass() > 2.0, "{name}: {passes:?}");
+        for end in 1..=whole.tokens.len() {
+            ends(
+                &gemma,
+                &options,
+                end,
+                &whole.tokens[..end],
+                FinishReason::Cancelled,
+            );
+            let stop_tokens = vec![whole.tokens[end - 1]];
+            let stopping = GenerateOptions {
+                stop_tokens: stop_tokens.clone(),
+                ignore_stop_tokens: false,
+                ..options.clone()
+            };
+            let first = whole
+                .tokens
+                .iter()
+                .position(|token| stop_tokens.contains(token));
+            let stopped = &whole.tokens[..first.map_or(end, |first| first + 1)];
+            ends(&gemma, &stopping, usize::MAX, stopped, FinishReason::Stop);
+            let name = gemma
+                .tokenizer()
+                .decode(&stop_tokens, false)
+                .expect("a text");
+            let stopping = GenerateOptions {
+                stop_strings: vec![name],
+                ..options.clone()
+            };
+            let expected = generate(&gemma, &REPEATED, &stopping);
+            ends(
+                &gemma,
+                &stopping,
+                usize::MAX,
+                &expected.tokens,
+                expected.finish_reason,
+            );
+            let shortened = GenerateOptions {
+                max_tokens: end,
+                ..options.clone()
+            };
+            ends(
+                &gemma,
+                &shortened,
+                usize::MAX,
+                &whole.tokens[..end],
+                FinishReason::Length,
+            );
+        }
+    }
+}
+
+/// With drafts, and a callback that ends the text after `most` tokens, there are these tokens, and a session goes on after them.
+#[track_caller]
+fn ends(
+    gemma: &Gemma4,
+    options: &GenerateOptions,
+    most: usize,
+    expected: &[u32],
+    reason: FinishReason,
+) {
+    let options = drafted(options, Some(5));
+    let mut session = gemma.session();
+    let mut left = most;
+    let found = session.generate(REPEATED.to_vec(), &options, |_| {
+        left -= 1;
+        match left {
+            0 => ControlFlow::Break(()),
+            _ => ControlFlow::Continue(()),
+        }
+    });
+    let found = found.expect("a generation");
+    assert_eq!(found.tokens, expected);
+    assert_eq!(found.finish_reason, reason);
+    assert_eq!(session.len(), REPEATED.len() + expected.len() - 1);
+    // What comes after is as if nothing had been read too much.
+    let longer = [&REPEATED[..], expected, &[77, 78]].concat();
+    let next = session.generate(longer.clone(), &options, |_| ControlFlow::Continue(()));
+    let next = next.expect("a generation");
+    assert_eq!(next.timings.prefill_tokens, 3);
+    assert_eq!(next.tokens, generate(gemma, &longer, &options).tokens);
+}
+
+/// Passes that read right tokens and wrong ones, which are forgotten: what comes after each is what it is at once. Windows are of 8
+/// and 16 tokens, so that every ring comes round with wrong tokens in it.
+#[test]
+fn what_is_forgotten_was_never_read() {
+    for device in devices() {
+        for fixture in Fixture::all() {
+            let gemma = fixture.load(&device.device, DType::F32);
+            for compact in [false, gemma.config().attention_k_eq_v] {
+                for graph_capture in [false, true] {
+                    forget(&fixture, &gemma, &device, compact, graph_capture);
+                }
+            }
+        }
+    }
+}
+
+fn forget(
+    fixture: &Fixture,
+    gemma: &Gemma4,
+    device: &TestDevice,
+    compact: bool,
+    graph_capture: bool,
+) {
+    const SPARE: usize = 8;
+    let model = gemma.model();
+    let text = [repeated(fixture), fixture.prompt.clone()].concat();
+    let at_once = model.forward(tokens(&[&text], &device.device));
+    let at_once = values(at_once.expect("tokens within"));
+    let vocabulary = gemma.config().vocab_size;
+    let cache = match compact {
+        true => model.compact_cache(vec![0]),
+        false => model.cache(vec![0]),
+    };
+    let mut cache = cache.forgetting(SPARE);
+    let first = tokens(&[&text[..5]], &device.device);
+    model.step(first, &mut cache, Logits::None).expect("a step");
+    let mut decoder = model.decoder(&mut cache);
+    if !graph_capture {
+        decoder = decoder.without_graph_capture();
+    }
+    // Tokens that are right and tokens that are wrong, round and round; among them no more than kernels take, and more.
+    let passes = [
+        (1, 3),
+        (2, 2),
+        (4, 0),
+        (1, 7),
+        (1, 0),
+        (3, 5),
+        (1, 8),
+        (8, 0),
+    ];
+    let mut read = 5;
+    for (right, wrong) in passes.into_iter().cycle() {
+        if read + right > text.len() {
+            break;
+        }
+        let mut now = text[read..read + right].to_vec();
+        now.extend((0..wrong).map(|index| 30 + (read + index) as u32 % 250));
+        let next = decoder.read(&now).expect("a pass");
+        let logits = next.logits().expect("logits");
+        assert_eq!(logits.len(), now.len() * vocabulary);
+        let expected = &at_once[read * vocabulary..(read + right) * vocabulary];
+        let found = &logits[..right * vocabulary];
+        let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+        let scale = largest(expected.iter().copied());
+        assert!(
+            error <= TOLERANCE * scale,
+            "{} {} compact {compact} graph {graph_capture} at {read} + {right}: {error:e} of {scale:e}",
+            fixture.name,
+            device.name
+        );
+        decoder.forget(wrong).expect("few enough");
+        read += right;
+        assert_eq!(decoder.cache().len(), read);
+    }
+}
+
+/// Several sequences forget the same columns, and their next tokens are as if these had not been read.
+#[test]
+fn batches_forget_together() {
+    for device in devices() {
+        let fixture = Fixture::open("dense-ple");
+        let gemma = fixture.load(&device.device, DType::F32);
+        let model = gemma.model();
+        let whole = [&fixture.prompt[..], &fixture.generated].concat();
+        let rows: Vec<Vec<u32>> = (0..3)
+            .map(|row| {
+                let mut text = whole.clone();
+                text.rotate_left(row);
+                text
+            })
+            .collect();
+        let vocabulary = gemma.config().vocab_size;
+        let at_once = rows.iter().map(|row| {
+            let logits = model.forward(tokens(&[row], &device.device));
+            values(logits.expect("tokens within"))
+        });
+        let at_once: Vec<Vec<f32>> = at_once.collect();
+        let mut cache = model.cache(vec![0; 3]).forgetting(2);
+        let first: Vec<&[u32]> = rows.iter().map(|row| &row[..6]).collect();
+        let first = tokens(&first, &device.device);
+        model.step(first, &mut cache, Logits::None).expect("a step");
+        let mut decoder = model.decoder(&mut cache);
+        for column in 6..whole.len() {
+            let now: Vec<u32> = rows.iter().map(|row| row[column]).collect();
+            let logits = decoder
+                .step(&now)
+                .expect("a step")
+                .logits()
+                .expect("logits");
+            for (found, row) in logits.chunks(vocabulary).zip(&at_once) {
+                let expected = &row[column * vocabulary..][..vocabulary];
+                let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+                let scale = largest(expected.iter().copied());
+                assert!(
+                    error <= TOLERANCE * scale,
+                    "{} at {column}: {error:e} of {scale:e}",
+                    device.name
+                );
+            }
+            let wrong = column % 3;
+            for _ in 0..wrong {
+                decoder.step(&[60, 70, 80]).expect("a step");
+            }
+            decoder.forget(wrong).expect("few enough");
+        }
+    }
+}
+
+#[test]
+fn more_than_it_may_is_not_forgotten() {
+    let fixture = Fixture::open("dense-ple");
+    let device = Device::flex();
+    let gemma = fixture.load(&device, DType::F32);
+    let mut cache = gemma.model().cache(vec![0]).forgetting(3);
+    assert_eq!(cache.forgettable(), 0);
+    let read = |cache: &mut burn_gemma4::Cache, count: usize| {
+        let row = tokens(&[&fixture.prompt[..count]], &device);
+        gemma
+            .model()
+            .step(row, cache, Logits::None)
+            .expect("a step");
+    };
+    read(&mut cache, 2);
+    assert_eq!(cache.forgettable(), 2);
+    read(&mut cache, 9);
+    assert_eq!(cache.forgettable(), 3);
+    cache.forget(2).expect("two");
+    assert_eq!((cache.len(), cache.forgettable()), (9, 1));
+    let error = cache.forget(2).expect_err("one").to_string();
+    assert_eq!(error, "count: is 2, but the cache can forget 1 columns");
+    read(&mut cache, 1);
+    assert_eq!(cache.forgettable(), 2);
+    read(&mut cache, 2);
+    assert_eq!(cache.forgettable(), 3);
+    let mut usual = gemma.model().cache(vec![0]);
+    read(&mut usual, 9);
+    assert!(usual.forget(1).is_err());
+    assert!(usual.forget(0).is_ok());
+}
+
+#[test]
+fn what_cannot_be_drafted_is_refused() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let options = greedy(&gemma, 4);
+    let prompt: Prompt = fixture.prompt.clone().into();
+    let words = |prompts: usize, options: &GenerateOptions| {
+        let error = gemma.generate_batch(&vec![prompt.clone(); prompts], options);
+        match error {
+            Err(error @ Gemma4Error::Argument { .. }) => error.to_string(),
+            other => panic!("{other:?}"),
+        }
+    };
+    let looked_up = drafted(&options, None);
+    assert!(words(2, &looked_up).starts_with("drafts: are for one sequence"));
+    for count in [0, 9] {
+        let wrong = drafted(&options, Some(count));
+        assert!(words(1, &wrong).starts_with("draft_tokens: is"));
+    }
+    let alone = gemma.generate_batch(std::slice::from_ref(&prompt), &looked_up);
+    assert_eq!(alone.expect("one").len(), 1);
+}
