@@ -8,9 +8,15 @@
 
 use attention_workspace::{
     Dtype, Error,
-    terminal::{WrongArgument, exit_code, note},
+    terminal::{WrongArgument, note},
     training::{
-        arguments::TrainingArguments, conversations, loader::Data, resume, rows::whole, run::Run,
+        arguments::TrainingArguments,
+        conversations,
+        loader::Data,
+        resume,
+        rows::whole,
+        run::Run,
+        world::{World, exit_code},
     },
 };
 use burn::module::Module;
@@ -22,6 +28,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::ExitCode,
+    sync::Arc,
 };
 
 /// The share of the examples that the model is validated on.
@@ -65,16 +72,16 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    exit_code(|| finetune(&cli))
+    exit_code(|world| finetune(&cli, world))
 }
 
-fn finetune(cli: &Cli) -> Result<(), Error> {
-    let arguments = &cli.training;
+fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
+    let (arguments, place) = (&cli.training, world.place());
     refuse_same_folder(cli)?;
     refuse_file(cli)?;
     let history = cli.out.join("run");
     let begun = resume::begun(&cli.out, &history, arguments.resume)?;
-    let (chosen, devices) = arguments.choose()?;
+    let (chosen, devices) = arguments.choose(place)?;
     note(&chosen);
     let mut options = LoadOptions::new();
     if let Some(dtype) = cli.dtype {
@@ -103,6 +110,7 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     };
     let settings = arguments.settings(
         &training.rows,
+        place,
         json!({
             "dtype": format!("{:?}", model.dtype()),
             "full": cli.full,
@@ -110,9 +118,11 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
             "alpha": cli.alpha,
         }),
     );
+    world.agree(&resume::of_all(&settings, begun))?;
     match begun {
         Some(step) => resume::check(&history, &settings, step)?,
-        None => resume::write_settings(&history, &settings)?,
+        None if place.is_first() => resume::write_settings(&history, &settings)?,
+        None => (),
     }
     let run = Run {
         arguments,
@@ -123,10 +133,14 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
         averages: chosen.has_transport(),
         folder: &history,
         resume: begun,
+        world,
     };
     let outcome = run.train(model, training, validation)?;
     if outcome.is_interrupted {
         note("stopped; what it has learned so far is written, and --resume goes on");
+    }
+    if !place.is_first() {
+        return Ok(());
     }
     match &adapter {
         Some(adapter) if !cli.merge => {

@@ -1,9 +1,10 @@
 //! The arguments that `train` and `finetune` have in common.
 
-use super::{loader::Schedule, rows::Row};
+use super::{loader::Schedule, rows::Row, world::Place};
 use crate::{
     Error,
-    device::{Chosen, DeviceName, choose, several},
+    device::{Chosen, DeviceName, choose, count, several},
+    terminal::WrongArgument,
 };
 use burn::tensor::Device;
 use serde_json::{Value, json};
@@ -106,8 +107,8 @@ pub enum OptimizerName {
 }
 
 impl TrainingArguments {
-    /// The steps, of which `done` are done, and what they are made of.
-    pub fn schedule(&self, done: usize) -> Schedule {
+    /// The steps, of which `done` are done, and what they are made of, for the process at `place`.
+    pub fn schedule(&self, done: usize, place: Place) -> Schedule {
         Schedule {
             steps: self.steps,
             done,
@@ -116,19 +117,20 @@ impl TrainingArguments {
                 .unwrap_or(self.steps.div_ceil(10))
                 .min(self.steps),
             accumulation: self.accumulate,
-            devices: self.devices.len().max(1),
+            devices: self.devices.len().max(1) * place.size,
+            part: (place.rank, place.size),
             seed: self.seed,
         }
     }
 
     /// What has to stay the same for a run to go on where it was, but what `others` say.
-    pub fn settings(&self, rows: &[Row], others: Value) -> Value {
+    pub fn settings(&self, rows: &[Row], place: Place, others: Value) -> Value {
         let mut hasher = DefaultHasher::new();
         for row in rows {
             row.tokens.hash(&mut hasher);
             row.targets.hash(&mut hasher);
         }
-        let schedule = self.schedule(0);
+        let schedule = self.schedule(0, place);
         let mut settings = json!({
             "steps": self.steps,
             "length": self.length,
@@ -148,15 +150,26 @@ impl TrainingArguments {
         settings
     }
 
-    /// The devices, the first one being where the model is made.
+    /// The devices of the process at `place`, the first one being where the model is made. One of several has one.
     ///
     /// # Errors
     /// Where there is no such device.
-    pub fn choose(&self) -> Result<(Chosen, Vec<Device>), Error> {
-        let chosen = choose(self.device)?;
-        let devices = match self.devices[..] {
-            [] => vec![chosen.device.clone()],
-            _ => several(&chosen, &self.devices)?,
+    pub fn choose(&self, place: Place) -> Result<(Chosen, Vec<Device>), Error> {
+        let mut chosen = choose(self.device)?;
+        let devices = match (place.size, &self.devices[..]) {
+            (1, []) => vec![chosen.device.clone()],
+            (1, numbers) => several(&chosen, numbers)?,
+            (_, []) => {
+                let number = place.device(count(&chosen))?;
+                let devices = several(&chosen, &[number])?;
+                chosen.device = devices[0].clone();
+                devices
+            }
+            _ => {
+                let reason =
+                    "--devices is for one process; each of several takes the device of its number";
+                return Err(WrongArgument(reason.into()).into());
+            }
         };
         let devices = devices
             .into_iter()

@@ -29,19 +29,25 @@ pub struct Records {
     name: &'static str,
     schedule: Schedule,
     stop: Stop,
+    /// Whether this process writes.
+    writes: bool,
 }
 
 impl Records {
-    /// Those of the model, the optimizer and the learning rate's schedule, as Burn's learner wants them.
+    /// Those of the model, the optimizer and the learning rate's schedule, as Burn's learner wants them. Of several processes
+    /// the first one writes.
     ///
     /// # Errors
     /// Where the folder cannot be made, or what a killed run has left there cannot be removed.
     pub fn all(folder: &Path, schedule: Schedule, stop: &Stop) -> Result<[Self; 3], Error> {
-        fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
-        for (step, path) in steps(folder)? {
-            // Parts of a checkpoint that was never complete.
-            if step > schedule.done {
-                fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
+        let writes = schedule.part.0 == 0;
+        if writes {
+            fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
+            for (step, path) in steps(folder)? {
+                // Parts of a checkpoint that was never complete.
+                if step > schedule.done {
+                    fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
+                }
             }
         }
         Ok(RECORDS.map(|name| Self {
@@ -49,6 +55,7 @@ impl Records {
             name,
             schedule,
             stop: stop.clone(),
+            writes,
         }))
     }
 
@@ -134,6 +141,9 @@ impl Restored for LrSchedulerRecord {
 
 impl<R: Restored> Checkpointer<R> for Records {
     fn save(&self, epoch: usize, record: R) -> Result<(), CheckpointerError> {
+        if !self.writes {
+            return Ok(());
+        }
         let path = self.of_step(self.step(epoch));
         let folder = path.parent().unwrap_or(&self.folder);
         // Burn wants the ending.
@@ -148,6 +158,9 @@ impl<R: Restored> Checkpointer<R> for Records {
 
     /// Of the epoch, and what earlier runs have left before it.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
+        if !self.writes {
+            return Ok(());
+        }
         let last = self.step(epoch);
         let steps =
             steps(&self.folder).map_err(|error| CheckpointerError::Unknown(error.to_string()))?;
@@ -218,6 +231,7 @@ mod tests {
             interval: 3,
             accumulation: 1,
             devices: 1,
+            part: (0, 1),
             seed: 0,
         };
         let stop = Stop::default();

@@ -7,7 +7,7 @@ use crate::{
 };
 use burn::tensor::{Device, Tensor};
 use serde_json::Value;
-use std::{fs, path::Path};
+use std::{env, fs, path::Path};
 
 /// What a run was begun with.
 const SETTINGS: &str = "settings.json";
@@ -23,6 +23,7 @@ const RESULTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
 pub fn begun(out: &Path, history: &Path, resume: bool) -> Result<Option<usize>, Error> {
     let last = checkpoints::last(&history.join(checkpoints::FOLDER))?;
     let name = out.display();
+    let resume = resume || last.is_some() && is_restarted();
     match (resume, last) {
         (true, Some(step)) => Ok(Some(step)),
         (true, None) => Err(format!("{name}: has no checkpoint to go on from").into()),
@@ -34,6 +35,22 @@ pub fn begun(out: &Path, history: &Path, resume: bool) -> Result<Option<usize>, 
             Err(WrongArgument(reason).into())
         }
     }
+}
+
+/// Whether torchrun or Slurm has started the run again, after a failure, as it was begun.
+fn is_restarted() -> bool {
+    let counts = ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"];
+    let count = |name| env::var(name).ok()?.parse::<usize>().ok();
+    counts.iter().filter_map(count).any(|count| count > 0)
+}
+
+/// What all processes of a run have to agree on: its settings, and the steps of the checkpoint that they go on from.
+pub fn of_all(settings: &Value, begun: Option<usize>) -> Value {
+    let mut all = settings.clone();
+    if let Some(all) = all.as_object_mut() {
+        all.insert("the step to go on from".into(), begun.into());
+    }
+    all
 }
 
 /// Writes down what a run is begun with.

@@ -161,9 +161,10 @@ impl TrainStep for Trainee {
                 (loss.mul_scalar(self.devices as f64), gradients)
             }
             Some(averaging) => {
+                let number = step.number;
                 let model = averaging.unmarked(&self.model);
                 let (loss, gradients) = self.gradients(&model, step);
-                averaging.sum(loss, gradients, &model)
+                averaging.sum(number, loss, gradients, &model)
             }
         };
         let item = Loss { value, weight: 1 };
