@@ -79,7 +79,7 @@ fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
         true => vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))],
         false => cli.data.clone(),
     })?;
-    let tokenizer = world.of_first(|| match begun {
+    let tokenizer = world.text_of_first(|| match begun {
         Some(_) => corpus::read_text(&cli.out.join("tokenizer.json")),
         None => {
             let size = vocabulary_size(cli)?;

@@ -59,7 +59,7 @@ pub struct TrainingArguments {
     /// Trains on several devices of that kind at once, such as 0,1: each computes a part of every step.
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
     pub devices: Vec<usize>,
-    /// Prints lines rather than a dashboard, as where there is no terminal.
+    /// Prints lines rather than a dashboard, as where there is no terminal, and as several processes do.
     #[arg(long)]
     pub lines: bool,
     /// Steps from one line to the next.

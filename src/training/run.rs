@@ -138,7 +138,8 @@ impl Run<'_> {
         if self.resume.is_some() {
             learning = learning.checkpoint(schedule.first_interval());
         }
-        if !place.is_first() || self.arguments.lines || !stdout().is_terminal() {
+        // A launcher passes on what processes print, and may look like a terminal.
+        if world.has_others() || self.arguments.lines || !stdout().is_terminal() {
             let lines = Lines::new(schedule, stop.clone(), self.arguments.log_every, size);
             learning = learning.renderer(Box::new(lines));
         }

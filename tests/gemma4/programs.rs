@@ -7,6 +7,8 @@ mod answers;
 pub mod folder;
 #[cfg(feature = "training")]
 mod precision;
+#[cfg(feature = "mpi")]
+mod processes;
 mod refused;
 #[cfg(feature = "training")]
 mod resumed;

@@ -99,14 +99,19 @@ impl World {
         self.place.size > 1
     }
 
-    /// What the first process makes.
+    /// The text that the first process makes.
     ///
     /// # Errors
     /// Those of `make`, in the first process; where another is gone.
-    pub fn of_first(
+    pub fn text_of_first(
         &self,
-        make: impl FnOnce() -> Result<Vec<u8>, Error>,
-    ) -> Result<Vec<u8>, Error> {
+        make: impl FnOnce() -> Result<String, Error>,
+    ) -> Result<String, Error> {
+        let bytes = self.of_first(|| Ok(make()?.into_bytes()))?;
+        Ok(String::from_utf8(bytes)?)
+    }
+
+    fn of_first(&self, make: impl FnOnce() -> Result<Vec<u8>, Error>) -> Result<Vec<u8>, Error> {
         let own = match self.place.is_first() {
             true => make()?,
             false => Vec::new(),
@@ -226,8 +231,8 @@ mod tests {
     fn alone() {
         let world = World::new(place::ALONE, Box::new(Alone));
         assert!(!world.has_others());
-        let made = world.of_first(|| Ok(vec![1, 2])).expect("no others");
-        assert_eq!(made, [1, 2]);
+        let made = world.text_of_first(|| Ok("text".into()));
+        assert_eq!(made.expect("no others"), "text");
         world.agree(&json!({"steps": 3})).expect("no others");
         assert!(world.place().is_first());
     }

@@ -114,7 +114,7 @@ impl Exchange for Mpi {
             }
         })?;
         let shape = [sum.len()];
-        let sum = Tensor::from_data(TensorData::new(sum, shape), (&device, DType::F32));
+        let sum: Tensor<1> = Tensor::from_data(TensorData::new(sum, shape), (&device, DType::F32));
         Ok(sum.cast(dtype))
     }
 }

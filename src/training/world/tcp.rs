@@ -110,7 +110,7 @@ impl Tcp {
                     .map_err(|error| format!("{address}: {error}"))?;
                 Self::listen(place, &listener, PATIENCE, end)
             }
-            false => Self::connect(place, (&host, port), PATIENCE, end),
+            false => Self::connect(place, (host, port), PATIENCE, end),
         }
         .map_err(|error| format!("{address}: {error}").into())
     }
