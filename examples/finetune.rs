@@ -80,7 +80,12 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     refuse_same_folder(cli)?;
     refuse_file(cli)?;
     let history = cli.out.join("run");
-    let begun = resume::begun(&cli.out, &history, arguments.resume)?;
+    let begun = resume::begun(
+        &cli.out,
+        &history,
+        arguments.resume,
+        arguments.optimizer_parts(place),
+    )?;
     let (chosen, devices) = arguments.choose(place)?;
     note(&chosen);
     let mut options = LoadOptions::new();
@@ -120,7 +125,7 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     );
     world.agree(&resume::of_all(&settings, begun))?;
     match begun {
-        Some(step) => resume::check(&history, &settings, step)?,
+        Some(step) => resume::check(&history, &settings, step, arguments.optimizer_part(place))?,
         None if place.is_first() => resume::write_settings(&history, &settings)?,
         None => (),
     }

@@ -70,7 +70,12 @@ fn main() -> ExitCode {
 fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     let (arguments, place) = (&cli.training, world.place());
     let history = cli.out.join("run");
-    let begun = resume::begun(&cli.out, &history, arguments.resume)?;
+    let begun = resume::begun(
+        &cli.out,
+        &history,
+        arguments.resume,
+        arguments.optimizer_parts(place),
+    )?;
     let (chosen, devices) = arguments.choose(place)?;
     let dtype = chosen.dtype(Some(cli.dtype))?;
     note(&chosen);
@@ -106,7 +111,7 @@ fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     );
     world.agree(&resume::of_all(&settings, begun))?;
     match begun {
-        Some(step) => resume::check(&history, &settings, step)?,
+        Some(step) => resume::check(&history, &settings, step, arguments.optimizer_part(place))?,
         None if place.is_first() => {
             fs::create_dir_all(&cli.out)
                 .map_err(|error| format!("{}: {error}", cli.out.display()))?;

@@ -67,17 +67,22 @@ fn one_line(text: &str) -> String {
 /// panic about.
 pub fn note(line: impl Display) {
     if RANK.load(Ordering::Relaxed) == 0 {
-        let _ = writeln!(io::stderr(), "{line}");
+        say(format!("{line}\n"));
     }
+}
+
+/// In one piece: other processes may write there, too.
+fn say(line: String) {
+    let _ = io::stderr().write_all(line.as_bytes());
 }
 
 /// Prints an error to standard error.
 pub fn fault(message: &str) {
     let message = one_line(message);
-    let _ = match RANK.load(Ordering::Relaxed) {
-        0 => writeln!(io::stderr(), "error: {message}"),
-        rank => writeln!(io::stderr(), "error: process {rank}: {message}"),
-    };
+    say(match RANK.load(Ordering::Relaxed) {
+        0 => format!("error: {message}\n"),
+        rank => format!("error: process {rank}: {message}\n"),
+    });
 }
 
 /// Prints what asks a person for a line. It is no output, so it goes to standard error.

@@ -59,6 +59,9 @@ pub struct TrainingArguments {
     /// Trains on several devices of that kind at once, such as 0,1: each computes a part of every step.
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
     pub devices: Vec<usize>,
+    /// Has each of several processes keep a part of the optimizer's state, and of the weights in f32, rather than all of it: ZeRO-1.
+    #[arg(long)]
+    pub shard_optimizer: bool,
     /// Prints lines rather than a dashboard, as where there is no terminal, and as several processes do.
     #[arg(long)]
     pub lines: bool,
@@ -123,6 +126,22 @@ impl TrainingArguments {
         }
     }
 
+    /// Into how many parts the optimizer's state is divided.
+    pub fn optimizer_parts(&self, place: Place) -> usize {
+        match self.shard_optimizer {
+            true => place.size,
+            false => 1,
+        }
+    }
+
+    /// Which of them the process at `place` goes on with.
+    pub fn optimizer_part(&self, place: Place) -> usize {
+        match self.shard_optimizer {
+            true => place.rank,
+            false => 0,
+        }
+    }
+
     /// What has to stay the same for a run to go on where it was, but what `others` say.
     pub fn settings(&self, rows: &[Row], place: Place, others: Value) -> Value {
         let mut hasher = DefaultHasher::new();
@@ -143,6 +162,7 @@ impl TrainingArguments {
             "checkpoint-every": schedule.interval,
             "seed": self.seed,
             "data": format!("{:016x}", hasher.finish()),
+            "parts of the optimizer": self.optimizer_parts(place),
         });
         if let (Some(settings), Value::Object(others)) = (settings.as_object_mut(), others) {
             settings.extend(others);
@@ -155,6 +175,10 @@ impl TrainingArguments {
     /// # Errors
     /// Where there is no such device.
     pub fn choose(&self, place: Place) -> Result<(Chosen, Vec<Device>), Error> {
+        if self.shard_optimizer && place.size == 1 {
+            let reason = "--shard-optimizer is for several processes, and this one is alone";
+            return Err(WrongArgument(reason.into()).into());
+        }
         let mut chosen = choose(self.device)?;
         let devices = match (place.size, &self.devices[..]) {
             (1, []) => vec![chosen.device.clone()],

@@ -77,6 +77,14 @@ impl Averaging {
         }
     }
 
+    /// Where each process has a part of the optimizer's state, all of them.
+    pub fn in_parts(&self) -> Option<&World> {
+        match self {
+            Self::Processes(processes) if processes.in_parts => Some(&processes.world),
+            _ => None,
+        }
+    }
+
     /// The sums of all losses `[1]` and gradients of the step with this number.
     pub fn sum(
         &self,
@@ -97,12 +105,19 @@ impl Averaging {
 pub struct Processes {
     world: Arc<World>,
     stop: Stop,
+    /// Each has a part of the optimizer's state.
+    in_parts: bool,
 }
 
 impl Processes {
-    /// Of `world`. Where one of them is asked to stop, all end with the same step.
-    pub fn new(world: Arc<World>, stop: Stop) -> Self {
-        Self { world, stop }
+    /// Of `world`, each with a part of the optimizer's state or all of it. Where one of them is asked to stop, all end with the
+    /// same step.
+    pub fn new(world: Arc<World>, stop: Stop, in_parts: bool) -> Self {
+        Self {
+            world,
+            stop,
+            in_parts,
+        }
     }
 
     fn sum(

@@ -168,6 +168,17 @@ impl Memory {
     }
 }
 
+impl Memory {
+    /// Of one of several processes that have as many parts of the optimizer's state, of about the same size.
+    pub fn in_parts(self, parts: usize) -> Self {
+        Self {
+            masters: self.masters.div_ceil(parts),
+            moments: self.moments.div_ceil(parts),
+            ..self
+        }
+    }
+}
+
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gigabytes = |bytes: usize| format!("{:.3} GB", bytes as f64 / 1e9);

@@ -16,12 +16,17 @@ const DATA: &str = "data";
 /// What a finished run has written.
 const RESULTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
 
-/// The steps of the checkpoint to go on from, if the run in the folder `out` is to go on.
+/// The steps of the checkpoint, with as many parts of the optimizer, to go on from, if the run in the folder `out` is to go on.
 ///
 /// # Errors
 /// Where there is nothing to go on from, or something that would be lost.
-pub fn begun(out: &Path, history: &Path, resume: bool) -> Result<Option<usize>, Error> {
-    let last = checkpoints::last(&history.join(checkpoints::FOLDER))?;
+pub fn begun(
+    out: &Path,
+    history: &Path,
+    resume: bool,
+    optimizer_parts: usize,
+) -> Result<Option<usize>, Error> {
+    let last = checkpoints::last(&history.join(checkpoints::FOLDER), optimizer_parts)?;
     let name = out.display();
     let resume = resume || last.is_some() && is_restarted();
     match (resume, last) {
@@ -69,7 +74,12 @@ pub fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
 ///
 /// # Errors
 /// Naming the setting, the file or the device.
-pub fn check(history: &Path, settings: &Value, step: usize) -> Result<(), Error> {
+pub fn check(
+    history: &Path,
+    settings: &Value,
+    step: usize,
+    optimizer_part: usize,
+) -> Result<(), Error> {
     let path = history.join(SETTINGS);
     let begun: Value = serde_json::from_str(&read_text(&path)?)
         .map_err(|error| format!("{}: {error}", path.display()))?;
@@ -83,7 +93,7 @@ pub fn check(history: &Path, settings: &Value, step: usize) -> Result<(), Error>
         let reason = format!("{name} is {value}, but the run was begun with {before}");
         return Err(WrongArgument(reason).into());
     }
-    checkpoints::check(&history.join(checkpoints::FOLDER), step)?;
+    checkpoints::check(&history.join(checkpoints::FOLDER), step, optimizer_part)?;
     check_default_device()
 }
 

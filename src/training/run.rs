@@ -96,9 +96,11 @@ impl Run<'_> {
         let first = &self.devices[0];
         let size = [training.batch, training.positions];
         let in_f32 = gradients_in_f32(self.arguments, model.dtype());
-        note(Memory::of(&model, self.arguments.optimizer, in_f32));
+        let parts = self.arguments.optimizer_parts(place);
+        let memory = Memory::of(&model, self.arguments.optimizer, in_f32);
+        note(memory.in_parts(parts));
         world.connect(first)?;
-        let model = world.of_first_process(model, first);
+        let model = world.of_first_process(model, first)?;
         let stop = match world.has_others() {
             true => Stop::among_processes(),
             false => Stop::default(),
@@ -112,7 +114,8 @@ impl Run<'_> {
         };
         let validation = ValidationLoader::new(Arc::new(validation), stop.clone(), &plain);
         let checkpoints = self.folder.join(checkpoints::FOLDER);
-        let [of_model, of_optimizer, of_schedule] = Records::all(&checkpoints, schedule, &stop)?;
+        let [of_model, of_optimizer, of_schedule] =
+            Records::all(&checkpoints, schedule, &stop, parts)?;
         // The history of the metrics is the first process's.
         let scratch = tempfile::tempdir()?;
         let history = match place.is_first() {
@@ -144,7 +147,8 @@ impl Run<'_> {
             learning = learning.renderer(Box::new(lines));
         }
         let averaging = if world.has_others() {
-            let processes = Processes::new(world.clone(), stop.clone());
+            let in_parts = self.arguments.shard_optimizer;
+            let processes = Processes::new(world.clone(), stop.clone(), in_parts);
             Some(Averaging::Processes(processes))
         } else if self.averages && self.devices.len() > 1 {
             let devices = self.devices.iter().cloned().map(Device::inner);

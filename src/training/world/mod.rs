@@ -11,6 +11,7 @@ mod mpi;
 #[cfg(feature = "cuda")]
 mod nccl;
 mod place;
+mod shards;
 mod tcp;
 
 use crate::{Error, guarded, terminal};

@@ -32,6 +32,14 @@ fn several(count: usize, program: &Command) -> Command {
     command
 }
 
+/// The lines that a program has printed, but for how fast it was.
+fn without_speeds(ended: &Ended) -> Vec<&str> {
+    let lines = ended.stdout.lines();
+    lines
+        .filter_map(|line| line.split("  learning rate").next())
+        .collect()
+}
+
 #[test]
 fn processes_do_what_one_does() {
     let folder = TempDir::new().expect("a folder");
@@ -40,6 +48,10 @@ fn processes_do_what_one_does() {
     let arguments = [&short[..], &["--accumulate", "3"]].concat();
     let alone = succeed(&mut train(&out("alone"), &arguments));
     let together = succeed(&mut several(3, &train(&out("together"), &short)));
+    let in_parts = [&short[..], &["--shard-optimizer"]].concat();
+    let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
+    // Whoever updates a parameter has the same sum.
+    assert_eq!(without_speeds(&in_parts), without_speeds(&together));
     for (kind, count) in [
         (losses as fn(&str, &str) -> _, 6),
         (|text, _| validation(text), 2),
@@ -71,7 +83,8 @@ fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     let expected = succeed(&mut several(2, &train(&whole, &[])));
 
-    let mut child = several(2, &train(&killed, &[]))
+    let in_parts = ["--shard-optimizer"];
+    let mut child = several(2, &train(&killed, &in_parts))
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
@@ -79,11 +92,22 @@ fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
     let output = BufReader::new(child.stdout.take().expect("their output"));
     let mut lines = output.lines().map(|line| line.expect("text"));
     assert!(lines.any(|line| line.starts_with("step 12/")));
-    kill_one(&killed);
+    signal_one(&killed, "-9");
     assert!(!child.wait().expect("their end").success());
     drop(lines);
 
-    let resumed = succeed(&mut several(2, &train(&killed, &["--resume"])));
+    let other = run(&mut several(
+        3,
+        &train(&killed, &["--resume", "--shard-optimizer"]),
+    ));
+    assert!(other.stderr.contains("has no checkpoint"), "{other:?}");
+    let other = run(&mut several(2, &train(&killed, &["--resume"])));
+    assert!(
+        other.stderr.contains("parts of the optimizer is 1"),
+        "{other:?}"
+    );
+    let resumed = ["--resume", "--shard-optimizer"];
+    let resumed = succeed(&mut several(2, &train(&killed, &resumed)));
     let of_steps = losses(&expected.stdout, "  loss ");
     let of_resumed = losses(&resumed.stdout, "  loss ");
     let begun = of_steps.len() - of_resumed.len();
@@ -93,8 +117,31 @@ fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
     assert!(weights(&whole) == weights(&killed));
 }
 
-/// Kills one of the processes that write to a folder.
-fn kill_one(out: &Path) {
+/// Where one is interrupted all end with the same step, of which there is a checkpoint.
+#[test]
+fn a_process_that_is_interrupted_stops_all() {
+    let folder = TempDir::new().expect("a folder");
+    let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
+    let expected = succeed(&mut several(2, &train(&whole, &[])));
+    let mut child = several(2, &train(&stopped, &[]))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("processes");
+    let output = BufReader::new(child.stdout.take().expect("their output"));
+    let mut lines = output.lines().map(|line| line.expect("text"));
+    assert!(lines.any(|line| line.starts_with("step 7/")));
+    signal_one(&stopped, "-INT");
+    let rest: Vec<_> = lines.collect();
+    assert!(child.wait().expect("their end").success(), "{rest:?}");
+    let resumed = succeed(&mut several(2, &train(&stopped, &["--resume"])));
+    let [expected, resumed] = [&expected, &resumed].map(|ended| losses(&ended.stdout, "  loss "));
+    assert!((1..20).contains(&resumed.len()), "{rest:?}");
+    assert_eq!(resumed, expected[20 - resumed.len()..]);
+}
+
+/// Sends a signal to one of the processes that write to a folder.
+fn signal_one(out: &Path, signal: &str) {
     let writes_there = |process: &Path| {
         let line = fs::read(process.join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).into_owned();
@@ -106,8 +153,8 @@ fn kill_one(out: &Path) {
     let mut paths = processes.map(|process| process.expect("a process").path());
     let found = paths.find(|path| writes_there(path)).expect("a process");
     let number = found.file_name().expect("a number");
-    let killed = Command::new("kill").arg("-9").arg(number).status();
-    assert!(killed.expect("a process").success());
+    let sent = Command::new("kill").arg(signal).arg(number).status();
+    assert!(sent.expect("a process").success());
 }
 
 #[test]
