@@ -8,6 +8,7 @@
 
 use attention_workspace::{
     Dtype, Error,
+    model::Table,
     terminal::{WrongArgument, note},
     training::{
         arguments::TrainingArguments,
@@ -20,7 +21,7 @@ use attention_workspace::{
     },
 };
 use burn::module::Module;
-use burn_gemma4::{Adapter, Gemma4, LoadOptions};
+use burn_gemma4::{Adapter, Gemma4, LoadOptions, PerLayerTable};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
@@ -66,6 +67,10 @@ struct Cli {
     /// To train in [default: the checkpoint's]. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
+    /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row. On the host it is not
+    /// trained, so that with `--full` it is on the device.
+    #[arg(long, value_enum, value_name = "PLACE", default_value_t)]
+    per_layer_table: Table,
     #[command(flatten)]
     training: TrainingArguments,
 }
@@ -92,8 +97,10 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     if let Some(dtype) = cli.dtype {
         options = options.dtype(chosen.dtype(Some(dtype))?.burn());
     }
+    options = options.per_layer_table(table(cli)?);
     chosen.device.seed(arguments.seed);
     let gemma = Gemma4::load(&cli.model, &devices[0], options)?;
+    cli.per_layer_table.tell(gemma.model());
     let (training, validation) = data(cli, &gemma)?;
 
     let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));
@@ -173,6 +180,19 @@ fn refuse_same_folder(cli: &Cli) -> Result<(), Error> {
     match same {
         true => Err(WrongArgument("--out is --model, which is to stay as it is".into()).into()),
         false => Ok(()),
+    }
+}
+
+/// Where the table of per-layer embeddings goes.
+fn table(cli: &Cli) -> Result<PerLayerTable, Error> {
+    match (cli.full, cli.per_layer_table) {
+        (true, Table::Host) => {
+            let reason =
+                "--per-layer-table host leaves the table as it is, but --full trains all weights";
+            Err(WrongArgument(reason.into()).into())
+        }
+        (true, _) => Ok(PerLayerTable::Device),
+        (false, table) => Ok(table.into()),
     }
 }
 

@@ -15,7 +15,11 @@ mod quantized;
 mod text;
 mod train;
 
-pub use checkpoint::{LoadOptions, LoadProgress, Quantization, adapter::Adapter};
+pub use checkpoint::{
+    LoadOptions, LoadProgress, Quantization,
+    adapter::Adapter,
+    placement::{DeviceMemory, PerLayerTable, TablePlacement},
+};
 pub use config::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
     drafter::{DrafterConfig, OrderedEmbeddings},
