@@ -1,7 +1,7 @@
 //! Several processes that train one model, on one machine or more: each has a device and a part of every step.
 //!
-//! A launcher starts them and says which is which ([`place`]). What they tell one another goes through MPI or TCP ([`link`]),
-//! and gradients through NCCL or MPI ([`exchange`]). The first process validates and writes; one that fails ends all.
+//! A launcher starts them and says which is which (`place`). What they tell one another goes through MPI or TCP (`link`),
+//! and gradients through NCCL or MPI (`exchange`). The first process validates and writes; one that fails ends all.
 
 mod exchange;
 mod link;

@@ -9,7 +9,8 @@ use burn::{
     tensor::{DType, Device, Tensor},
 };
 use burn_cubecl::{CubeBackend, kernel::into_contiguous, tensor::CubeTensor};
-use cubecl::{cuda::CudaRuntime, prelude::Runtime};
+use cubecl::cuda::CudaRuntime;
+use cubecl_runtime::runtime::Runtime;
 use cudarc::{
     driver::{CudaContext, CudaStream},
     nccl::{
