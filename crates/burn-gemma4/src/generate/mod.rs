@@ -17,7 +17,7 @@ use crate::{
 };
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use draft::{DraftCounts, Drafts, Guesser};
-use sequence::{Chosen, Sequence};
+use sequence::{Chosen, Sequence, samplers};
 use serde::Serialize;
 use std::{
     ops::ControlFlow,
@@ -82,6 +82,11 @@ impl GenerateOptions {
             Drafts::None => 0,
             _ => draft::MOST_DRAFT_TOKENS,
         }
+    }
+
+    /// Whether tokens are drawn, and nothing but their numbers asked for.
+    fn draws_all(&self) -> bool {
+        !self.sampling.takes_the_largest() && self.logprobs.is_none()
     }
 
     fn is_cancelled(&self) -> bool {
@@ -275,6 +280,9 @@ pub(crate) fn run(
     if let (Drafts::Drafter, Some(drafter)) = (options.drafts, drafter) {
         decoder = decoder.with_drafter(drafter)?;
     }
+    if guesser.is_none() && options.draws_all() {
+        decoder = decoder.with_samplers(&samplers(&sequences))?;
+    }
     for (sequence, token) in sequences.iter_mut().zip(&next) {
         sequence.take(*token, max_tokens, options, on_token)?;
     }
@@ -316,7 +324,7 @@ fn choose(
     next: Next<'_>,
     options: &GenerateOptions,
 ) -> Result<Vec<u32>, Gemma4Error> {
-    let chosen = Chosen::of(next, options)?;
+    let chosen = Chosen::of(next, sequences, options)?;
     let rows = sequences.iter_mut().enumerate();
     rows.map(|(row, sequence)| match sequence.finished {
         Some(_) => Ok(0),
