@@ -22,8 +22,13 @@ pub(crate) struct Restriction {
     fragments: Option<Vec<Fragments>>,
 }
 
-/// Units of a plane where products are emulated.
-const EMULATED_PLANE: usize = 32;
+/// Units of a plane that emulates a product of `m × n` elements: a vector of 4 of them for each, but of the sizes that planes have.
+fn emulated_plane(fragments: &Fragments) -> usize {
+    match fragments.m * fragments.n / 4 {
+        0..=32 => 32,
+        _ => 64,
+    }
+}
 
 impl Restriction {
     /// What the environment says.
@@ -91,11 +96,14 @@ impl Restriction {
     /// What planes multiply, on a device that has what it `own`s.
     pub(crate) fn fragments(&self, own: impl FnOnce() -> FragmentSupport) -> FragmentSupport {
         match &self.fragments {
-            Some(kinds) => FragmentSupport {
-                kinds: kinds.clone(),
-                plane_sizes: (EMULATED_PLANE, EMULATED_PLANE),
-                fault: None,
-            },
+            Some(kinds) => {
+                let plane = kinds.first().map_or(0, emulated_plane);
+                FragmentSupport {
+                    kinds: kinds.clone(),
+                    plane_sizes: (plane, plane),
+                    fault: None,
+                }
+            }
             None => own(),
         }
     }

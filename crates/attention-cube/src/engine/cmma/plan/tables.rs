@@ -42,6 +42,9 @@ pub(super) const SINGLE: &[Shape] = &[
     // 32 KB, operands widened to f32
     shape(512, 256, 32, 32, 32),
     shape(1024, 256, 16, 64, 32),
+    // 16 KB
+    shape(128, 128, 16, 32, 32),
+    shape(1024, 256, 16, 64, 32),
 ];
 
 /// Output in registers twice: the gradients of keys and values.
@@ -61,6 +64,9 @@ pub(super) const DOUBLE: &[Shape] = &[
     // 32 KB, operands widened to f32
     shape(256, 256, 32, 32, 32),
     shape(1024, 256, 16, 64, 32),
+    // 16 KB
+    shape(128, 128, 16, 32, 32),
+    shape(1024, 256, 16, 64, 32),
 ];
 
 /// Few rows: decoding, where reading the keys bounds everything.
@@ -72,4 +78,7 @@ pub(super) const DECODE: &[Shape] = &[
     // 32 KB, operands widened to f32
     shape(1024, 256, 16, 64, 32),
     shape(512, 256, 32, 32, 32),
+    // 16 KB
+    shape(128, 128, 16, 32, 32),
+    shape(1024, 256, 16, 64, 32),
 ];
