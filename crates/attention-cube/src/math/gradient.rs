@@ -21,11 +21,12 @@ pub(crate) struct ScoreGradient {
     pub p: f32,
     /// `d loss / d score`, after bias and softcap: the bias's gradient.
     pub ds: f32,
-    /// `d loss / d (q·k)`.
+    /// `d loss / d (q·k)`, or that without the scale.
     pub ddot: f32,
 }
 
-/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are.
+/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are. What is rounded to half precision has to be
+/// taken without the scale, if not `scaled`: it may make them vanish.
 #[cube]
 pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,
@@ -35,6 +36,7 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
     scoring: &Scoring<'_, '_, '_, M, F>,
     place: &Place,
     #[comptime] kind: ScoreKind,
+    #[comptime] scaled: bool,
 ) -> ScoreGradient {
     let mut p = 0.0f32;
     let mut ds = 0.0f32;
@@ -46,7 +48,7 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
         p = probability(score, terms.reference, terms.logarithm);
         if p != 0.0f32 {
             ds = p * (dp - terms.delta);
-            ddot = ds * slope(capped, arguments, kind);
+            ddot = ds * slope(capped, arguments, kind, scaled);
         }
     }
     ScoreGradient { p, ds, ddot }

@@ -352,15 +352,15 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Factors of 1 in shared memory, for an O that is written as it is. A sync makes them visible.
+/// The same factor for all rows in shared memory. A sync makes it visible.
 #[cube]
-pub(crate) fn unit_factors(#[comptime] tiles: UnitTiles) -> Shared<[f32]> {
+pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     #[unroll]
     for step in 0..comptime!(tiles.row_steps()) {
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
-            factors[row] = 1.0f32;
+            factors[row] = factor;
         }
     }
     factors

@@ -198,7 +198,8 @@ impl UnitTiles {
         let operands = self.vector_bytes() * (self.stage_vectors() + self.tile_vectors());
         let with_tile = operands + 16 * self.score_vectors() + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        if with_tile > with_sums {
+        // The bias's gradient is units' work.
+        if with_tile > with_sums || self.has_fragments() {
             with_tile
         } else {
             with_sums

@@ -158,6 +158,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                         &scoring,
                         &place,
                         kind.score,
+                        true,
                     );
                     sum[comptime!(k * tiles.columns_per_unit() + c)] += gradient.ds;
                 }

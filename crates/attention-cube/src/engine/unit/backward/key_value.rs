@@ -12,11 +12,11 @@ use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, Sight, is_whole, segments_meet, sight, visible_queries, within_segments,
 };
-use crate::passes::backward::BackwardKind;
+use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
-    Stage, accumulate, multiply_transposed, new_stage, new_tile, store_output, store_tile,
-    tile_column, tile_row, unit_factors, zero_output,
+    Stage, accumulate, multiply_transposed, new_stage, new_tile, row_factors, store_output,
+    store_tile, tile_column, tile_row, zero_output,
 };
 use cubecl::prelude::*;
 
@@ -72,7 +72,8 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let mut stage = new_stage::<C>(tiles);
     let mut tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let ones = unit_factors(tiles);
+    let ones = row_factors(1.0f32, tiles);
+    let scales = row_factors(late_scale(&score, tiles), tiles);
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dk = zero_output(tiles);
@@ -168,7 +169,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let key_gradient_rows = head_rows(&*key_gradient, batch, kv_head, first_row, end_row, head_dim);
     store_output(
         &dk,
-        &ones,
+        &scales,
         &mut stage,
         key_gradient,
         &key_gradient_rows,
@@ -268,6 +269,7 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 scoring,
                 &place,
                 kind.score,
+                comptime!(!tiles.has_fragments()),
             );
             s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.p;
             dp[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;

@@ -13,7 +13,7 @@ use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
-use crate::passes::backward::BackwardKind;
+use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::is_blind;
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
@@ -75,12 +75,13 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     // Of a query that sees nothing the gradient is 0, whatever others of its tile have seen. A sync makes them visible.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
+    let scale = late_scale(&score, tiles);
     #[unroll]
     for step in 0..comptime!(tiles.row_steps()) {
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
             let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
-            factors[row] = select(is_blind(terms.reference), 0.0f32, 1.0f32);
+            factors[row] = select(is_blind(terms.reference), 0.0f32, scale);
         }
     }
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -160,6 +161,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                         &scoring,
                         &place,
                         kind.score,
+                        comptime!(!tiles.has_fragments()),
                     );
                     s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
                 }
