@@ -3,6 +3,11 @@
 use super::score::{Place, ScoreKind, Scoring, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
+/// What P is multiplied with before it is rounded to f16, and the values' gradient divided by. A probability below 2^-14, as many keys or
+/// a large sink leave, would have fewer bits than the others; by 2^12 those from 2^-26 on have all of theirs, and there is room for what
+/// rounding of large scores makes of a probability of 1.
+pub(crate) const F16_P_SCALE: f32 = 4096.0;
+
 /// What the backward knows of a query beforehand, in `[batch, q_heads, 3, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]

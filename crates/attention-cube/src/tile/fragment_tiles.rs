@@ -1,6 +1,8 @@
 //! How planes divide the fragments of a tile.
 
 use super::tiles::{Products, UnitTiles};
+#[cfg(feature = "cube")]
+use crate::math::gradient::F16_P_SCALE;
 use burn::tensor::DType;
 
 /// Matrices that a plane multiplies, in a layout that is the device's own: `m × k` by `k × n`, summed in f32.
@@ -50,6 +52,15 @@ impl UnitTiles {
     pub const fn fragment_shape(&self) -> [usize; 3] {
         let Fragments { m, n, k, .. } = self.fragment_tiles().fragments;
         [m, n, k]
+    }
+
+    /// What probabilities are multiplied with before they are rounded to the operands' dtype, so that small ones do not vanish.
+    #[cfg(feature = "cube")]
+    pub(crate) const fn p_scale(&self) -> f32 {
+        match self.product_dtype() {
+            DType::F16 => F16_P_SCALE,
+            _ => 1.0,
+        }
     }
 
     /// Planes of a cube.

@@ -72,7 +72,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let mut stage = new_stage::<C>(tiles);
     let mut tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let ones = row_factors(1.0f32, tiles);
+    let shares = row_factors(f32::new(comptime!(1.0 / tiles.p_scale())), tiles);
     let scales = row_factors(late_scale(&score, tiles), tiles);
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -187,7 +187,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     );
     store_output(
         &dv,
-        &ones,
+        &shares,
         &mut stage,
         value_gradient,
         &value_gradient_rows,
@@ -210,7 +210,7 @@ pub(super) struct Pair {
     pub whole: bool,
 }
 
-/// P and `d loss / d (q·k)` of a pair, in the places of S and dP.
+/// P and `d loss / d (q·k)` of a pair, in the places of S and dP: as they are rounded, where planes multiply fragments.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     query: &Operand<'_, E, N>,
@@ -271,7 +271,11 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 kind.score,
                 comptime!(!tiles.has_fragments()),
             );
-            s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.p;
+            let mut p = gradient.p;
+            if comptime!(tiles.has_fragments()) {
+                p *= f32::new(comptime!(tiles.p_scale()));
+            }
+            s[comptime!(k * tiles.columns_per_unit() + c)] = p;
             dp[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
         }
     }
