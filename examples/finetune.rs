@@ -4,25 +4,23 @@
 //! cargo run --release --features training --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out adapter
 //! cargo run --release --example generate -- --model gemma-4-E2B-it --adapter adapter --chat --prompt "Hello"
 //! cargo run --release --features training --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out tuned --merge
+//! cargo run --release --features training --example finetune -- --model gemma-4-31B-it --quantize q4 --data conversations.jsonl --out adapter
 //! ```
 
 use attention_workspace::{
     Dtype, Error,
+    model::Quantize,
     terminal::{WrongArgument, exit_code, note},
     training::{
         arguments::TrainingArguments, conversations, loader::Data, resume, rows::whole, run::Run,
     },
 };
 use burn::module::Module;
-use burn_gemma4::{Adapter, Gemma4, LoadOptions};
+use burn_gemma4::{Adapter, Gemma4, LoadOptions, copy_beside};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use std::{path::PathBuf, process::ExitCode};
 
 /// The share of the examples that the model is validated on.
 const VALIDATION: f64 = 0.05;
@@ -53,9 +51,14 @@ struct Cli {
     /// The adapter counts alpha / rank times.
     #[arg(long, default_value_t = 32.0)]
     alpha: f64,
-    /// Writes the checkpoint with the adapter in its weights rather than the adapter.
+    /// Writes the checkpoint with the adapter in its weights rather than the adapter. What was quantized is whole there: the numbers that
+    /// the adapter was trained over, and what it adds.
     #[arg(long)]
     merge: bool,
+    /// Quantizes the frozen weights that the checkpoint has whole, beneath an adapter, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0; `none`
+    /// makes quantized ones whole [default: as the checkpoint has them, and whole with --full].
+    #[arg(long, value_enum, value_name = "FORM")]
+    quantize: Option<Quantize>,
     /// To train in [default: the checkpoint's]. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
@@ -72,6 +75,7 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     let arguments = &cli.training;
     refuse_same_folder(cli)?;
     refuse_file(cli)?;
+    refuse_quantized(cli)?;
     let history = cli.out.join("run");
     let begun = resume::begun(&cli.out, &history, arguments.resume)?;
     let (chosen, devices) = arguments.choose()?;
@@ -79,6 +83,9 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     let mut options = LoadOptions::new();
     if let Some(dtype) = cli.dtype {
         options = options.dtype(chosen.dtype(Some(dtype))?.burn());
+    }
+    if let Some(form) = cli.form() {
+        options = options.quantization(form.into());
     }
     chosen.device.seed(arguments.seed);
     let gemma = Gemma4::load(&cli.model, &devices[0], options)?;
@@ -89,11 +96,20 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     // It would hold the weights as they were.
     drop(gemma);
     let parameters = model.num_params();
+    // Which weights are quantized, and how, tells the size of all of them.
+    let bytes = model.parameter_bytes();
     let model = match &adapter {
         Some(adapter) => {
+            let is_quantized = model.is_quantized();
             let model = adapter.attach(model)?;
             let added = model.num_params() - parameters;
-            note(format_args!("{added} parameters beside {parameters}"));
+            match is_quantized {
+                true => note(format_args!(
+                    "{added} parameters beside {:.3} GB of quantized weights",
+                    bytes as f64 / 1e9
+                )),
+                false => note(format_args!("{added} parameters beside {parameters}")),
+            }
             model
         }
         None => {
@@ -108,6 +124,8 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
             "full": cli.full,
             "rank": cli.rank,
             "alpha": cli.alpha,
+            "quantize": cli.form(),
+            "bytes of the model": bytes,
         }),
     );
     match begun {
@@ -133,6 +151,11 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
             adapter.save(&outcome.model, &cli.out, &cli.model.display().to_string())?;
         }
         _ => {
+            if outcome.model.is_quantized() {
+                note(
+                    "the weights were quantized: the checkpoint has the numbers that they stood for, whole, with what was learned",
+                );
+            }
             let saved = outcome.model.save_like(&cli.model, &cli.out, None);
             if saved.is_err() {
                 // What was learned is not to be lost with what has become of the base.
@@ -165,6 +188,30 @@ fn refuse_file(cli: &Cli) -> Result<(), Error> {
             Err(WrongArgument(reason.into()).into())
         }
         false => Ok(()),
+    }
+}
+
+/// Quantized weights are not trained.
+fn refuse_quantized(cli: &Cli) -> Result<(), Error> {
+    match cli.quantize {
+        Some(form @ (Quantize::Q8 | Quantize::Q4)) if cli.full => {
+            let form = format!("{form:?}").to_lowercase();
+            let reason = format!(
+                "--quantize {form} with --full: quantized weights stay as they are; without --full an adapter over them is trained"
+            );
+            Err(WrongArgument(reason).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Cli {
+    /// In what form the weights are, if not as the checkpoint has them.
+    fn form(&self) -> Option<Quantize> {
+        match self.full {
+            true => Some(Quantize::None),
+            false => self.quantize,
+        }
     }
 }
 
@@ -207,24 +254,4 @@ fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
         validation.rows.len(),
     ));
     Ok((training, validation))
-}
-
-/// Copies what belongs to a checkpoint beside its weights and their configuration.
-fn copy_beside(from: &Path, to: &Path) -> Result<(), Error> {
-    for name in [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "processor_config.json",
-        "preprocessor_config.json",
-    ] {
-        let path = from.join(name);
-        if path.exists() {
-            fs::copy(&path, to.join(name))
-                .map_err(|error| format!("{}: {error}", path.display()))?;
-        }
-    }
-    Ok(())
 }

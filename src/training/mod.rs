@@ -12,6 +12,7 @@ pub mod averaging;
 pub mod checkpoints;
 pub mod conversations;
 pub mod corpus;
+pub mod evaluation;
 pub mod gradients;
 pub mod lines;
 pub mod loader;

@@ -17,6 +17,8 @@ mod decode;
 mod drafter;
 mod drafts;
 mod endings;
+#[cfg(feature = "training")]
+mod evaluation;
 mod foreign;
 mod forgetting;
 mod generation;
@@ -30,7 +32,10 @@ mod packing;
 mod products;
 mod programs;
 mod prompts;
+mod qlora;
 mod quantized;
+#[cfg(feature = "training")]
+mod quantizing;
 mod sampling;
 mod templates;
 mod text;

@@ -15,7 +15,10 @@ mod quantized;
 mod text;
 mod train;
 
-pub use checkpoint::{LoadOptions, LoadProgress, Quantization, adapter::Adapter};
+pub use checkpoint::{
+    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, adapter::Adapter, copy_beside,
+    quantize_checkpoint,
+};
 pub use config::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
     drafter::{DrafterConfig, OrderedEmbeddings},

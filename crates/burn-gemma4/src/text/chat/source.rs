@@ -98,6 +98,17 @@ pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemm
     Ok((path, source, tokens))
 }
 
+/// The template of a folder that brings one.
+pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
+    if let Some(path) = existing(folder, "chat_template.jinja")? {
+        return of_file(&path).map(Some);
+    }
+    let config = existing(folder, "tokenizer_config.json")?;
+    let config = config.map(TokenizerConfig::from_file).transpose()?;
+    let template = config.and_then(|config| config.fields.chat_template);
+    Ok(template.map(Templates::into_default))
+}
+
 /// What is read of a `tokenizer_config.json`.
 struct TokenizerConfig {
     path: PathBuf,
