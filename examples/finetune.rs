@@ -9,18 +9,24 @@
 
 use attention_workspace::{
     Dtype, Error,
-    model::Quantize,
-    terminal::{WrongArgument, exit_code, note},
+    model::{Quantize, Table},
+    terminal::{WrongArgument, note},
     training::{
-        arguments::TrainingArguments, conversations, loader::Data, resume, rows::whole, run::Run,
+        arguments::TrainingArguments,
+        conversations,
+        loader::Data,
+        resume,
+        rows::whole,
+        run::Run,
+        world::{World, exit_code},
     },
 };
 use burn::module::Module;
-use burn_gemma4::{Adapter, Gemma4, LoadOptions, copy_beside};
+use burn_gemma4::{Adapter, Gemma4, LoadOptions, PerLayerTable, copy_beside};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
-use std::{path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 /// The share of the examples that the model is validated on.
 const VALIDATION: f64 = 0.05;
@@ -62,23 +68,32 @@ struct Cli {
     /// To train in [default: the checkpoint's]. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
+    /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row. On the host it is not
+    /// trained, so that with `--full` it is on the device.
+    #[arg(long, value_enum, value_name = "PLACE", default_value_t)]
+    per_layer_table: Table,
     #[command(flatten)]
     training: TrainingArguments,
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    exit_code(|| finetune(&cli))
+    exit_code(|world| finetune(&cli, world))
 }
 
-fn finetune(cli: &Cli) -> Result<(), Error> {
-    let arguments = &cli.training;
+fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
+    let (arguments, place) = (&cli.training, world.place());
     refuse_same_folder(cli)?;
     refuse_file(cli)?;
     refuse_quantized(cli)?;
     let history = cli.out.join("run");
-    let begun = resume::begun(&cli.out, &history, arguments.resume)?;
-    let (chosen, devices) = arguments.choose()?;
+    let begun = resume::begun(
+        &cli.out,
+        &history,
+        arguments.resume,
+        arguments.optimizer_parts(place),
+    )?;
+    let (chosen, devices) = arguments.choose(place)?;
     note(&chosen);
     let mut options = LoadOptions::new();
     if let Some(dtype) = cli.dtype {
@@ -87,8 +102,10 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     if let Some(form) = cli.form() {
         options = options.quantization(form.into());
     }
+    options = options.per_layer_table(table(cli)?);
     chosen.device.seed(arguments.seed);
     let gemma = Gemma4::load(&cli.model, &devices[0], options)?;
+    cli.per_layer_table.tell(gemma.model());
     let (training, validation) = data(cli, &gemma)?;
 
     let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));
@@ -96,8 +113,9 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     // It would hold the weights as they were.
     drop(gemma);
     let parameters = model.num_params();
-    // Which weights are quantized, and how, tells the size of all of them.
-    let bytes = model.parameter_bytes();
+    // Which weights are quantized, and how, tells their size, but for a table that may be on another device's host.
+    let table = model.per_layer_table();
+    let bytes = table.map_or_else(|| model.parameter_bytes(), |table| table.other_bytes);
     let model = match &adapter {
         Some(adapter) => {
             let is_quantized = model.is_quantized();
@@ -119,18 +137,21 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
     };
     let settings = arguments.settings(
         &training.rows,
+        place,
         json!({
             "dtype": format!("{:?}", model.dtype()),
             "full": cli.full,
             "rank": cli.rank,
             "alpha": cli.alpha,
             "quantize": cli.form(),
-            "bytes of the model": bytes,
+            "bytes of the weights": bytes,
         }),
     );
+    world.agree(&resume::of_all(&settings, begun))?;
     match begun {
-        Some(step) => resume::check(&history, &settings, step)?,
-        None => resume::write_settings(&history, &settings)?,
+        Some(step) => resume::check(&history, &settings, step, arguments.optimizer_part(place))?,
+        None if place.is_first() => resume::write_settings(&history, &settings)?,
+        None => (),
     }
     let run = Run {
         arguments,
@@ -141,10 +162,14 @@ fn finetune(cli: &Cli) -> Result<(), Error> {
         averages: chosen.has_transport(),
         folder: &history,
         resume: begun,
+        world,
     };
     let outcome = run.train(model, training, validation)?;
     if outcome.is_interrupted {
         note("stopped; what it has learned so far is written, and --resume goes on");
+    }
+    if !place.is_first() {
+        return Ok(());
     }
     match &adapter {
         Some(adapter) if !cli.merge => {
@@ -177,6 +202,19 @@ fn refuse_same_folder(cli: &Cli) -> Result<(), Error> {
     match same {
         true => Err(WrongArgument("--out is --model, which is to stay as it is".into()).into()),
         false => Ok(()),
+    }
+}
+
+/// Where the table of per-layer embeddings goes.
+fn table(cli: &Cli) -> Result<PerLayerTable, Error> {
+    match (cli.full, cli.per_layer_table) {
+        (true, Table::Host) => {
+            let reason =
+                "--per-layer-table host leaves the table as it is, but --full trains all weights";
+            Err(WrongArgument(reason.into()).into())
+        }
+        (true, _) => Ok(PerLayerTable::Device),
+        (false, table) => Ok(table.into()),
     }
 }
 

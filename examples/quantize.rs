@@ -8,7 +8,7 @@
 use attention_workspace::{
     Dtype, Error,
     device::DeviceName,
-    model::{ModelArguments, Quantize, progress_bar},
+    model::{ModelArguments, Quantize, Table, progress_bar},
     terminal::{Output, WrongArgument, exit_code, note},
     training::{
         conversations,
@@ -146,6 +146,7 @@ impl Cli {
             device: self.device,
             dtype,
             quantize: None,
+            per_layer_table: Table::Auto,
         };
         let gemma = arguments.load()?.gemma;
         let windows = self.windows.windows(gemma.config())?;

@@ -4,15 +4,24 @@
 //! cargo run --release --features training --example train -- --out trained
 //! cargo run --release --features training --example train -- --out trained --data texts --config 55m --steps 20000
 //! cargo run --release --features training --example train -- --out trained --resume
+//! torchrun --no-python --nproc-per-node 8 target/release/examples/train --out trained
 //! cargo run --release --example generate -- --model trained --prompt "fn main"
 //! ```
 
 use attention_workspace::{
     Dtype, Error,
-    terminal::{WrongArgument, exit_code, note},
+    terminal::{WrongArgument, note},
     training::{
-        arguments::TrainingArguments, corpus, loader::Data, masters::cast, presets::Preset, resume,
-        rows::cut, run::Run, vocabulary,
+        arguments::TrainingArguments,
+        corpus,
+        loader::Data,
+        masters::cast,
+        presets::Preset,
+        resume,
+        rows::cut,
+        run::Run,
+        vocabulary,
+        world::{World, exit_code},
     },
 };
 use burn::module::Module;
@@ -20,7 +29,7 @@ use burn_gemma4::{Gemma4Config, Gemma4Model};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
-use std::{fs, path::PathBuf, process::ExitCode};
+use std::{fs, path::PathBuf, process::ExitCode, sync::Arc};
 use tokenizers::Tokenizer;
 
 /// The share of the rows that the model is validated on.
@@ -55,14 +64,19 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    exit_code(|| train(&cli))
+    exit_code(|world| train(&cli, world))
 }
 
-fn train(cli: &Cli) -> Result<(), Error> {
-    let arguments = &cli.training;
+fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
+    let (arguments, place) = (&cli.training, world.place());
     let history = cli.out.join("run");
-    let begun = resume::begun(&cli.out, &history, arguments.resume)?;
-    let (chosen, devices) = arguments.choose()?;
+    let begun = resume::begun(
+        &cli.out,
+        &history,
+        arguments.resume,
+        arguments.optimizer_parts(place),
+    )?;
+    let (chosen, devices) = arguments.choose(place)?;
     let dtype = chosen.dtype(Some(cli.dtype))?;
     note(&chosen);
 
@@ -70,13 +84,13 @@ fn train(cli: &Cli) -> Result<(), Error> {
         true => vec![PathBuf::from(env!("CARGO_MANIFEST_DIR"))],
         false => cli.data.clone(),
     })?;
-    let tokenizer = match begun {
-        Some(_) => corpus::read_text(&cli.out.join("tokenizer.json"))?,
+    let tokenizer = world.text_of_first(|| match begun {
+        Some(_) => corpus::read_text(&cli.out.join("tokenizer.json")),
         None => {
             let size = vocabulary_size(cli)?;
-            vocabulary::train(texts.iter().map(|document| document.text.as_str()), size)?
+            vocabulary::train(texts.iter().map(|document| document.text.as_str()), size)
         }
-    };
+    })?;
     let trained = Tokenizer::from_bytes(&tokenizer)?;
     let size = trained.get_vocab_size(true);
     // A multiple that matrix units like.
@@ -92,16 +106,19 @@ fn train(cli: &Cli) -> Result<(), Error> {
 
     let settings = arguments.settings(
         &training.rows,
+        place,
         json!({"config": format!("{:?}", cli.config), "dtype": cli.dtype.to_string()}),
     );
+    world.agree(&resume::of_all(&settings, begun))?;
     match begun {
-        Some(step) => resume::check(&history, &settings, step)?,
-        None => {
+        Some(step) => resume::check(&history, &settings, step, arguments.optimizer_part(place))?,
+        None if place.is_first() => {
             fs::create_dir_all(&cli.out)
                 .map_err(|error| format!("{}: {error}", cli.out.display()))?;
             vocabulary::write(&cli.out, &tokenizer, &config)?;
             resume::write_settings(&history, &settings)?;
         }
+        None => (),
     }
 
     chosen.device.seed(arguments.seed);
@@ -116,14 +133,17 @@ fn train(cli: &Cli) -> Result<(), Error> {
         averages: chosen.has_transport(),
         folder: &history,
         resume: begun,
+        world,
     };
     let outcome = run.train(model, training, validation)?;
     if outcome.is_interrupted {
         note("stopped; --resume goes on from the last checkpoint");
         return Ok(());
     }
-    outcome.model.save(&cli.out, Some(cli.save_dtype.burn()))?;
-    note(format_args!("written to {}", cli.out.display()));
+    if place.is_first() {
+        outcome.model.save(&cli.out, Some(cli.save_dtype.burn()))?;
+        note(format_args!("written to {}", cli.out.display()));
+    }
     Ok(())
 }
 

@@ -165,6 +165,14 @@ pub fn several(chosen: &Chosen, numbers: &[usize]) -> Result<Vec<Device>, Error>
     numbers.iter().map(one).collect()
 }
 
+/// How many devices there are of the chosen one's kind. The processor counts as one.
+pub fn count(chosen: &Chosen) -> usize {
+    match chosen.name {
+        DeviceName::Flex => 1,
+        name => numbered(name).len(),
+    }
+}
+
 /// All devices of a kind, in the order of the driver.
 fn numbered(name: DeviceName) -> Vec<Device> {
     #[cfg(feature = "cube")]
@@ -198,7 +206,7 @@ enum Drivers {
 /// A GPU that is there and does not work is worth a line; one that is absent is not.
 fn log_absence(error: &Error) {
     if error.downcast_ref::<Unusable>().is_some() {
-        eprintln!("note: {error}");
+        note(format_args!("note: {error}"));
     }
 }
 
@@ -294,8 +302,8 @@ fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen
         return Err(format!("{word} finds only a software driver").into());
     }
     if software && name == DeviceName::Vulkan {
-        eprintln!(
-            "note: Mesa's software driver is known to crash on kernels in SPIR-V; --device wgpu gives it WGSL"
+        note(
+            "note: Mesa's software driver is known to crash on kernels in SPIR-V; --device wgpu gives it WGSL",
         );
     }
     let identity = guarded(|| device.identity())

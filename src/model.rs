@@ -4,7 +4,8 @@ use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn_gemma4::{
-    Drafts, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, LoadProgress, Quantization, Sampling,
+    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, LoadOptions, LoadProgress,
+    PerLayerTable, Quantization, Sampling,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -30,6 +31,45 @@ pub struct ModelArguments {
     /// `--adapter`, after it is added; `none` makes quantized ones whole [default: as the checkpoint has them].
     #[arg(long, value_enum, value_name = "FORM")]
     pub quantize: Option<Quantize>,
+    /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row.
+    #[arg(long, value_enum, value_name = "PLACE", default_value_t)]
+    pub per_layer_table: Table,
+}
+
+/// Where a table is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Table {
+    /// On the device, if that holds it beside the other weights; else on the host.
+    #[default]
+    Auto,
+    /// In the checkpoint's files, mapped into memory; rows go to the device when they are read.
+    Host,
+    /// On the device, in parts where one of its buffers does not hold it.
+    Device,
+}
+
+impl From<Table> for PerLayerTable {
+    fn from(table: Table) -> Self {
+        match table {
+            Table::Auto => Self::Auto,
+            Table::Host => Self::Host,
+            Table::Device => Self::Device,
+        }
+    }
+}
+
+impl Table {
+    /// Says where a model's table went, if it was asked for or it matters.
+    pub fn tell(self, model: &Gemma4Model) {
+        /// Bytes of a table that is worth a line.
+        const LARGE: usize = 1 << 28;
+        if let Some(placement) = model.per_layer_table()
+            && (self != Self::Auto || placement.is_on_host || placement.bytes >= LARGE)
+        {
+            note(placement);
+        }
+    }
 }
 
 /// In what form a model's weights are.
@@ -95,6 +135,7 @@ impl ModelArguments {
         if let (Some(form), None) = (form, form_after) {
             options = options.quantization(form);
         }
+        options = options.per_layer_table(self.per_layer_table.into());
         let start = Instant::now();
         let gemma = match &self.model {
             Some(path) => Gemma4::load(path, &chosen.device, options),
@@ -107,6 +148,7 @@ impl ModelArguments {
         };
         bar.finish_and_clear();
         let mut gemma = gemma?;
+        self.per_layer_table.tell(gemma.model());
         if let Some(folder) = &self.adapter {
             gemma = gemma.merge_adapter(folder)?;
         }

@@ -7,13 +7,15 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
 /// The exit code of wrong arguments, which is also clap's.
 const USAGE: u8 = 2;
+/// The exit code of other failures.
+const FAILURE: u8 = 1;
 /// The exit code that shells expect of a program ended by Ctrl-C.
 pub const INTERRUPTED: i32 = 130;
 
@@ -36,14 +38,23 @@ pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     let Err(error) = outcome else {
         return ExitCode::SUCCESS;
     };
-    note(format_args!("error: {}", one_line(&error.to_string())));
+    fault(&error.to_string());
+    ExitCode::from(code_of(&error))
+}
+
+/// The exit code of an error: 2 for wrong arguments, else 1.
+pub fn code_of(error: &Error) -> u8 {
     let wrong_argument = error.is::<WrongArgument>()
         || matches!(error.downcast_ref(), Some(Gemma4Error::Argument { .. }));
-    if wrong_argument {
-        ExitCode::from(USAGE)
-    } else {
-        ExitCode::FAILURE
-    }
+    if wrong_argument { USAGE } else { FAILURE }
+}
+
+/// Which of several processes this is: only the first one has notes.
+static RANK: AtomicUsize = AtomicUsize::new(0);
+
+/// Makes this process one of several, whose errors say which, and whose notes are left to the first.
+pub fn speak_as(rank: usize) {
+    RANK.store(rank, Ordering::Relaxed);
 }
 
 /// Drivers report in paragraphs.
@@ -52,9 +63,26 @@ fn one_line(text: &str) -> String {
     lines.collect::<Vec<_>>().join(" ")
 }
 
-/// Prints a line to standard error. Nobody may be listening there, which `eprintln!` would panic about.
+/// Prints a line to standard error, in the first of several processes. Nobody may be listening there, which `eprintln!` would
+/// panic about.
 pub fn note(line: impl Display) {
-    let _ = writeln!(io::stderr(), "{line}");
+    if RANK.load(Ordering::Relaxed) == 0 {
+        say(format!("{line}\n"));
+    }
+}
+
+/// In one piece: other processes may write there, too.
+fn say(line: String) {
+    let _ = io::stderr().write_all(line.as_bytes());
+}
+
+/// Prints an error to standard error.
+pub fn fault(message: &str) {
+    let message = one_line(message);
+    say(match RANK.load(Ordering::Relaxed) {
+        0 => format!("error: {message}\n"),
+        rank => format!("error: process {rank}: {message}\n"),
+    });
 }
 
 /// Prints what asks a person for a line. It is no output, so it goes to standard error.

@@ -1,9 +1,10 @@
 //! The arguments that `train` and `finetune` have in common.
 
-use super::{loader::Schedule, rows::Row};
+use super::{loader::Schedule, rows::Row, world::Place};
 use crate::{
     Error,
-    device::{Chosen, DeviceName, choose, several},
+    device::{Chosen, DeviceName, choose, count, several},
+    terminal::WrongArgument,
 };
 use burn::tensor::Device;
 use serde_json::{Value, json};
@@ -58,7 +59,10 @@ pub struct TrainingArguments {
     /// Trains on several devices of that kind at once, such as 0,1: each computes a part of every step.
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',')]
     pub devices: Vec<usize>,
-    /// Prints lines rather than a dashboard, as where there is no terminal.
+    /// Has each of several processes keep a part of the optimizer's state, and of the weights in f32, rather than all of it: ZeRO-1.
+    #[arg(long)]
+    pub shard_optimizer: bool,
+    /// Prints lines rather than a dashboard, as where there is no terminal, and as several processes do.
     #[arg(long)]
     pub lines: bool,
     /// Steps from one line to the next.
@@ -106,8 +110,8 @@ pub enum OptimizerName {
 }
 
 impl TrainingArguments {
-    /// The steps, of which `done` are done, and what they are made of.
-    pub fn schedule(&self, done: usize) -> Schedule {
+    /// The steps, of which `done` are done, and what they are made of, for the process at `place`.
+    pub fn schedule(&self, done: usize, place: Place) -> Schedule {
         Schedule {
             steps: self.steps,
             done,
@@ -116,19 +120,36 @@ impl TrainingArguments {
                 .unwrap_or(self.steps.div_ceil(10))
                 .min(self.steps),
             accumulation: self.accumulate,
-            devices: self.devices.len().max(1),
+            devices: self.devices.len().max(1) * place.size,
+            part: (place.rank, place.size),
             seed: self.seed,
         }
     }
 
+    /// Into how many parts the optimizer's state is divided.
+    pub fn optimizer_parts(&self, place: Place) -> usize {
+        match self.shard_optimizer {
+            true => place.size,
+            false => 1,
+        }
+    }
+
+    /// Which of them the process at `place` goes on with.
+    pub fn optimizer_part(&self, place: Place) -> usize {
+        match self.shard_optimizer {
+            true => place.rank,
+            false => 0,
+        }
+    }
+
     /// What has to stay the same for a run to go on where it was, but what `others` say.
-    pub fn settings(&self, rows: &[Row], others: Value) -> Value {
+    pub fn settings(&self, rows: &[Row], place: Place, others: Value) -> Value {
         let mut hasher = DefaultHasher::new();
         for row in rows {
             row.tokens.hash(&mut hasher);
             row.targets.hash(&mut hasher);
         }
-        let schedule = self.schedule(0);
+        let schedule = self.schedule(0, place);
         let mut settings = json!({
             "steps": self.steps,
             "length": self.length,
@@ -141,6 +162,7 @@ impl TrainingArguments {
             "checkpoint-every": schedule.interval,
             "seed": self.seed,
             "data": format!("{:016x}", hasher.finish()),
+            "parts of the optimizer": self.optimizer_parts(place),
         });
         if let (Some(settings), Value::Object(others)) = (settings.as_object_mut(), others) {
             settings.extend(others);
@@ -148,15 +170,30 @@ impl TrainingArguments {
         settings
     }
 
-    /// The devices, the first one being where the model is made.
+    /// The devices of the process at `place`, the first one being where the model is made. One of several has one.
     ///
     /// # Errors
     /// Where there is no such device.
-    pub fn choose(&self) -> Result<(Chosen, Vec<Device>), Error> {
-        let chosen = choose(self.device)?;
-        let devices = match self.devices[..] {
-            [] => vec![chosen.device.clone()],
-            _ => several(&chosen, &self.devices)?,
+    pub fn choose(&self, place: Place) -> Result<(Chosen, Vec<Device>), Error> {
+        if self.shard_optimizer && place.size == 1 {
+            let reason = "--shard-optimizer is for several processes, and this one is alone";
+            return Err(WrongArgument(reason.into()).into());
+        }
+        let mut chosen = choose(self.device)?;
+        let devices = match (place.size, &self.devices[..]) {
+            (1, []) => vec![chosen.device.clone()],
+            (1, numbers) => several(&chosen, numbers)?,
+            (_, []) => {
+                let number = place.device(count(&chosen))?;
+                let devices = several(&chosen, &[number])?;
+                chosen.device = devices[0].clone();
+                devices
+            }
+            _ => {
+                let reason =
+                    "--devices is for one process; each of several takes the device of its number";
+                return Err(WrongArgument(reason.into()).into());
+            }
         };
         let devices = devices
             .into_iter()

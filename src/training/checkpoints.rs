@@ -20,7 +20,17 @@ pub const FOLDER: &str = "checkpoints";
 pub const KEPT: usize = 2;
 
 /// The records of a checkpoint.
-const RECORDS: [&str; 3] = ["model", "optimizer", "schedule"];
+const RECORDS: [&str; 3] = ["model", OPTIMIZER, "schedule"];
+/// The one that several processes may have in parts.
+const OPTIMIZER: &str = "optimizer";
+
+/// The name of a part of a record; the first one has the record's.
+fn named(record: &str, part: usize) -> String {
+    match part {
+        0 => record.into(),
+        part => format!("{record}-{part}"),
+    }
+}
 
 /// One of the records of all checkpoints of a run. Burn's learner numbers them by its epochs, and the folders by the steps
 /// that were done, since a run that is stopped ends its epoch early.
@@ -29,19 +39,30 @@ pub struct Records {
     name: &'static str,
     schedule: Schedule,
     stop: Stop,
+    /// Which part of the record is this process's, of how many; the first process writes records that have no parts.
+    part: (usize, usize),
 }
 
 impl Records {
-    /// Those of the model, the optimizer and the learning rate's schedule, as Burn's learner wants them.
+    /// Those of the model, the optimizer and the learning rate's schedule, as Burn's learner wants them. Of several processes
+    /// the first one writes, and every one its part of an optimizer in parts.
     ///
     /// # Errors
     /// Where the folder cannot be made, or what a killed run has left there cannot be removed.
-    pub fn all(folder: &Path, schedule: Schedule, stop: &Stop) -> Result<[Self; 3], Error> {
-        fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
-        for (step, path) in steps(folder)? {
-            // Parts of a checkpoint that was never complete.
-            if step > schedule.done {
-                fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
+    pub fn all(
+        folder: &Path,
+        schedule: Schedule,
+        stop: &Stop,
+        optimizer_parts: usize,
+    ) -> Result<[Self; 3], Error> {
+        let process = schedule.part.0;
+        if process == 0 {
+            fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
+            for (step, path) in steps(folder)? {
+                // Parts of a checkpoint that was never complete.
+                if step > schedule.done {
+                    fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
+                }
             }
         }
         Ok(RECORDS.map(|name| Self {
@@ -49,6 +70,10 @@ impl Records {
             name,
             schedule,
             stop: stop.clone(),
+            part: match name {
+                OPTIMIZER => (process, optimizer_parts),
+                _ => (process, 1),
+            },
         }))
     }
 
@@ -58,8 +83,15 @@ impl Records {
         end.min(self.stop.end())
     }
 
+    /// Whether this process writes it.
+    fn is_written(&self) -> bool {
+        self.part.0 < self.part.1
+    }
+
+    /// What this process writes, or else reads.
     fn of_step(&self, step: usize) -> PathBuf {
-        path(&self.folder, self.name, step)
+        let part = if self.is_written() { self.part.0 } else { 0 };
+        path(&self.folder, &named(self.name, part), step)
     }
 }
 
@@ -92,17 +124,18 @@ fn steps(folder: &Path) -> Result<Vec<(usize, PathBuf)>, Error> {
     Ok(steps)
 }
 
-/// The steps of the last checkpoint that is complete.
+/// The steps of the last checkpoint that is complete, with as many parts of the optimizer.
 ///
 /// # Errors
 /// Where the folder is there and cannot be read.
-pub fn last(folder: &Path) -> Result<Option<usize>, Error> {
+pub fn last(folder: &Path, optimizer_parts: usize) -> Result<Option<usize>, Error> {
     if !folder.exists() {
         return Ok(None);
     }
     let is_complete = |step: &usize| {
-        let mut records = RECORDS.iter();
-        records.all(|name| path(folder, name, *step).exists())
+        let parts = (1..optimizer_parts).map(|part| named(OPTIMIZER, part));
+        let mut records = RECORDS.iter().map(|name| name.to_string()).chain(parts);
+        records.all(|name| path(folder, &name, *step).exists())
     };
     let steps = steps(folder)?.into_iter().rev();
     Ok(steps.map(|(step, _)| step).find(is_complete))
@@ -134,10 +167,13 @@ impl Restored for LrSchedulerRecord {
 
 impl<R: Restored> Checkpointer<R> for Records {
     fn save(&self, epoch: usize, record: R) -> Result<(), CheckpointerError> {
+        if !self.is_written() {
+            return Ok(());
+        }
         let path = self.of_step(self.step(epoch));
         let folder = path.parent().unwrap_or(&self.folder);
         // Burn wants the ending.
-        let partial = folder.join(format!("partial-{}.bpk", self.name));
+        let partial = folder.join(format!("partial-{}.bpk", named(self.name, self.part.0)));
         fs::create_dir_all(folder).map_err(CheckpointerError::IOError)?;
         record.save(partial.clone())?;
         File::open(&partial)
@@ -148,6 +184,9 @@ impl<R: Restored> Checkpointer<R> for Records {
 
     /// Of the epoch, and what earlier runs have left before it.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
+        if !self.is_written() {
+            return Ok(());
+        }
         let last = self.step(epoch);
         let steps =
             steps(&self.folder).map_err(|error| CheckpointerError::Unknown(error.to_string()))?;
@@ -170,21 +209,26 @@ impl<R: Restored> Checkpointer<R> for Records {
     }
 }
 
-/// A checkpoint's parts, read before Burn's learner does, which panics where it cannot.
+/// What a process reads of a checkpoint, with one part of the optimizer, before Burn's learner does, which panics where it cannot.
 ///
 /// # Errors
 /// Naming the file that does not hold what it should.
-pub fn check(folder: &Path, number: usize) -> Result<(), Error> {
-    let named = |name: &str, error: CheckpointerError| {
-        format!("{}: {error}", path(folder, name, number).display())
+pub fn check(folder: &Path, number: usize, optimizer_part: usize) -> Result<(), Error> {
+    let failed = |path: &Path, error| {
+        let error = CheckpointerError::Record(error);
+        format!("{}: {error}", path.display())
     };
-    let [model, optimizer, schedule] = RECORDS.map(|name| (name, path(folder, name, number)));
-    ModuleRecord::load(&model.1)
-        .map_err(|error| named(model.0, CheckpointerError::Record(error)))?;
-    OptimizerRecord::load(&optimizer.1)
-        .map_err(|error| named(optimizer.0, CheckpointerError::Record(error)))?;
-    LrSchedulerRecord::load(&schedule.1)
-        .map_err(|error| named(schedule.0, CheckpointerError::Record(error)))?;
+    let [model, optimizer, schedule] = RECORDS.map(|record| {
+        let part = if record == OPTIMIZER {
+            optimizer_part
+        } else {
+            0
+        };
+        path(folder, &named(record, part), number)
+    });
+    ModuleRecord::load(&model).map_err(|error| failed(&model, error))?;
+    OptimizerRecord::load(&optimizer).map_err(|error| failed(&optimizer, error))?;
+    LrSchedulerRecord::load(&schedule).map_err(|error| failed(&schedule, error))?;
     Ok(())
 }
 
@@ -196,7 +240,7 @@ mod tests {
     fn only_complete_checkpoints_count() {
         let folder = tempfile::tempdir().expect("a folder");
         let folder = folder.path().join("checkpoints");
-        assert_eq!(last(&folder).expect("no folder"), None);
+        assert_eq!(last(&folder, 1).expect("no folder"), None);
         for (name, step) in [
             ("model", 3),
             ("optimizer", 3),
@@ -209,8 +253,10 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
             fs::write(path, []).expect("a file");
         }
-        assert_eq!(last(&folder).expect("a folder"), Some(3));
-        assert!(check(&folder, 3).is_err());
+        assert_eq!(last(&folder, 1).expect("a folder"), Some(3));
+        // Of two processes, one was killed before it had written.
+        assert_eq!(last(&folder, 2).expect("a folder"), None);
+        assert!(check(&folder, 3, 0).is_err());
 
         let schedule = Schedule {
             steps: 9,
@@ -218,10 +264,11 @@ mod tests {
             interval: 3,
             accumulation: 1,
             devices: 1,
+            part: (0, 1),
             seed: 0,
         };
         let stop = Stop::default();
-        let [model, ..] = Records::all(&folder, schedule, &stop).expect("records");
+        let [model, ..] = Records::all(&folder, schedule, &stop, 1).expect("records");
         let left: Vec<usize> = steps(&folder)
             .expect("a folder")
             .into_iter()

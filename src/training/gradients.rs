@@ -1,4 +1,4 @@
-//! Sums of gradients, and their norm.
+//! Sums of gradients, their norm, and what they are the gradients of.
 
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -8,6 +8,17 @@ use burn::{
 
 /// Keeps a norm of 0 from being divided by.
 const SMALLEST_NORM: f32 = 1e-6;
+
+/// `value`, which no graph knows, as the parameter `like` is known to the backward.
+pub fn leaf<const D: usize>(value: Tensor<D>, like: &Tensor<D>) -> Tensor<D> {
+    match like.gradient_checkpointing_strategy() {
+        Some(strategy) => value
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy)
+            .set_require_grad(like.is_require_grad()),
+        None => value,
+    }
+}
 
 /// Adds gradients to those that are there, in f32: of many terms in half precision, the last ones would be rounded away.
 pub fn add(sum: &mut GradientsParams, new: GradientsParams, module: &impl Module) {

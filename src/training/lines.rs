@@ -48,9 +48,12 @@ impl Lines {
         }
     }
 
+    /// In the first of several processes.
     fn print(&mut self, line: String) {
-        // Whoever stopped reading may still want the model.
-        let _ = self.output.write(&(line + "\n"));
+        if self.schedule.part.0 == 0 {
+            // Whoever stopped reading may still want the model.
+            let _ = self.output.write(&(line + "\n"));
+        }
     }
 
     /// After each device's part of a step. One may end its last step of an interval when another has begun to validate.
@@ -58,10 +61,11 @@ impl Lines {
         let Schedule {
             steps,
             interval,
-            devices,
             accumulation,
             ..
         } = self.schedule;
+        let processes = self.schedule.part.1;
+        let devices = self.schedule.devices / processes;
         let step = self.last_step + self.losses.len() / devices;
         let is_last = step.is_multiple_of(interval) || step == steps;
         let is_asked = step.is_multiple_of(self.every) || is_last;
@@ -69,7 +73,8 @@ impl Lines {
             return;
         }
         let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
-        let tokens = self.losses.len() * accumulation * self.size[0] * self.size[1];
+        let batches = self.losses.len() * processes * accumulation;
+        let tokens = batches * self.size[0] * self.size[1];
         self.print(format!(
             "step {step}/{steps}  loss {loss:.4}  learning rate {learning_rate:.2e}  {:.0} tokens/s",
             tokens as f64 / self.since.elapsed().as_secs_f64(),

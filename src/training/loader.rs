@@ -21,6 +21,8 @@ use std::{
 /// What one device takes for a step of the optimizer.
 #[derive(Clone, Debug)]
 pub struct Step {
+    /// Its number, from 0.
+    pub number: usize,
     /// Their gradients are added up.
     pub batches: Vec<Batch>,
     /// Targets of the whole step, those of other devices included.
@@ -82,6 +84,14 @@ impl Batch {
 }
 
 impl Data {
+    /// The same but for the rows, of which there are none.
+    pub fn without_rows(self) -> Self {
+        Self {
+            rows: Vec::new(),
+            ..self
+        }
+    }
+
     fn batch(&self, rows: &[usize], device: &Device) -> Result<Batch, DatasetError> {
         let rows: Vec<&Row> = rows.iter().map(|row| &self.rows[*row]).collect();
         Batch::of(&rows, self.positions, self.padding, device).map_err(DatasetError::new)
@@ -118,8 +128,10 @@ pub struct Schedule {
     pub interval: usize,
     /// Batches that one device adds up for a step.
     pub accumulation: usize,
-    /// Devices.
+    /// Devices, those of other processes included.
     pub devices: usize,
+    /// Which part of a step this process takes, of how many.
+    pub part: (usize, usize),
     /// Determines the order.
     pub seed: u64,
 }
@@ -148,13 +160,13 @@ impl Schedule {
 }
 
 impl TrainingLoader {
-    /// Of the steps that the schedule has to do.
+    /// Of this process's part of the steps that the schedule has to do.
     pub fn new(data: Arc<Data>, schedule: Schedule, stop: Stop, device: &Device) -> Self {
         Self {
             data,
             schedule,
             device: device.clone(),
-            part: (0, 1),
+            part: schedule.part,
             interval: AtomicUsize::new(schedule.first_interval()),
             stop,
         }
@@ -272,11 +284,11 @@ impl Iterator for Steps<'_> {
         }
         self.progress.items_processed += 1;
         let batches = batches.iter().map(|rows| data.batch(rows, device));
-        Some(
-            batches
-                .collect::<Result<_, _>>()
-                .map(|batches| Step { batches, targets }),
-        )
+        Some(batches.collect::<Result<_, _>>().map(|batches| Step {
+            number: step,
+            batches,
+            targets,
+        }))
     }
 }
 
@@ -380,6 +392,7 @@ mod tests {
             interval: 4,
             accumulation,
             devices,
+            part: (0, 1),
             seed: 3,
         };
         let device = Device::flex();
@@ -438,6 +451,28 @@ mod tests {
         let [first, second] = halves.map(|half| first_tokens(&*half));
         let together = first.into_iter().zip(second);
         let together: Vec<_> = together.map(|(a, b)| [a, b].concat()).collect();
+        assert_eq!(together, alone);
+    }
+
+    #[test]
+    fn processes_share_the_rows_that_one_would_take() {
+        let alone = first_tokens(&loader(3, 1, 0));
+        let all = loader(1, 3, 0);
+        let processes: Vec<_> = (0..3)
+            .map(|rank| {
+                let schedule = Schedule {
+                    part: (rank, 3),
+                    ..all.schedule
+                };
+                let stop = Stop::default();
+                let loader = TrainingLoader::new(all.data.clone(), schedule, stop, &all.device);
+                assert_eq!(loader.num_items(), 4);
+                first_tokens(&loader)
+            })
+            .collect();
+        let together: Vec<_> = (0..alone.len())
+            .map(|step| processes.iter().flat_map(|own| own[step].clone()).collect())
+            .collect::<Vec<Vec<_>>>();
         assert_eq!(together, alone);
     }
 

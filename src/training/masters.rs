@@ -4,7 +4,7 @@
 //! is most of them. So the optimizer keeps each weight in f32, updates that, and rounds it for the model (Micikevicius et al.
 //! 2018, arXiv:1710.03740). Its moments are in f32, too.
 
-use super::arguments::OptimizerName;
+use super::{arguments::OptimizerName, gradients::leaf};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
     optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource, join_path},
@@ -117,19 +117,9 @@ impl ModuleMapper for Cast {
         if tensor.dtype() == self.0 {
             return Param::from_mapped_value(id, tensor, mapper);
         }
-        let strategy = tensor.gradient_checkpointing_strategy();
-        let is_trained = tensor.is_require_grad();
         // A cast that autodiff sees would be a part of the model's graph.
-        let tensor = match strategy {
-            Some(strategy) => tensor
-                .inner()
-                .cast(self.0)
-                .autodiff()
-                .with_gradient_checkpointing_strategy(strategy)
-                .set_require_grad(is_trained),
-            None => tensor.cast(self.0),
-        };
-        Param::from_mapped_value(id, tensor, mapper)
+        let cast = tensor.clone().without_autodiff().cast(self.0);
+        Param::from_mapped_value(id, leaf(cast, &tensor), mapper)
     }
 }
 
@@ -174,6 +164,17 @@ impl Memory {
                 OptimizerName::Sgd => 0,
             },
             gradients,
+        }
+    }
+}
+
+impl Memory {
+    /// Of one of several processes that have as many parts of the optimizer's state, of about the same size.
+    pub fn in_parts(self, parts: usize) -> Self {
+        Self {
+            masters: self.masters.div_ceil(parts),
+            moments: self.moments.div_ceil(parts),
+            ..self
         }
     }
 }

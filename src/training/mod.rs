@@ -2,13 +2,14 @@
 //!
 //! Text becomes rows of packed documents ([`corpus`], [`conversations`], [`vocabulary`], [`rows`]), rows become batches in an
 //! order that a seed and the number of the step determine ([`loader`]), and a step's batches a loss and gradients ([`trainee`],
-//! [`gradients`]), which several devices add up ([`averaging`]). The optimizer computes in f32 ([`masters`], [`loss_scale`]).
+//! [`gradients`]), which several devices ([`averaging`], [`buckets`]) or processes ([`world`]) add up. The optimizer computes in f32 ([`masters`], [`loss_scale`]).
 //! [`run`] puts them into Burn's learner. What the learner calls an epoch is here the steps between two checkpoints, since it
 //! validates, writes checkpoints and resumes at the ends of epochs only; so a run goes on exactly where its last checkpoint
 //! is, in the middle of a pass over the data ([`checkpoints`], [`resume`]). One that is stopped ends its epoch early ([`stop`]).
 
 pub mod arguments;
 pub mod averaging;
+pub mod buckets;
 pub mod checkpoints;
 pub mod conversations;
 pub mod corpus;
@@ -25,3 +26,4 @@ pub mod run;
 pub mod stop;
 pub mod trainee;
 pub mod vocabulary;
+pub mod world;

@@ -7,7 +7,7 @@ use crate::{
 };
 use burn::tensor::{Device, Tensor};
 use serde_json::Value;
-use std::{fs, path::Path};
+use std::{env, fs, path::Path};
 
 /// What a run was begun with.
 const SETTINGS: &str = "settings.json";
@@ -16,13 +16,19 @@ const DATA: &str = "data";
 /// What a finished run has written.
 const RESULTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
 
-/// The steps of the checkpoint to go on from, if the run in the folder `out` is to go on.
+/// The steps of the checkpoint, with as many parts of the optimizer, to go on from, if the run in the folder `out` is to go on.
 ///
 /// # Errors
 /// Where there is nothing to go on from, or something that would be lost.
-pub fn begun(out: &Path, history: &Path, resume: bool) -> Result<Option<usize>, Error> {
-    let last = checkpoints::last(&history.join(checkpoints::FOLDER))?;
+pub fn begun(
+    out: &Path,
+    history: &Path,
+    resume: bool,
+    optimizer_parts: usize,
+) -> Result<Option<usize>, Error> {
+    let last = checkpoints::last(&history.join(checkpoints::FOLDER), optimizer_parts)?;
     let name = out.display();
+    let resume = resume || last.is_some() && is_restarted();
     match (resume, last) {
         (true, Some(step)) => Ok(Some(step)),
         (true, None) => Err(format!("{name}: has no checkpoint to go on from").into()),
@@ -34,6 +40,22 @@ pub fn begun(out: &Path, history: &Path, resume: bool) -> Result<Option<usize>, 
             Err(WrongArgument(reason).into())
         }
     }
+}
+
+/// Whether torchrun or Slurm has started the run again, after a failure, as it was begun.
+fn is_restarted() -> bool {
+    let counts = ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"];
+    let count = |name| env::var(name).ok()?.parse::<usize>().ok();
+    counts.iter().filter_map(count).any(|count| count > 0)
+}
+
+/// What all processes of a run have to agree on: its settings, and the steps of the checkpoint that they go on from.
+pub fn of_all(settings: &Value, begun: Option<usize>) -> Value {
+    let mut all = settings.clone();
+    if let Some(all) = all.as_object_mut() {
+        all.insert("the step to go on from".into(), begun.into());
+    }
+    all
 }
 
 /// Writes down what a run is begun with.
@@ -52,7 +74,12 @@ pub fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
 ///
 /// # Errors
 /// Naming the setting, the file or the device.
-pub fn check(history: &Path, settings: &Value, step: usize) -> Result<(), Error> {
+pub fn check(
+    history: &Path,
+    settings: &Value,
+    step: usize,
+    optimizer_part: usize,
+) -> Result<(), Error> {
     let path = history.join(SETTINGS);
     let begun: Value = serde_json::from_str(&read_text(&path)?)
         .map_err(|error| format!("{}: {error}", path.display()))?;
@@ -66,7 +93,7 @@ pub fn check(history: &Path, settings: &Value, step: usize) -> Result<(), Error>
         let reason = format!("{name} is {value}, but the run was begun with {before}");
         return Err(WrongArgument(reason).into());
     }
-    checkpoints::check(&history.join(checkpoints::FOLDER), step)?;
+    checkpoints::check(&history.join(checkpoints::FOLDER), step, optimizer_part)?;
     check_default_device()
 }
 

@@ -2,13 +2,14 @@
 
 use super::{
     arguments::{OptimizerName, TrainingArguments},
-    averaging::Averaging,
+    averaging::{Averaging, Processes, Workers},
     checkpoints::{self, KEPT, Records},
     lines::Lines,
     loader::{Data, TrainingLoader, ValidationLoader},
     masters::{InF32, Memory},
     stop::{AfterCheckpoint, Stop},
     trainee::{Trainee, gradients_in_f32},
+    world::World,
 };
 use crate::{
     Error,
@@ -57,6 +58,8 @@ pub struct Run<'a> {
     pub folder: &'a Path,
     /// The steps of the checkpoint to go on from.
     pub resume: Option<usize>,
+    /// All processes that train the model.
+    pub world: &'a Arc<World>,
 }
 
 /// What a run came to.
@@ -88,19 +91,39 @@ impl Run<'_> {
         training: Data,
         validation: Data,
     ) -> Result<Outcome, Error> {
-        let schedule = self.arguments.schedule(self.resume.unwrap_or(0));
+        let (world, place) = (self.world, self.world.place());
+        let schedule = self.arguments.schedule(self.resume.unwrap_or(0), place);
         let first = &self.devices[0];
         let size = [training.batch, training.positions];
         let in_f32 = gradients_in_f32(self.arguments, model.dtype());
-        note(Memory::of(&model, self.arguments.optimizer, in_f32));
-        let stop = Stop::default();
+        let parts = self.arguments.optimizer_parts(place);
+        let memory = Memory::of(&model, self.arguments.optimizer, in_f32);
+        note(memory.in_parts(parts));
+        world.connect(first)?;
+        let model = world.of_first_process(model, first)?;
+        let stop = match world.has_others() {
+            true => Stop::among_processes(),
+            false => Stop::default(),
+        };
         let loader = TrainingLoader::new(Arc::new(training), schedule, stop.clone(), first);
         let plain = first.clone().inner();
+        // The first process validates.
+        let validation = match place.is_first() {
+            true => validation,
+            false => validation.without_rows(),
+        };
         let validation = ValidationLoader::new(Arc::new(validation), stop.clone(), &plain);
         let checkpoints = self.folder.join(checkpoints::FOLDER);
-        let [of_model, of_optimizer, of_schedule] = Records::all(&checkpoints, schedule, &stop)?;
+        let [of_model, of_optimizer, of_schedule] =
+            Records::all(&checkpoints, schedule, &stop, parts)?;
+        // The history of the metrics is the first process's.
+        let scratch = tempfile::tempdir()?;
+        let history = match place.is_first() {
+            true => self.folder,
+            false => scratch.path(),
+        };
         let mut learning: SupervisedTraining<Trainee> =
-            SupervisedTraining::new(self.folder, Arc::new(loader), Arc::new(validation))
+            SupervisedTraining::new(history, Arc::new(loader), Arc::new(validation))
                 .metric_train_numeric(LossMetric::new())
                 .metric_valid_numeric(LossMetric::new())
                 .metric_train_numeric(LearningRateMetric::new())
@@ -118,14 +141,22 @@ impl Run<'_> {
         if self.resume.is_some() {
             learning = learning.checkpoint(schedule.first_interval());
         }
-        if self.arguments.lines || !stdout().is_terminal() {
+        // A launcher passes on what processes print, and may look like a terminal.
+        if world.has_others() || self.arguments.lines || !stdout().is_terminal() {
             let lines = Lines::new(schedule, stop.clone(), self.arguments.log_every, size);
             learning = learning.renderer(Box::new(lines));
         }
-        let averaging = (self.averages && self.devices.len() > 1).then(|| {
+        let averaging = if world.has_others() {
+            let in_parts = self.arguments.shard_optimizer;
+            let processes = Processes::new(world.clone(), stop.clone(), in_parts);
+            Some(Averaging::Processes(processes))
+        } else if self.averages && self.devices.len() > 1 {
             let devices = self.devices.iter().cloned().map(Device::inner);
-            Averaging::new(devices.collect(), learning.interrupter())
-        });
+            let workers = Workers::new(devices.collect(), learning.interrupter());
+            Some(Averaging::Workers(workers))
+        } else {
+            None
+        };
         let learner = Learner::new(
             Trainee::new(model, self.arguments, averaging),
             optimizer(self.arguments),

@@ -13,6 +13,8 @@ pub struct Stop {
     is_asked: Arc<AtomicBool>,
     /// The first step that nobody does.
     end: Arc<AtomicUsize>,
+    /// Processes say where the end is when they exchange gradients.
+    is_told: bool,
 }
 
 impl Default for Stop {
@@ -20,11 +22,20 @@ impl Default for Stop {
         Self {
             is_asked: Arc::default(),
             end: Arc::new(AtomicUsize::new(usize::MAX)),
+            is_told: false,
         }
     }
 }
 
 impl Stop {
+    /// Of one of several processes, which ends where [`end_before`](Self::end_before) says, and not where it is asked to.
+    pub fn among_processes() -> Self {
+        Self {
+            is_told: true,
+            ..Self::default()
+        }
+    }
+
     /// Asks for the end. It is `false` where somebody has asked before.
     pub fn ask(&self) -> bool {
         !self.is_asked.swap(true, Ordering::SeqCst)
@@ -38,14 +49,17 @@ impl Stop {
     /// Whether the run ends before `step`, which a device is about to begin. Of several devices, others may have begun it, and
     /// none the one after: they exchange gradients at the end of each.
     pub fn is_before(&self, step: usize, is_alone: bool) -> bool {
-        if self.is_asked() {
-            let end = step + usize::from(!is_alone);
-            // Another device may have said where the end is.
-            let _ = self
-                .end
-                .compare_exchange(usize::MAX, end, Ordering::SeqCst, Ordering::SeqCst);
+        if self.is_asked() && !self.is_told {
+            self.end_before(step + usize::from(!is_alone));
         }
         step >= self.end()
+    }
+
+    /// Ends the run before `step`, if it has no end yet: another device may have said where it is.
+    pub fn end_before(&self, step: usize) {
+        let _ = self
+            .end
+            .compare_exchange(usize::MAX, step, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     /// The first step that is not done, where the run was stopped.
@@ -84,6 +98,17 @@ mod tests {
         assert!(!stop.is_before(7, false));
         assert!(stop.is_before(8, false));
         assert_eq!(stop.end(), 8);
+    }
+
+    #[test]
+    fn processes_end_where_they_are_told() {
+        let stop = Stop::among_processes();
+        stop.ask();
+        assert!(!stop.is_before(7, true));
+        stop.end_before(9);
+        stop.end_before(10);
+        assert!(!stop.is_before(8, true));
+        assert!(stop.is_before(9, true));
     }
 
     #[test]

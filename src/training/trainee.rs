@@ -161,9 +161,10 @@ impl TrainStep for Trainee {
                 (loss.mul_scalar(self.devices as f64), gradients)
             }
             Some(averaging) => {
+                let number = step.number;
                 let model = averaging.unmarked(&self.model);
                 let (loss, gradients) = self.gradients(&model, step);
-                averaging.sum(loss, gradients, &model)
+                averaging.sum(number, loss, gradients, &model)
             }
         };
         let item = Loss { value, weight: 1 };
@@ -199,7 +200,14 @@ impl TrainStep for Trainee {
             }
             scale(&mut gradients, factor, &self);
         }
-        optimizer.step(rate, self, gradients)
+        let averaging = self.averaging.clone();
+        let Some(world) = averaging.as_ref().and_then(Averaging::in_parts) else {
+            return optimizer.step(rate, self, gradients);
+        };
+        let own = world.own_gradients(gradients, &self);
+        let updated = optimizer.step(rate, self, own);
+        let device = updated.model.device();
+        world.of_owners(updated, &device)
     }
 }
 

@@ -29,6 +29,7 @@ mod loading;
 mod not_numbers;
 mod packed;
 mod packing;
+mod per_layer_table;
 mod products;
 mod programs;
 mod prompts;

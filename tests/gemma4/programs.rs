@@ -6,7 +6,11 @@
 mod answers;
 pub mod folder;
 #[cfg(feature = "training")]
+mod over_quantized;
+#[cfg(feature = "training")]
 mod precision;
+#[cfg(feature = "mpi")]
+mod processes;
 pub mod refused;
 #[cfg(feature = "training")]
 mod resumed;
@@ -71,6 +75,21 @@ fn tokens_are_those_of_transformers() {
 }
 
 /// On a machine without a display server drivers have nothing to say.
+/// What is said about it goes to standard error alone.
+#[test]
+fn a_table_may_stay_in_the_file() {
+    let with = |place| {
+        let mut command = greedy("dense-ple", "flex");
+        command.args(["--prompt", "hi", "--max-tokens", "6", "--ignore-eos"]);
+        succeed(command.args(["--per-layer-table", place]))
+    };
+    let [auto, host] = ["auto", "host"].map(with);
+    assert_eq!(auto.stdout, host.stdout);
+    let line = "per-layer embeddings: 122.9 KB stay in the file, read by rows";
+    assert!(host.stderr.contains(line), "{host:?}");
+    assert!(!auto.stderr.contains("per-layer"), "{auto:?}");
+}
+
 #[test]
 fn errors_are_the_programs_own() {
     let mut command = program("generate");

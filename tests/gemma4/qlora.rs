@@ -172,6 +172,28 @@ fn adapters_learn_what_they_learn_over_whole_weights() {
     }
 }
 
+/// Also where a token is read alone, by other kernels than a text.
+#[test]
+fn a_token_is_read_with_the_adapter() {
+    for device in devices() {
+        let path = fixture::folder("gguf/dense-ple.Q8_0.gguf");
+        let options = LoadOptions::new().dtype(DType::F32);
+        let tracked = device.device.clone().autodiff();
+        let model = Gemma4Model::load(path, &tracked, options).expect("a model");
+        let model = adapted(model).valid();
+        let read = |tokens_read: &[u32]| tokens(&[tokens_read], &device.device);
+        let (last, before) = PROMPT.split_last().expect("a prompt");
+        let all = values(model.forward(read(&PROMPT)).expect("tokens within"));
+        let mut cache = model.cache(vec![0]);
+        let step = model.step(read(before), &mut cache, Logits::None);
+        assert!(step.expect("a step").is_none());
+        let step = model.step(read(&[*last]), &mut cache, Logits::Last(1));
+        let found = values(step.expect("a step").expect("logits"));
+        let expected = &all[all.len() - found.len()..];
+        fixture::assert_close(&found, expected, device.name);
+    }
+}
+
 /// What is saved has the adapter in it; the adapter alone is what it is over whole weights.
 #[test]
 fn it_is_saved_whole_or_alone() {

@@ -6,7 +6,7 @@ use crate::fixture::{self, Fixture, TOLERANCE, greedy, largest, tokens, values};
 use attention_workspace::{
     Dtype,
     device::DeviceName,
-    model::{ModelArguments, Quantize},
+    model::{ModelArguments, Quantize, Table},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -306,6 +306,7 @@ fn adapters_are_merged_into_whole_weights() {
         device: DeviceName::Flex,
         dtype: Some(Dtype::F32),
         quantize: Some(Quantize::Q8),
+        per_layer_table: Table::Auto,
     };
     let loaded = arguments.load().expect("a model").gemma;
     assert_eq!(loaded.model().parameter_bytes(), before);

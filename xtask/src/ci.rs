@@ -23,6 +23,10 @@ const STEPS: &[Step] = &[
         run: llvm,
     },
     Step {
+        name: "MPI for several processes",
+        run: mpi,
+    },
+    Step {
         name: "clippy",
         run: || clippy(&[]),
     },
@@ -86,11 +90,16 @@ fn llvm() -> Result<()> {
     Ok(())
 }
 
+fn mpi() -> Result<()> {
+    setup::mpi_if_possible();
+    Ok(())
+}
+
 fn clippy(features: &[&str]) -> Result<()> {
     process::run(
         process::cargo()
             .args(["clippy", "--workspace", "--all-targets"])
-            .args(process::PROGRAMS)
+            .args(process::programs())
             .args(features)
             .args(["--", "-D", "warnings"]),
     )
@@ -100,7 +109,7 @@ fn documentation() -> Result<()> {
     process::run(
         process::cargo()
             .args(["doc", "--workspace", "--no-deps"])
-            .args(process::PROGRAMS)
+            .args(process::programs())
             .env("RUSTDOCFLAGS", "-D warnings"),
     )
 }

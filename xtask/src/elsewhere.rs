@@ -21,3 +21,10 @@ pub fn llvm() -> Result<()> {
 }
 
 pub fn llvm_if_possible() {}
+
+/// Nobody has tried it here.
+pub fn has_mpi() -> bool {
+    false
+}
+
+pub fn mpi_if_possible() {}

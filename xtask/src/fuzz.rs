@@ -11,7 +11,7 @@ pub fn run(args: &[String]) -> Result<()> {
     // As the tests are built, so that dependencies are not compiled once more.
     command.args(["test", "--release", "--workspace"]);
     command
-        .args(process::PROGRAMS)
+        .args(process::programs())
         .args(["--test", "fuzz", "--"]);
     if !says_how_long(args) {
         command.args(["--seconds", SECONDS]);

@@ -1,5 +1,6 @@
 //! Running other programs.
 
+use crate::setup;
 use std::{
     env,
     path::Path,
@@ -9,8 +10,14 @@ use std::{
 /// A result whose error is the message to print: what was tried and what to do about it.
 pub type Result<T> = std::result::Result<T, String>;
 
-/// With what every program of the workspace is built, and one dependency graph serves all steps.
-pub const PROGRAMS: [&str; 2] = ["--features", "training"];
+/// With what every program of the workspace is built, and one dependency graph serves all steps: MPI where it is there.
+pub fn programs() -> [&'static str; 2] {
+    let features = match setup::has_mpi() {
+        true => "training,mpi",
+        false => "training",
+    };
+    ["--features", features]
+}
 
 pub fn workspace_root() -> &'static Path {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));

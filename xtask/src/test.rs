@@ -16,7 +16,7 @@ pub fn run(args: &[String]) -> Result<u8> {
     command.args(["test", "--release"]);
     // With both, cargo would ignore the choice of packages and test everything.
     if !chooses_packages(args) {
-        command.arg("--workspace").args(process::PROGRAMS);
+        command.arg("--workspace").args(process::programs());
     }
     command.args(args);
     graphics.apply(&mut command);

@@ -97,13 +97,13 @@ impl Gemma4 {
     ) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         match Gguf::at(path)? {
-            Some(gguf) => Self::load_gguf(&gguf, device, options),
+            Some(gguf) => Self::load_gguf(gguf, device, options),
             None => Self::load_folder(path, device, options),
         }
     }
 
     fn load_gguf(
-        gguf: &Gguf,
+        gguf: Gguf,
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {

@@ -16,7 +16,10 @@ mod text;
 mod train;
 
 pub use checkpoint::{
-    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, adapter::Adapter, copy_beside,
+    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint,
+    adapter::Adapter,
+    copy_beside,
+    placement::{DeviceMemory, PerLayerTable, TablePlacement},
     quantize_checkpoint,
 };
 pub use config::{

@@ -207,8 +207,19 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     let losses = validation(&ended.stdout);
     assert!(losses[3].1 < 0.8 * losses[0].1, "{ended:?}");
     assert!(path("adapter").join("adapter_model.safetensors").exists());
-    let merge = ["--merge", "--checkpointing", "layers"];
+    // A table on the host is written as it is there.
+    let merge = [
+        "--merge",
+        "--checkpointing",
+        "layers",
+        "--per-layer-table",
+        "host",
+    ];
     succeed(&mut finetune(&base, &data, &path("merged"), &merge));
+    let full = ["--full", "--per-layer-table", "host"];
+    let ended = run(&mut finetune(&base, &data, &path("full"), &full));
+    let words = ["--per-layer-table host", "--full"];
+    check("a table that cannot be trained", &ended, 2, &words);
     assert_eq!(base.contents(), before);
 
     let adapter = path("adapter");

@@ -1,8 +1,10 @@
-//! Set-up of a Linux machine: a Vulkan driver for the tests, LLVM for builds with CUDA.
+//! Set-up of a Linux machine: a Vulkan driver for the tests, LLVM for builds with CUDA, MPI for several processes.
 
 mod apt;
 mod llvm;
+mod mpi;
 mod vulkan;
 
 pub use llvm::{llvm, llvm_if_possible};
+pub use mpi::{has_mpi, mpi_if_possible};
 pub use vulkan::graphics;

@@ -10,18 +10,18 @@ use crate::{
 };
 use burn::tensor::Device;
 use safetensors::Dtype;
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
 /// The tokens of each group, of a head that chooses among groups.
 const ORDERING: &str = "masked_embedding.token_ordering";
 
 /// The files' tensors by the drafter's paths, which are their names.
-struct Named<'a> {
-    folder: Folder<'a>,
+struct Named {
+    folder: Folder,
     has_groups: bool,
 }
 
-impl Weights for Named<'_> {
+impl Weights for Named {
     fn names(&self, path: &str) -> Vec<String> {
         self.folder.names(path)
     }
@@ -77,9 +77,9 @@ impl Drafter {
         let config = DrafterConfig::from_file(&path)?;
         check(&config)?;
         let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
-        let files = TensorFiles::open(folder)?;
+        let files = Arc::new(TensorFiles::open(folder)?);
         let weights = Named {
-            folder: Folder::of_paths(&files, schemes_of(&json)?),
+            folder: Folder::of_paths(files.clone(), schemes_of(&json)?),
             has_groups: config.ordered_embeddings.is_some(),
         };
         let groups = match &config.ordered_embeddings {
@@ -100,7 +100,7 @@ impl Drafter {
             drafter,
             device,
             options,
-            |_, _| {},
+            |_, _| Ok(()),
         )
     }
 }

@@ -8,18 +8,18 @@ use super::{
 };
 use crate::{Gemma4Config, Gemma4Error, TensorProblem, quantized::packed::Scheme};
 use burn::tensor::DType;
-use std::{collections::BTreeSet, path::Path};
+use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 /// The files' tensors, and how some of them may be packed.
-pub(super) struct Folder<'a> {
-    files: &'a TensorFiles,
+pub(super) struct Folder {
+    files: Arc<TensorFiles>,
     names: Names,
     schemes: Vec<Scheme>,
 }
 
-impl<'a> Folder<'a> {
-    pub fn of(files: &'a TensorFiles, schemes: Vec<Scheme>) -> Self {
-        let names = Names::of(files);
+impl Folder {
+    pub fn of(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
+        let names = Names::of(&files);
         Self {
             files,
             names,
@@ -28,7 +28,7 @@ impl<'a> Folder<'a> {
     }
 
     /// Of files that call parameters by their paths.
-    pub fn of_paths(files: &'a TensorFiles, schemes: Vec<Scheme>) -> Self {
+    pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
         Self {
             files,
             names: Names::of_paths(),
@@ -100,16 +100,16 @@ impl<'a> Folder<'a> {
     fn tensors(&self, name: &str) -> Vec<String> {
         match self.files.get(name) {
             Some(_) => vec![name.to_owned()],
-            None => packed::names(self.files, name),
+            None => packed::names(&self.files, name),
         }
     }
 
     /// A parameter, or the matrix of an expert, by its name in the files.
     fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
         let Some(entry) = self.files.get(name) else {
-            return match packed::names(self.files, name).is_empty() {
+            return match packed::names(&self.files, name).is_empty() {
                 true => Err(TensorProblem::Missing { name: name.into() }),
-                false => packed::get(self.files, &self.schemes, name),
+                false => packed::get(&self.files, &self.schemes, name),
             };
         };
         match burn_dtype(entry.dtype) {
@@ -137,7 +137,7 @@ const GATE_AND_UP: &[&str] = &["gate_proj.weight", "up_proj.weight"];
 const DOWN: &str = "down_proj";
 const ONLY_DOWN: &[&str] = &["down_proj.weight"];
 
-impl Weights for Folder<'_> {
+impl Weights for Folder {
     fn names(&self, path: &str) -> Vec<String> {
         let name = self.names.in_file(path);
         let apart = self.apart(&name).concat();

@@ -9,21 +9,25 @@ mod export;
 mod files;
 mod folder;
 mod foreign;
+mod host_table;
 mod names;
 mod packed;
+pub(crate) mod placement;
 mod quantize;
 mod save;
 mod source;
 
 pub use export::{QuantizedCheckpoint, quantize_checkpoint};
 pub(crate) use foreign::missing;
+pub(crate) use host_table::HostTable;
 pub use save::copy_beside;
 pub(crate) use save::{create, stored, write_file, write_tensors};
 pub(crate) use source::upload_f32;
 
 use crate::{
-    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, config::quantization::schemes_of,
-    quantized::quantize::Target,
+    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem,
+    config::quantization::schemes_of,
+    quantized::{layout::Layout, quantize::Target},
 };
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
@@ -32,11 +36,13 @@ use burn::{
 use files::TensorFiles;
 use folder::Folder;
 use gguf::Gguf;
+use placement::{DeviceMemory, PerLayerTable, Wanted};
 use source::{PORTION, Source, Weights, upload, upload_words};
 use std::{
     collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 type OnProgress<'a> = Box<dyn FnMut(LoadProgress<'_>) + 'a>;
@@ -46,6 +52,8 @@ type OnProgress<'a> = Box<dyn FnMut(LoadProgress<'_>) + 'a>;
 pub struct LoadOptions<'a> {
     dtype: Option<DType>,
     quantization: Quantization,
+    table: PerLayerTable,
+    memory: Option<DeviceMemory>,
     on_progress: Option<OnProgress<'a>>,
 }
 
@@ -104,6 +112,18 @@ impl<'a> LoadOptions<'a> {
         self
     }
 
+    /// Where the table of per-layer embeddings goes; without it [where it fits](PerLayerTable::Auto).
+    pub fn per_layer_table(mut self, table: PerLayerTable) -> Self {
+        self.table = table;
+        self
+    }
+
+    /// Takes the device's memory for this, rather than for what the device says: for less of it, where others use it as well.
+    pub fn memory(mut self, memory: DeviceMemory) -> Self {
+        self.memory = Some(memory);
+        self
+    }
+
     /// Calls `on_progress` after each tensor.
     pub fn on_progress(mut self, on_progress: impl FnMut(LoadProgress<'_>) + 'a) -> Self {
         self.on_progress = Some(Box::new(on_progress));
@@ -116,6 +136,8 @@ impl std::fmt::Debug for LoadOptions<'_> {
         f.debug_struct("LoadOptions")
             .field("dtype", &self.dtype)
             .field("quantization", &self.quantization)
+            .field("table", &self.table)
+            .field("memory", &self.memory)
             .finish_non_exhaustive()
     }
 }
@@ -138,7 +160,8 @@ impl Gemma4Model {
     ) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         if let Some(gguf) = Gguf::at(path)? {
-            return Self::load_gguf(&gguf, &gguf.config()?, device, options);
+            let config = gguf.config()?;
+            return Self::load_gguf(gguf, &config, device, options);
         }
         let config = Gemma4Config::from_file(path.join("config.json"))?;
         Self::load_weights(path, &config, device, options)
@@ -154,17 +177,18 @@ impl Gemma4Model {
         let path = folder.join("config.json");
         let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
         let files = TensorFiles::open(folder)?;
-        load_folder(folder, &files, &json, config, device, options)
+        load_folder(folder, files, &json, config, device, options)
     }
 
     /// [`load`](Self::load) of a GGUF file with the configuration already read.
     pub(crate) fn load_gguf(
-        gguf: &Gguf,
+        gguf: Gguf,
         config: &Gemma4Config,
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        load(gguf.path(), gguf, config, device, options)
+        let path = gguf.path().to_owned();
+        load(&path, Arc::new(gguf), config, device, options)
     }
 
     /// Loads weights that are part of the program: the contents of a `config.json` and of a `model.safetensors`.
@@ -181,7 +205,7 @@ impl Gemma4Model {
         let shape = Gemma4Config::from_json(config)?;
         load_folder(
             Path::new("embedded"),
-            &files,
+            files,
             config,
             &shape,
             device,
@@ -192,36 +216,77 @@ impl Gemma4Model {
 
 fn load_folder(
     folder: &Path,
-    files: &TensorFiles,
+    files: TensorFiles,
     json: &str,
     config: &Gemma4Config,
     device: &Device,
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
-    let weights = Folder::of(files, schemes_of(json)?);
+    let weights = Folder::of(Arc::new(files), schemes_of(json)?);
     weights.refuse_mlx(folder)?;
-    load(folder, &weights, config, device, options)
+    load(folder, Arc::new(weights), config, device, options)
 }
 
 fn load(
     path: &Path,
-    weights: &dyn Weights,
+    weights: Arc<dyn Weights>,
     config: &Gemma4Config,
     device: &Device,
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
     let target = options.quantization.target();
-    let stays_whole = options.quantization == Quantization::Whole;
+    let form = match options.quantization == Quantization::Whole {
+        true => Form::Whole,
+        false => Form::Words(target),
+    };
+    let wanted = Wanted {
+        table: options.table,
+        memory: options.memory.unwrap_or_else(|| DeviceMemory::of(device)),
+        form,
+    };
     let model = Gemma4Model::new(config, device);
-    let quantize = |loader: &mut Loader<'_, '_>, model: &mut Gemma4Model| {
-        if !stays_whole {
+    let mut split = None;
+    let prepare = |loader: &mut Loader<'_, '_>, model: &mut Gemma4Model| {
+        split = loader.place(model, &weights, wanted, device)?;
+        if let Form::Words(target) = form {
             loader.quantized(model, target, device);
         }
+        Ok(())
     };
-    load_module(path, weights, config, model, device, options, quantize)
+    let model = load_module(path, &*weights, config, model, device, options, prepare)?;
+    Ok(Gemma4Model {
+        split_table: split,
+        ..model
+    })
 }
 
-/// Replaces the parameters of `model`, which is of the shape that `config` describes; what `quantize` has loaded stays as it is.
+/// In what form a checkpoint's weights come to a device.
+#[derive(Clone, Copy)]
+enum Form {
+    /// Whole, all of them.
+    Whole,
+    /// As words, those that are quantized in the checkpoint, and the others by a target.
+    Words(Option<Target>),
+}
+
+impl Form {
+    /// How a weight's rows are as words; nothing where they stay whole.
+    fn layout(self, source: &Source<'_>) -> Option<Layout> {
+        match self {
+            Self::Whole => None,
+            Self::Words(target) => source.layout(target),
+        }
+    }
+
+    fn target(self) -> Option<Target> {
+        match self {
+            Self::Whole => None,
+            Self::Words(target) => target,
+        }
+    }
+}
+
+/// Replaces the parameters of `model`, which is of the shape that `config` describes; what `prepare` has loaded stays as it is.
 fn load_module<M: Module>(
     path: &Path,
     weights: &dyn Weights,
@@ -229,7 +294,7 @@ fn load_module<M: Module>(
     mut model: M,
     device: &Device,
     options: LoadOptions<'_>,
-    quantize: impl FnOnce(&mut Loader<'_, '_>, &mut M),
+    prepare: impl FnOnce(&mut Loader<'_, '_>, &mut M) -> Result<(), Gemma4Error>,
 ) -> Result<M, Gemma4Error> {
     let mut expected = Expected::default();
     model.visit(&mut expected);
@@ -243,7 +308,7 @@ fn load_module<M: Module>(
         total_bytes,
         on_progress: options.on_progress,
     };
-    quantize(&mut loader, &mut model);
+    prepare(&mut loader, &mut model)?;
     let model = model.map(&mut loader);
     device
         .sync()
@@ -353,7 +418,8 @@ impl Loader<'_, '_> {
         for (path, weight) in model.weights_mut() {
             let source = self.source(&path);
             if let Some(layout) = source.layout(target) {
-                let words = upload_words(&source, target, layout, device, PORTION);
+                let all = 0..source.shape[0];
+                let words = upload_words(&source, all, target, layout, device, PORTION);
                 weight.quantize(words, layout, self.dtype);
                 self.is_there(&path, source.len());
             }
@@ -392,7 +458,8 @@ impl ModuleMapper for Loader<'_, '_> {
         let source = self.source(&path);
         let bytes = source.len();
         let device = param.lazy_device();
-        let tensor = upload(&source, self.dtype, &device, PORTION);
+        let all = 0..source.shape[0];
+        let tensor = upload(&source, all, self.dtype, &device, PORTION);
         self.is_there(&path, bytes);
         let id = param.id;
         param.transform_for_load(tensor, id)

@@ -3,6 +3,7 @@
 use super::{
     files::TensorFiles,
     folder::Folder,
+    host_table::TABLE,
     names::{HEAD, Names},
     packed,
     source::{Weights, dtype_in_file},
@@ -15,7 +16,7 @@ use crate::{
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
-    tensor::{DType, Tensor},
+    tensor::{DType, Tensor, TensorData},
 };
 use safetensors::{Dtype, View, serialize_to_file};
 use serde_json::Value;
@@ -119,20 +120,55 @@ impl Gemma4Model {
             let QuantizedNumbers { shape, make } = numbers;
             parameters.push((path, Stored::new(shape, dtype, make)));
         }
+        // The table's parts are no parameters of a checkpoint's.
+        parameters.retain(|(path, _)| !path.starts_with("split_table."));
+        parameters.extend(model.stored_table(dtype));
         parameters
+    }
+}
+
+impl Gemma4Model {
+    /// The table of per-layer embeddings, where it is no parameter.
+    fn stored_table(&self, dtype: DType) -> Option<(String, Stored)> {
+        let config = self.config();
+        let rows = config.vocab_size_per_layer_input;
+        let columns = config.num_layers() * config.hidden_size_per_layer_input;
+        // In the model's own dtype first, as loading it to the device rounds it.
+        let of_model = self.dtype();
+        let rounded = move |bytes: Vec<u8>| {
+            let data = TensorData::from_bytes_vec(bytes, [rows, columns], of_model);
+            data.convert_dtype(dtype).into_bytes().to_vec()
+        };
+        let read: Box<dyn Fn() -> Vec<u8>> = match (&self.host_table, &self.split_table) {
+            (Some(table), _) => {
+                let table = table.clone();
+                Box::new(move || rounded(table.whole(of_model)))
+            }
+            (None, Some(table)) => {
+                let table = table.clone();
+                Box::new(move || rounded(table.whole(of_model)))
+            }
+            (None, None) => return None,
+        };
+        let stored = Stored {
+            shape: vec![rows, columns],
+            dtype: dtype_in_file(dtype),
+            read,
+        };
+        Some((TABLE.to_owned(), stored))
     }
 }
 
 /// The tensors that a model whose parameters are at `paths` does not have.
 fn kept<'a>(
-    files: &'a TensorFiles,
+    files: &'a Arc<TensorFiles>,
     names: &Names,
     paths: impl Iterator<Item = impl AsRef<str>>,
 ) -> Result<BTreeSet<&'a str>, Gemma4Error> {
     let mut kept: BTreeSet<&str> = files.names().collect();
     // A head that repeats the embedding's table would repeat the old one.
     kept.remove(HEAD);
-    let folder = Folder::of(files, Vec::new());
+    let folder = Folder::of(files.clone(), Vec::new());
     for path in paths {
         for name in folder.names(path.as_ref()) {
             kept.remove(name.as_str());

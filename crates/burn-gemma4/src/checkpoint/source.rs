@@ -14,8 +14,8 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
 
-/// A checkpoint's weights, by the paths of the model's parameters.
-pub(super) trait Weights {
+/// A checkpoint's weights, by the paths of the model's parameters. A table that stays in the files keeps them for as long as the model lives.
+pub(super) trait Weights: Send + Sync {
     /// The tensors of the files that the parameter at `path` is made of.
     fn names(&self, path: &str) -> Vec<String>;
 
@@ -131,7 +131,7 @@ impl<'a> Source<'a> {
     }
 
     /// Rows of all slices; a vector is one.
-    fn rows(&self) -> usize {
+    pub fn rows(&self) -> usize {
         let columns = self.shape.last().copied().unwrap_or(1);
         self.shape.iter().product::<usize>() / columns
     }
@@ -207,6 +207,42 @@ impl<'a> Source<'a> {
                     parts.map(move |part| part.words(slice..slice + 1, target, layout))
                 };
                 in_a_row(range.flat_map(of_slice), shape, DType::U32)
+            }
+        }
+    }
+
+    /// Rows of a matrix, in any order and any of them several times, in `dtype`.
+    ///
+    /// # Panics
+    /// For a row that the matrix does not have.
+    pub fn gathered(&self, rows: &[u32], dtype: DType) -> TensorData {
+        let shape = vec![rows.len(), self.shape[1]];
+        match &self.numbers {
+            Numbers::Floats {
+                dtype: written,
+                bytes,
+            } => {
+                let mut found = Vec::with_capacity(rows.len() * self.shape[1] * written.size());
+                for row in rows {
+                    let row = *row as usize;
+                    found.extend_from_slice(part(bytes, self.shape[0], row..row + 1));
+                }
+                TensorData::from_bytes_vec(found, shape, *written).convert_dtype(dtype)
+            }
+            Numbers::Blocks { format, bytes } => {
+                dequantized(0..rows.len(), shape, dtype, |index, numbers| {
+                    let row = rows[index] as usize;
+                    format.dequantize(part(bytes, self.shape[0], row..row + 1), numbers);
+                })
+            }
+            Numbers::Packed(packed) => {
+                dequantized(0..rows.len(), shape, dtype, |index, numbers| {
+                    packed.dequantize(rows[index] as usize, numbers);
+                })
+            }
+            Numbers::Joined(_) | Numbers::Stacked(_) => {
+                let of_row = |row: &u32| self.slices(*row as usize..*row as usize + 1, dtype);
+                in_a_row(rows.iter().map(of_row), shape, dtype)
             }
         }
     }
@@ -327,22 +363,26 @@ pub(crate) fn upload_f32<const D: usize>(
 /// them from, and the tables of per-layer inputs are of several GB.
 pub(super) const PORTION: usize = 256 << 20;
 
-/// A parameter on `device`, about `portion` bytes of slices at a time.
+/// The slices `range` of a parameter on `device`, about `portion` bytes of them at a time.
 pub(super) fn upload<const D: usize>(
     source: &Source<'_>,
+    range: Range<usize>,
     dtype: DType,
     device: &Device,
     portion: usize,
 ) -> Tensor<D> {
-    let slices = source.shape[0];
+    let slices = range.len();
     let at_once = (portion / source.slice_bytes()).clamp(1, slices);
     if at_once == slices {
         // Weights live as long as the model: exact allocations, apart from the pools of what comes and goes.
-        return device.memory_persistent_allocations(source.slices(0..slices, dtype), |data| {
+        return device.memory_persistent_allocations(source.slices(range, dtype), |data| {
             Tensor::from_data(data, (device, dtype))
         });
     }
-    let shape: [usize; D] = std::array::from_fn(|dimension| source.shape[dimension]);
+    let shape: [usize; D] = std::array::from_fn(|dimension| match dimension {
+        0 => slices,
+        _ => source.shape[dimension],
+    });
     let mut whole = Tensor::<D>::empty(shape, (device, dtype));
     for start in (0..slices).step_by(at_once) {
         let end = (start + at_once).min(slices);
@@ -350,7 +390,7 @@ pub(super) fn upload<const D: usize>(
             0 => start..end,
             _ => 0..shape[dimension],
         });
-        let part = source.slices(start..end, dtype);
+        let part = source.slices(range.start + start..range.start + end, dtype);
         whole = whole.slice_assign(ranges, Tensor::from_data(part, (device, dtype)));
         // What is queued holds its portion on the host. A device that fails says so when the model is complete.
         let _ = device.sync();
@@ -358,27 +398,29 @@ pub(super) fn upload<const D: usize>(
     whole.detach()
 }
 
-/// The rows of a parameter as words on `device`, about `portion` bytes of them at a time.
+/// The rows of a parameter's slices `range` as words on `device`, about `portion` bytes of them at a time.
 pub(super) fn upload_words(
     source: &Source<'_>,
+    range: Range<usize>,
     target: Option<Target>,
     layout: Layout,
     device: &Device,
     portion: usize,
 ) -> Tensor<2, Int> {
-    let (slices, rows) = (source.shape[0], source.rows());
+    let slices = range.len();
     let words = layout.words();
-    let of_slice = rows / slices;
+    let of_slice = source.rows() / source.shape[0];
     let at_once = (portion / (of_slice * words * size_of::<u32>())).clamp(1, slices);
     let options = (device, DType::U32);
     if at_once == slices {
-        let all = source.words(0..slices, target, layout);
+        let all = source.words(range, target, layout);
         return device.memory_persistent_allocations(all, |data| Tensor::from_data(data, options));
     }
-    let mut whole = Tensor::<2, Int>::empty([rows, words], options);
+    let mut whole = Tensor::<2, Int>::empty([slices * of_slice, words], options);
     for start in (0..slices).step_by(at_once) {
         let end = (start + at_once).min(slices);
-        let part = Tensor::from_data(source.words(start..end, target, layout), options);
+        let part = source.words(range.start + start..range.start + end, target, layout);
+        let part = Tensor::from_data(part, options);
         let place = [start * of_slice..end * of_slice, 0..words];
         whole = whole.slice_assign(place, part);
         let _ = device.sync();
@@ -390,9 +432,11 @@ pub(super) fn upload_words(
 mod tests {
     use super::*;
     use crate::checkpoint::{files::TensorFiles, folder::Folder};
+    use std::sync::Arc;
 
     fn load(source: &Source<'_>, portion: usize) -> Vec<f32> {
-        upload::<2>(source, DType::F32, &Device::default(), portion)
+        let all = 0..source.shape[0];
+        upload::<2>(source, all, DType::F32, &Device::default(), portion)
             .into_data()
             .iter::<f32>()
             .collect()
@@ -402,7 +446,7 @@ mod tests {
     fn portions_make_the_whole() {
         let bytes = include_bytes!("../../embedded/model.safetensors");
         let files = TensorFiles::embedded("model.safetensors", bytes).expect("safetensors");
-        let folder = Folder::of(&files, Vec::new());
+        let folder = Folder::of(Arc::new(files), Vec::new());
         let source = folder.get("embed_tokens.weight").expect("a table");
         let whole = load(&source, usize::MAX);
         let row = source.len() / source.shape[0];

@@ -13,9 +13,11 @@ mod sequence;
 use crate::op;
 use crate::{
     Cache, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model, Next,
-    Sampling, TextKind, TokenLogprobs, Tokenizer, model::Logits, text::stop,
+    Sampling, TextKind, TokenLogprobs, Tokenizer,
+    model::{Logits, per_layer::Tokens},
+    text::stop,
 };
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use draft::{DraftCounts, Drafts, Guesser};
 use sequence::{Chosen, Sequence};
 use serde::Serialize;
@@ -380,12 +382,12 @@ fn prefill(
             .iter()
             .flat_map(|sequence| (start..end).map(|index| column(&sequence.prompt, index)))
             .collect();
-        let tokens = upload(tokens, [sequences.len(), end - start], device);
+        let tokens = Tokens::upload(tokens, [sequences.len(), end - start], device);
         let asked = match end == longest {
             true => Logits::Last(1),
             false => Logits::None,
         };
-        let hidden = model.step_hidden(tokens, cache, asked)?;
+        let hidden = model.step_hidden(&tokens, cache, asked)?;
         if hidden.is_some() {
             return Ok(hidden);
         }
@@ -396,9 +398,4 @@ fn prefill(
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;
         }
     }
-}
-
-fn upload(tokens: Vec<u32>, shape: [usize; 2], device: &Device) -> Tensor<2, Int> {
-    let tokens: Vec<i32> = tokens.into_iter().map(|token| token as i32).collect();
-    Tensor::from_data(TensorData::new(tokens, shape), device)
 }

@@ -11,12 +11,9 @@ use super::{
         operators::{Operators, PerLayerEmbedding, Stream},
     },
     observe::{Observer, Site},
+    per_layer::Tokens,
 };
-use crate::op::{
-    flat_rows,
-    linear::{self, Matrix},
-    rope::Positions,
-};
+use crate::op::{flat_rows, linear, rope::Positions};
 #[cfg(feature = "cube")]
 use crate::{LayerType, op::rope::RotationTables};
 use burn::tensor::{DType, Int, Tensor};
@@ -51,20 +48,22 @@ impl Gemma4Model {
     /// none, that of the last layer with keys and values of its own, as it is.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
-        tokens: Tensor<2, Int>,
+        tokens: &Tokens,
         text: Text<'_>,
         logits: Logits,
         observer: &mut O,
     ) -> Tensor<3> {
-        let [batch, count] = tokens.dims();
+        let Tokens { ids, on_host } = tokens;
+        let [batch, count] = ids.dims();
         let asked = logits.of(count);
-        let device = tokens.device();
+        let device = ids.device();
 
-        let embedded = self.embed_tokens.forward(tokens.clone());
+        let embedded = self.embed_tokens.forward(ids.clone());
         observer.observe(Site::Embedding, || embedded.clone());
         let embedded = flat_rows(embedded);
         let (dtype, hidden) = (embedded.dtype(), embedded.dims()[1]);
-        let embeddings = self.per_layer_embeddings(tokens, &embedded, linear::rows);
+        let from_host = self.host_rows(on_host, &device);
+        let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, linear::rows);
         if let Some(embeddings) = &embeddings {
             let layers = self.config.num_layers();
             let columns = self.config.hidden_size_per_layer_input;
@@ -201,30 +200,6 @@ impl Gemma4Model {
             targets: None,
             after,
         }
-    }
-
-    /// `[rows, layers · columns]`: the per-layer embeddings, half from the token, half from the embedding, by `project` times
-    /// the transpose of a weight.
-    pub(crate) fn per_layer_embeddings(
-        &self,
-        tokens: Tensor<2, Int>,
-        embedded: &Tensor<2>,
-        project: impl FnOnce(Tensor<2>, Matrix) -> Tensor<2>,
-    ) -> Option<Tensor<2>> {
-        let table = self.embed_tokens_per_layer.as_ref()?;
-        let projection = self.per_layer_model_projection.as_ref()?;
-        let norm = self.per_layer_projection_norm.as_ref()?;
-        let [rows, hidden] = embedded.dims();
-        let layers = self.config.num_layers();
-        let columns = self.config.hidden_size_per_layer_input;
-        let of_token = table.forward(tokens).reshape([rows, layers, columns]);
-        // Constants that bf16 does not hold are applied in f32.
-        let of_embedding = project(embedded.clone(), projection.weight.matrix());
-        let of_embedding = of_embedding.reshape([rows, layers, columns]);
-        let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
-        let sum = of_embedding + of_token.cast(DType::F32);
-        let sum = (sum * std::f64::consts::FRAC_1_SQRT_2).cast(embedded.dtype());
-        Some(sum.reshape([rows, layers * columns]))
     }
 }
 

@@ -8,10 +8,12 @@ pub(crate) mod cache;
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
 pub(crate) mod forward;
+pub(crate) mod per_layer;
 mod weights;
 
 use crate::{
     Gemma4Config, Gemma4Error,
+    checkpoint::{HostTable, placement::TablePlacement},
     op::{
         flat_rows,
         linear::{self, Matrix},
@@ -28,6 +30,7 @@ use few_rows::FewRows;
 use forward::Text;
 use layer::{DecoderLayer, Embedding, Linear, RmsNorm};
 use observe::Observer;
+use per_layer::{SplitTable, Tokens};
 use std::sync::Arc;
 
 /// A Gemma 4 text model.
@@ -73,8 +76,16 @@ use std::sync::Arc;
 pub struct Gemma4Model {
     /// Tokens to the residual stream, and back to logits.
     pub embed_tokens: Embedding,
-    /// Tokens to their part of the per-layer embeddings (PLE).
+    /// Tokens to their part of the per-layer embeddings (PLE), where that is a parameter: see
+    /// [`PerLayerTable`](crate::PerLayerTable).
     pub embed_tokens_per_layer: Option<Embedding>,
+    /// The same in several buffers.
+    pub(crate) split_table: Option<SplitTable>,
+    /// The same in the checkpoint's files.
+    #[module(skip)]
+    pub(crate) host_table: Option<HostTable>,
+    #[module(skip)]
+    pub(crate) placement: Option<TablePlacement>,
     /// The scaled embeddings to their part of them.
     pub per_layer_model_projection: Option<Linear>,
     /// Of the projection.
@@ -147,6 +158,9 @@ impl Gemma4Model {
                     device,
                 )
             }),
+            split_table: None,
+            host_table: None,
+            placement: None,
             per_layer_model_projection: per_layer_embeddings
                 .then(|| Linear::new(hidden, layers * columns, deviation, device)),
             per_layer_projection_norm: per_layer_embeddings
@@ -195,9 +209,9 @@ impl Gemma4Model {
         tokens: Tensor<2, Int>,
         observer: &mut impl Observer,
     ) -> Result<Tensor<3>, Gemma4Error> {
-        self.check_tokens(&tokens)?;
         let text = Text::whole(&tokens);
-        let hidden = self.hidden_states(tokens, text, Logits::All, observer);
+        let tokens = self.read_tokens(tokens)?;
+        let hidden = self.hidden_states(&tokens, text, Logits::All, observer);
         Ok(self.logits(hidden))
     }
 
@@ -209,11 +223,11 @@ impl Gemma4Model {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Result<Tensor<3>, Gemma4Error> {
-        self.check_tokens(&tokens)?;
         let [_, positions] = tokens.dims();
         let asked_positions = asked.of(positions);
         let text = Text::whole(&tokens);
-        let hidden = self.hidden_states(tokens, text, asked, &mut ());
+        let tokens = self.read_tokens(tokens)?;
+        let hidden = self.hidden_states(&tokens, text, asked, &mut ());
         Ok(hidden.narrow(1, 0, asked_positions))
     }
 
@@ -244,29 +258,19 @@ impl Gemma4Model {
         cache: &mut Cache,
         logits: Logits,
     ) -> Result<Option<Tensor<3>>, Gemma4Error> {
-        self.check_tokens(&tokens)?;
-        self.step_within(tokens, cache, logits)
-    }
-
-    /// [`step`](Self::step) with tokens that the host knows to be in the vocabulary.
-    pub(crate) fn step_within(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut Cache,
-        logits: Logits,
-    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
-        let hidden = self.step_hidden(tokens, cache, logits)?;
+        let tokens = self.read_tokens(tokens)?;
+        let hidden = self.step_hidden(&tokens, cache, logits)?;
         Ok(hidden.map(|hidden| self.logits(hidden)))
     }
 
-    /// What the logits of [`step_within`](Self::step_within) are made of, `[batch, asked, hidden]`, normalised.
+    /// What the logits of [`step`](Self::step) are made of, `[batch, asked, hidden]`, normalised.
     pub(crate) fn step_hidden(
         &self,
-        tokens: Tensor<2, Int>,
+        tokens: &Tokens,
         cache: &mut Cache,
         logits: Logits,
     ) -> Result<Option<Tensor<3>>, Gemma4Error> {
-        let [batch, positions] = tokens.dims();
+        let [batch, positions] = tokens.ids.dims();
         if batch != cache.batch() {
             return Err(Gemma4Error::Argument {
                 argument: "tokens",
@@ -286,14 +290,6 @@ impl Gemma4Model {
         };
         let hidden = self.hidden_states(tokens, text, logits, &mut ());
         Ok((logits.of(positions) > 0).then_some(hidden))
-    }
-
-    /// Refuses tokens outside the vocabulary, and reads them back for that.
-    pub(crate) fn check_tokens(&self, tokens: &Tensor<2, Int>) -> Result<(), Gemma4Error> {
-        let tokens = tokens.clone().try_into_data().map_err(|error| {
-            Gemma4Error::Device(format!("the tokens could not be read: {error}"))
-        })?;
-        self.config.check_tokens(tokens.iter::<i64>())
     }
 
     /// `[vocabulary, hidden]`: from the normalised stream to logits.

@@ -45,6 +45,11 @@ impl Gemma4Model {
         if let Some(table) = &mut self.embed_tokens_per_layer {
             add("embed_tokens_per_layer.weight".into(), &mut table.weight);
         }
+        if let Some(table) = &mut self.split_table {
+            for (index, part) in table.parts.iter_mut().enumerate() {
+                add(format!("split_table.parts.{index}"), part);
+            }
+        }
         for (name, linear) in [
             (
                 "per_layer_model_projection",

@@ -1,6 +1,7 @@
 //! What launches have in common: what a device serves, teams, vectors.
 
 use super::sums::Team;
+use crate::DeviceMemory;
 use burn::{
     backend::{CubeDevice, cubecl::dtype_to_storage_type},
     tensor::DType,
@@ -28,6 +29,17 @@ pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
         && usage.contains(TypeUsage::Conversion)
         && properties.hardware.max_bindings >= BINDINGS
         && properties.hardware.max_units_per_cube >= 256
+}
+
+/// What the device says of its memory.
+pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
+    let client = device.client();
+    let memory = &client.properties().memory;
+    let bytes = |bytes| usize::try_from(bytes).unwrap_or(usize::MAX);
+    DeviceMemory {
+        largest_buffer: Some(bytes(memory.max_page_size)),
+        total: memory.max_memory().map(bytes),
+    }
 }
 
 /// Units that one plane operation adds up; 1 where the device has no such operations, or planes of several sizes.

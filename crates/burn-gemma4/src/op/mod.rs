@@ -21,6 +21,8 @@ mod launch;
 #[cfg(feature = "cube")]
 mod sums;
 
+#[cfg(feature = "cube")]
+use crate::DeviceMemory;
 use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use burn::{
@@ -44,6 +46,19 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
             reason = "without other backends it is the only device"
         )]
         _ => false,
+    }
+}
+
+/// What the device says of its memory, if it runs kernels.
+#[cfg(feature = "cube")]
+pub(crate) fn memory(device: &Device) -> Option<DeviceMemory> {
+    match device.clone().without_autodiff().as_dispatch() {
+        DispatchDevice::Cube(device) => Some(launch::memory(device)),
+        #[allow(
+            unreachable_patterns,
+            reason = "without other backends it is the only device"
+        )]
+        _ => None,
     }
 }
 

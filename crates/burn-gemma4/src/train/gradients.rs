@@ -11,6 +11,7 @@ use crate::{
         cache::key_values::{KeyValues, SharedKeyValues},
         forward::last_positions,
         layer::operators::{PerLayerEmbedding, Stream},
+        per_layer::Tokens,
     },
     op::{attach::attach, flat_rows, linear, rope::Positions},
 };
@@ -71,17 +72,16 @@ impl Gemma4Model {
             }
         }
         // Burn keeps a graph until the next backward, so that the forward has to do without.
-        let tokens = tokens.inner();
-        self.check_tokens(&tokens)?;
+        let tokens = self.read_tokens(tokens.inner())?;
         let plain = self.valid();
-        let pass = Pass::new(self, &tokens, packing, asked);
+        let pass = Pass::new(self, &tokens.ids, packing, asked);
         if pass.asked == 0 {
             return Err(Gemma4Error::Argument {
                 argument: "asked",
                 reason: format!("is {asked:?}, which leaves nothing to learn from"),
             });
         }
-        let (mut kept, stream) = pass.forward(&plain, tokens.clone());
+        let (mut kept, stream) = pass.forward(&plain, &tokens);
         let mut sum = GradientsParams::new();
 
         let [_, hidden] = stream.dims();
@@ -110,8 +110,10 @@ impl Gemma4Model {
             of_embeddings.extend(of_embedding.map(|gradient| pass.padded(gradient, pass.count)));
         }
 
-        let stream = flat_rows(self.embed_tokens.forward(tokens.clone()));
-        let embeddings = self.per_layer_embeddings(tokens, &stream, linear::rows);
+        let Tokens { ids, on_host } = &tokens;
+        let stream = flat_rows(self.embed_tokens.forward(ids.clone()));
+        let from_host = self.host_rows(on_host, &stream.device());
+        let embeddings = self.per_layer_embeddings(ids, from_host, &stream, linear::rows);
         let mut objective = attach(pass.zero(), stream, of_stream);
         if let Some(embeddings) = embeddings {
             of_embeddings.reverse();
@@ -221,12 +223,14 @@ impl<'a> Pass<'a> {
     }
 
     /// Everything up to the last layer's stream, at the positions asked for, by the model without autodiff.
-    fn forward(&self, plain: &Gemma4Model, tokens: Tensor<2, Int>) -> (Kept, Tensor<2>) {
+    fn forward(&self, plain: &Gemma4Model, tokens: &Tokens) -> (Kept, Tensor<2>) {
         let config = plain.config();
-        let mut stream = flat_rows(plain.embed_tokens.forward(tokens.clone()));
+        let Tokens { ids, on_host } = tokens;
+        let mut stream = flat_rows(plain.embed_tokens.forward(ids.clone()));
+        let from_host = plain.host_rows(on_host, &stream.device());
         let mut kept = Kept {
             streams: Vec::new(),
-            embeddings: plain.per_layer_embeddings(tokens, &stream, linear::rows),
+            embeddings: plain.per_layer_embeddings(ids, from_host, &stream, linear::rows),
             shared: SharedKeyValues::default(),
         };
         let is_read = |source| {

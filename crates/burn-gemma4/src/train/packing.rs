@@ -136,13 +136,13 @@ impl Gemma4Model {
         packing: &Packing,
     ) -> Result<Tensor<3>, Gemma4Error> {
         packing.check(&tokens)?;
-        self.check_tokens(&tokens)?;
         let text = Text {
             positions: packing.rotary_positions(),
             segments: Some(packing.segments(&tokens.device())),
             cache: None,
         };
-        Ok(self.hidden_states(tokens, text, Logits::All, &mut ()))
+        let tokens = self.read_tokens(tokens)?;
+        Ok(self.hidden_states(&tokens, text, Logits::All, &mut ()))
     }
 }
 

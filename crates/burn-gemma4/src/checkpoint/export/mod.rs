@@ -18,6 +18,7 @@ use std::{
     collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 /// What [`quantize_checkpoint`] has written.
@@ -77,8 +78,8 @@ pub fn quantize_checkpoint(
             "its weights are quantized by compressed-tensors already; take the checkpoint that they were made of",
         ));
     }
-    let files = TensorFiles::open(from)?;
-    let weights = Folder::of(&files, Vec::new());
+    let files = Arc::new(TensorFiles::open(from)?);
+    let weights = Folder::of(files.clone(), Vec::new());
     weights.refuse_mlx(from)?;
     let mut model = Gemma4Model::new(&config, &Device::default());
     let mut expected = Expected::default();
@@ -128,7 +129,7 @@ struct Export<'a> {
     /// Its `config.json`.
     json: &'a str,
     config: &'a Gemma4Config,
-    weights: &'a Folder<'a>,
+    weights: &'a Folder,
     /// Path and shape.
     parameters: Vec<(String, Vec<usize>)>,
     /// The paths of those that may be quantized.

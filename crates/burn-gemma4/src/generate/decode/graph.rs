@@ -121,8 +121,7 @@ impl GraphCapture {
         let inputs = inputs(cache, &[token], &device);
         // The guesses' own position is the next one.
         self.make_room(cache, 1);
-        let [_, columns] = hidden.dims();
-        let hidden = hidden.reshape([columns]);
+        let hidden = flat(hidden);
         let mut may_capture = self.may_capture;
         let round = match self.rounds.entry(count) {
             Entry::Occupied(round) => {
@@ -132,11 +131,9 @@ impl GraphCapture {
                 round
             }
             Entry::Vacant(place) => {
-                // A handle of its own, over which the next round's is written.
-                let own = Tensor::empty([columns], (&device, hidden.dtype()));
-                overwrite_floats(own.clone(), hidden);
+                let hidden = own(hidden);
                 place.insert(Recorded::new(Round::new(
-                    drafter, model, cache, inputs, own, count,
+                    drafter, model, cache, inputs, hidden, count,
                 )))
             }
         };
@@ -155,15 +152,21 @@ impl GraphCapture {
         let count = tokens.len() / cache.batch();
         let device = model.device();
         let inputs = inputs(cache, tokens, &device);
+        let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
         match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
                 overwrite(pass.computation.inputs.clone(), inputs);
+                if let (Some(own), Some(rows)) = (&pass.computation.from_host, from_host) {
+                    overwrite_floats(own.clone(), rows);
+                }
                 pass
             }
             Entry::Vacant(place) => {
-                place.insert(Recorded::new(position(model, cache, inputs, &device)))
+                let from_host = from_host.map(own);
+                let position = position(model, cache, inputs, from_host, &device);
+                place.insert(Recorded::new(position))
             }
         }
     }
@@ -190,11 +193,25 @@ fn inputs(cache: &Cache, tokens: &[u32], device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(inputs, (device, DType::I32))
 }
 
+/// All numbers, row after row.
+fn flat(rows: Tensor<2>) -> Tensor<1> {
+    let count = rows.dims().iter().product::<usize>();
+    rows.reshape([count])
+}
+
+/// The same numbers under a handle of their own, over which the next ones are written.
+fn own(numbers: Tensor<1>) -> Tensor<1> {
+    let own = Tensor::empty(numbers.dims(), (&numbers.device(), numbers.dtype()));
+    overwrite_floats(own.clone(), numbers);
+    own
+}
+
 /// The computation after what the cache holds, and as far as it has room.
 fn position(
     model: &Gemma4Model,
     cache: &Cache,
     inputs: Tensor<1, Int>,
+    from_host: Option<Tensor<1>>,
     device: &Device,
 ) -> Position {
     let positions = cache.room();
@@ -207,5 +224,6 @@ fn position(
         full: tables(LayerType::Full),
         model: model.clone(),
         inputs,
+        from_host,
     }
 }

@@ -11,12 +11,12 @@ mod round;
 
 use crate::{
     Cache, Drafter, Gemma4Error, Gemma4Model, Guesses,
-    model::{Logits, observe::Part},
+    model::{Logits, observe::Part, per_layer::Tokens},
     op::{argmax::argmax, flat_rows},
 };
 #[cfg(feature = "cube")]
 use crate::{model::few_rows::FewRows, op::linear::few_rows::MOST_ROWS};
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor};
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
 #[cfg(feature = "cube")]
@@ -279,9 +279,9 @@ impl<'a> Decoder<'a> {
             graph.release();
         }
         let device = self.model.device();
-        let data = TensorData::new(integers(tokens), [tokens.len() / count, count]);
-        let tokens = Tensor::<2, Int>::from_data(data, &device);
-        let hidden = self.model.step_hidden(tokens, self.cache, Logits::All)?;
+        let shape = [tokens.len() / count, count];
+        let tokens = Tokens::upload(tokens.to_vec(), shape, &device);
+        let hidden = self.model.step_hidden(&tokens, self.cache, Logits::All)?;
         let hidden = hidden.expect("positions are asked for");
         Ok(Next::of_hidden(self.model, hidden))
     }
@@ -379,6 +379,7 @@ fn failed(error: impl std::fmt::Display) -> Gemma4Error {
     Gemma4Error::Device(format!("it computed no logits: {error}"))
 }
 
+#[cfg(feature = "cube")]
 fn integers(tokens: &[u32]) -> Vec<i32> {
     tokens.iter().map(|token| *token as i32).collect()
 }

@@ -32,6 +32,8 @@ pub(super) struct Position {
     pub full: RotationTables,
     /// `[2 · rows]`: the tokens, as many of each sequence, one sequence after the other, then their positions.
     pub inputs: Tensor<1, Int>,
+    /// `[rows · layers · columns]`: of a table of per-layer embeddings on the host, the tokens' rows.
+    pub from_host: Option<Tensor<1>>,
 }
 
 /// What comes of a few positions.
@@ -68,7 +70,11 @@ impl Position {
 
         let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
         let project = |input, weight| few_rows::project(input, weight, None);
-        let embeddings = model.per_layer_embeddings(tokens, &embedded, project);
+        let from_host = self.from_host.clone().map(|values| {
+            let [count] = values.dims();
+            values.reshape([rows, count / rows])
+        });
+        let embeddings = model.per_layer_embeddings(&tokens, from_host, &embedded, project);
         let (sliding, full) = (self.sliding(&positions), self.full(&positions));
         after(Part::Embedding);
 

@@ -116,11 +116,11 @@ impl<const D: usize> Weight<D> {
 }
 
 impl Weight {
-    /// As products take it.
+    /// As products take it, with what an adapter adds: whole, where there is one.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
-            Self::Whole(weight) => weight.val().into(),
-            Self::Quantized(weight) => weight.matrix().into(),
+            Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
+            _ => self.val().into(),
         }
     }
 

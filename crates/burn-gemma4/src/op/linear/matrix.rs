@@ -53,6 +53,14 @@ impl Matrix {
             Self::Quantized(_) => None,
         }
     }
+
+    /// All of its numbers; those of a quantized matrix in `dtype`.
+    pub fn whole(&self, dtype: DType) -> Tensor<2> {
+        match self {
+            Self::Whole(matrix) => matrix.clone(),
+            Self::Quantized(matrix) => matrix.dequantized(dtype),
+        }
+    }
 }
 
 impl From<Tensor<2>> for Matrix {

@@ -1,0 +1,240 @@
+//! Several processes that train one model, on one machine or more: each has a device and a part of every step.
+//!
+//! A launcher starts them and says which is which (`place`). What they tell one another goes through MPI or TCP (`link`),
+//! and gradients through NCCL or MPI (`exchange`). The first process validates and writes; one that fails ends all.
+
+mod exchange;
+mod link;
+mod model;
+#[cfg(feature = "mpi")]
+mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
+mod place;
+mod shards;
+mod tcp;
+
+use crate::{Error, guarded, terminal};
+use burn::tensor::{Device, Tensor};
+use exchange::Exchange;
+use link::{Alone, Link};
+pub use place::Place;
+use serde_json::Value;
+use std::{
+    fmt,
+    process::{self, ExitCode},
+    sync::{Arc, OnceLock},
+};
+
+/// All processes of a run, as one of them sees them.
+pub struct World {
+    place: Place,
+    link: Box<dyn Link>,
+    exchange: OnceLock<Box<dyn Exchange>>,
+    #[cfg(feature = "mpi")]
+    mpi: Option<mpi::Mpi>,
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("World").field(&self.place).finish()
+    }
+}
+
+/// Runs a program that may be one of several processes, to its exit code: [`terminal::exit_code`]. The others end with the
+/// error of one.
+pub fn exit_code(program: impl FnOnce(&Arc<World>) -> Result<(), Error>) -> ExitCode {
+    terminal::exit_code(|| {
+        let world = Arc::new(World::join()?);
+        let outcome = guarded(|| program(&world)).unwrap_or_else(|panic| Err(panic.into()));
+        match &outcome {
+            Ok(()) => world.link.end(),
+            Err(error) => {
+                let code = terminal::code_of(error);
+                world.link.fail(&error.to_string(), code.into());
+            }
+        }
+        outcome
+    })
+}
+
+impl World {
+    /// With the processes that were started with this one.
+    ///
+    /// # Errors
+    /// Where they do not come together.
+    pub fn join() -> Result<Self, Error> {
+        let place = Place::of_process()?;
+        if place.size == 1 {
+            return Ok(Self::new(place, Box::new(Alone)));
+        }
+        terminal::speak_as(place.rank);
+        #[cfg(feature = "mpi")]
+        if mpi::is_launched() {
+            let mpi = mpi::Mpi::join(place)?;
+            return Ok(Self {
+                mpi: Some(mpi.clone()),
+                ..Self::new(place, Box::new(mpi))
+            });
+        }
+        Ok(Self::new(place, Box::new(tcp::Tcp::join(place)?)))
+    }
+
+    fn new(place: Place, link: Box<dyn Link>) -> Self {
+        Self {
+            place,
+            link,
+            exchange: OnceLock::new(),
+            #[cfg(feature = "mpi")]
+            mpi: None,
+        }
+    }
+
+    /// Which of them this is.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// Whether there are others.
+    pub fn has_others(&self) -> bool {
+        self.place.size > 1
+    }
+
+    /// The text that the first process makes.
+    ///
+    /// # Errors
+    /// Those of `make`, in the first process; where another is gone.
+    pub fn text_of_first(
+        &self,
+        make: impl FnOnce() -> Result<String, Error>,
+    ) -> Result<String, Error> {
+        let bytes = self.of_first(|| Ok(make()?.into_bytes()))?;
+        Ok(String::from_utf8(bytes)?)
+    }
+
+    fn of_first(&self, make: impl FnOnce() -> Result<Vec<u8>, Error>) -> Result<Vec<u8>, Error> {
+        let own = match self.place.is_first() {
+            true => make()?,
+            false => Vec::new(),
+        };
+        Ok(self.link.all_gather(&own)?.swap_remove(0))
+    }
+
+    /// Makes sure that all processes have the same `settings`.
+    ///
+    /// # Errors
+    /// Naming a setting that differs from the first process's.
+    pub fn agree(&self, settings: &Value) -> Result<(), Error> {
+        let all = self.link.all_gather(&serde_json::to_vec(settings)?)?;
+        let parsed: Result<Vec<Value>, _> =
+            all.iter().map(|one| serde_json::from_slice(one)).collect();
+        match difference(&parsed?) {
+            Some(difference) => Err(difference.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Brings the processes together to add up numbers of `device`.
+    ///
+    /// # Errors
+    /// Where there is no way between such devices.
+    pub fn connect(&self, device: &Device) -> Result<(), Error> {
+        if !self.has_others() {
+            return Ok(());
+        }
+        let exchange = self.way(device)?;
+        // Nobody connects twice.
+        let _ = self.exchange.set(exchange);
+        Ok(())
+    }
+
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    fn way(&self, device: &Device) -> Result<Box<dyn Exchange>, Error> {
+        #[cfg(feature = "cuda")]
+        if has_nccl(device) {
+            let identifier = self.of_first(nccl::identifier)?;
+            let group = nccl::Nccl::join(self.place, device, &identifier)?;
+            return Ok(Box::new(group));
+        }
+        #[cfg(feature = "mpi")]
+        if let Some(mpi) = &self.mpi {
+            return Ok(Box::new(mpi.clone()));
+        }
+        Err("processes add up their gradients through NCCL, on CUDA, or else through MPI: build with --features mpi, and start them with mpirun".into())
+    }
+
+    /// The sums of `[count]` numbers of all processes. Where that fails the process ends: the others could not go on either.
+    pub fn sum(&self, numbers: Tensor<1>) -> Tensor<1> {
+        let exchange = self
+            .exchange
+            .get()
+            .expect("connected before the first step");
+        exchange.sum(numbers).unwrap_or_else(|error| {
+            let message = error.to_string();
+            self.link.fail(&message, 1);
+            terminal::fault(&message);
+            process::exit(1);
+        })
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn has_nccl(device: &Device) -> bool {
+    use burn::backend::{CubeDevice, DispatchDevice};
+    match device.as_dispatch() {
+        DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) => {
+            device.client().has_device_transport()
+        }
+        _ => false,
+    }
+}
+
+/// Where settings of processes differ from the first one's.
+fn difference(all: &[Value]) -> Option<String> {
+    let (first, others) = all.split_first()?;
+    let (rank, other) = others
+        .iter()
+        .enumerate()
+        .find(|(_, other)| *other != first)?;
+    let fields = |value: &Value| value.as_object().cloned().unwrap_or_default();
+    let (first, other) = (fields(first), fields(other));
+    let names = first.keys().chain(other.keys());
+    let missing = Value::Null;
+    let name = names
+        .into_iter()
+        .find(|name| first.get(*name) != other.get(*name))?;
+    let [found, expected] = [&other, &first].map(|of| of.get(name).unwrap_or(&missing));
+    Some(format!(
+        "{name} is {found} in process {}, and {expected} in the first",
+        rank + 1
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn what_differs_is_named() {
+        let settings = json!({"steps": 3, "data": "a"});
+        assert_eq!(difference(&[settings.clone(), settings.clone()]), None);
+        let other = json!({"steps": 4, "data": "a"});
+        let found = difference(&[settings.clone(), settings.clone(), other]);
+        let expected = "steps is 4 in process 2, and 3 in the first";
+        assert_eq!(found.as_deref(), Some(expected));
+        let found = difference(&[settings, json!({"steps": 3})]);
+        let expected = "data is null in process 1, and \"a\" in the first";
+        assert_eq!(found.as_deref(), Some(expected));
+    }
+
+    #[test]
+    fn alone() {
+        let world = World::new(place::ALONE, Box::new(Alone));
+        assert!(!world.has_others());
+        let made = world.text_of_first(|| Ok("text".into()));
+        assert_eq!(made.expect("no others"), "text");
+        world.agree(&json!({"steps": 3})).expect("no others");
+        assert!(world.place().is_first());
+    }
+}

@@ -1,0 +1,199 @@
+//! Several processes that train one model, through MPI on this machine's processor: they do what one would, end together, and
+//! go on where they were.
+
+use super::{
+    Ended,
+    refused::check,
+    run, succeed,
+    training::{losses, train, validation},
+};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Stdio},
+};
+use tempfile::TempDir;
+
+/// As many processes of a program.
+fn several(count: usize, program: &Command) -> Command {
+    let mut command = Command::new("mpirun");
+    command
+        .args([
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "--bind-to",
+            "none",
+        ])
+        .args(["-n", &count.to_string()])
+        .arg(program.get_program())
+        .args(program.get_args())
+        .env("BURN_DEVICE", "flex");
+    command
+}
+
+/// The lines that a program has printed, but for how fast it was.
+fn without_speeds(ended: &Ended) -> Vec<&str> {
+    let lines = ended.stdout.lines();
+    lines
+        .filter_map(|line| line.split("  learning rate").next())
+        .collect()
+}
+
+#[test]
+fn processes_do_what_one_does() {
+    let folder = TempDir::new().expect("a folder");
+    let short = ["--steps", "6", "--warmup", "5", "--checkpoint-every", "3"];
+    let out = |name: &str| folder.path().join(name);
+    let arguments = [&short[..], &["--accumulate", "3"]].concat();
+    let alone = succeed(&mut train(&out("alone"), &arguments));
+    let together = succeed(&mut several(3, &train(&out("together"), &short)));
+    let in_parts = [&short[..], &["--shard-optimizer"]].concat();
+    let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
+    // Whoever updates a parameter has the same sum.
+    assert_eq!(without_speeds(&in_parts), without_speeds(&together));
+    for (kind, count) in [
+        (losses as fn(&str, &str) -> _, 6),
+        (|text, _| validation(text), 2),
+    ] {
+        let [alone, together]: [Vec<(usize, f64)>; 2] =
+            [&alone, &together].map(|ended: &Ended| kind(&ended.stdout, "  loss "));
+        // One process speaks for all.
+        assert_eq!(together.len(), count, "{together:?}");
+        for ((step, alone), (other, together)) in alone.into_iter().zip(together) {
+            assert_eq!(step, other);
+            let error = (alone - together).abs();
+            assert!(error < 2e-3, "{together}, not {alone} in step {step}");
+        }
+    }
+    let files = |name: &str| {
+        let mut names: Vec<_> = fs::read_dir(out(name))
+            .expect("a folder")
+            .map(|entry| entry.expect("a file").file_name())
+            .collect();
+        names.sort();
+        names
+    };
+    assert_eq!(files("together"), files("alone"));
+}
+
+#[test]
+fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
+    let folder = TempDir::new().expect("a folder");
+    let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
+    let expected = succeed(&mut several(2, &train(&whole, &[])));
+
+    let in_parts = ["--shard-optimizer"];
+    let mut child = several(2, &train(&killed, &in_parts))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("processes");
+    let output = BufReader::new(child.stdout.take().expect("their output"));
+    let mut lines = output.lines().map(|line| line.expect("text"));
+    assert!(lines.any(|line| line.starts_with("step 12/")));
+    signal_one(&killed, "-9");
+    assert!(!child.wait().expect("their end").success());
+    drop(lines);
+
+    let other = run(&mut several(
+        3,
+        &train(&killed, &["--resume", "--shard-optimizer"]),
+    ));
+    assert!(other.stderr.contains("has no checkpoint"), "{other:?}");
+    let other = run(&mut several(2, &train(&killed, &["--resume"])));
+    assert!(
+        other.stderr.contains("parts of the optimizer is 1"),
+        "{other:?}"
+    );
+    let resumed = ["--resume", "--shard-optimizer"];
+    let resumed = succeed(&mut several(2, &train(&killed, &resumed)));
+    let of_steps = losses(&expected.stdout, "  loss ");
+    let of_resumed = losses(&resumed.stdout, "  loss ");
+    let begun = of_steps.len() - of_resumed.len();
+    assert!([5, 10].contains(&begun), "{resumed:?}");
+    assert_eq!(of_resumed, of_steps[begun..], "{resumed:?}");
+    let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).expect("weights");
+    assert!(weights(&whole) == weights(&killed));
+}
+
+/// Where one is interrupted all end with the same step, of which there is a checkpoint.
+#[test]
+fn a_process_that_is_interrupted_stops_all() {
+    let folder = TempDir::new().expect("a folder");
+    let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
+    let expected = succeed(&mut several(2, &train(&whole, &[])));
+    let mut child = several(2, &train(&stopped, &[]))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("processes");
+    let output = BufReader::new(child.stdout.take().expect("their output"));
+    let mut lines = output.lines().map(|line| line.expect("text"));
+    assert!(lines.any(|line| line.starts_with("step 7/")));
+    signal_one(&stopped, "-INT");
+    let rest: Vec<_> = lines.collect();
+    assert!(child.wait().expect("their end").success(), "{rest:?}");
+    let resumed = succeed(&mut several(2, &train(&stopped, &["--resume"])));
+    let [expected, resumed] = [&expected, &resumed].map(|ended| losses(&ended.stdout, "  loss "));
+    assert!((1..20).contains(&resumed.len()), "{rest:?}");
+    assert_eq!(resumed, expected[20 - resumed.len()..]);
+}
+
+/// Sends a signal to one of the processes that write to a folder.
+fn signal_one(out: &Path, signal: &str) {
+    let writes_there = |process: &Path| {
+        let line = fs::read(process.join("cmdline")).unwrap_or_default();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        let mut words = line.split('\0');
+        words.next().is_some_and(|name| name.ends_with("train"))
+            && words.any(|word| Path::new(word) == out)
+    };
+    let processes = fs::read_dir("/proc").expect("processes");
+    let mut paths = processes.map(|process| process.expect("a process").path());
+    let found = paths.find(|path| writes_there(path)).expect("a process");
+    let number = found.file_name().expect("a number");
+    let sent = Command::new("kill").arg(signal).arg(number).status();
+    assert!(sent.expect("a process").success());
+}
+
+#[test]
+fn what_processes_cannot_do() {
+    let folder = TempDir::new().expect("a folder");
+    let out = folder.path().join("out");
+    let ended = run(&mut several(2, &train(&out, &["--devices", "0,0"])));
+    // Each has something to say, and so has the launcher.
+    assert_eq!(ended.code, Some(2), "{ended:?}");
+    let reason = "error: --devices is for one process";
+    assert!(ended.stderr.contains(reason), "{ended:?}");
+    assert!(!out.join("run").join("settings.json").exists());
+}
+
+/// Where a launcher other than MPI's starts processes of a build for the processor.
+#[test]
+fn launchers_that_have_no_way() {
+    let folder = TempDir::new().expect("a folder");
+    let out = folder.path().join("out");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let number = port.local_addr().expect("a port").port().to_string();
+    drop(port);
+    let start = |rank: &str| {
+        let mut command = train(&out, &[]);
+        command
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", &number)
+            .env("WORLD_SIZE", "2")
+            .env("RANK", rank)
+            .env("LOCAL_RANK", rank);
+        command
+    };
+    let second = start("1").spawn().expect("a process");
+    let first = run(&mut start("0"));
+    let second: Ended = second.wait_with_output().expect("its end").into();
+    for ended in [first, second] {
+        check("no way", &ended, 1, &["NCCL", "mpirun"]);
+    }
+    let mut lost = train(&out, &[]);
+    let ended = run(lost.env("WORLD_SIZE", "2"));
+    check("no rank", &ended, 1, &["RANK is not set"]);
+}
