@@ -10,7 +10,7 @@ use attention_workspace::{
     model::{Loaded, ModelArguments},
     terminal::{Output, exit_code, note},
     training::{
-        conversations,
+        documents::{self, Document},
         evaluation::{Cost, Told, WindowArguments, evaluate, progress},
     },
 };
@@ -66,7 +66,7 @@ fn run(cli: &Cli) -> Result<(), Error> {
     let loaded = cli.model.load()?;
     let gemma = &loaded.gemma;
     let windows = cli.windows.windows(gemma.config())?;
-    let documents = conversations::documents_or_text(&cli.data, gemma)?;
+    let documents = documents::documents_or_text(&cli.data, gemma)?;
     let start = Instant::now();
     let costs = evaluate(gemma.model(), &documents, windows, progress())?;
     let seconds = start.elapsed().as_secs_f64();
@@ -76,7 +76,7 @@ fn run(cli: &Cli) -> Result<(), Error> {
     let all = all
         .told()
         .ok_or_else(|| format!("{data}: has no token that counts"))?;
-    let of_document = |(document, cost): (&conversations::Document, &Cost)| OfDocument {
+    let of_document = |(document, cost): (&Document, &Cost)| OfDocument {
         line: document.line,
         told: cost.told(),
     };

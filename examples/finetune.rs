@@ -13,7 +13,7 @@ use attention_workspace::{
     terminal::{WrongArgument, note},
     training::{
         arguments::TrainingArguments,
-        conversations,
+        documents,
         loader::Data,
         resume,
         rows::whole,
@@ -256,7 +256,7 @@ impl Cli {
 /// The rows to train on, and those to validate on.
 fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
     let length = cli.training.length;
-    let mut examples = conversations::read(&cli.data, gemma)?;
+    let mut examples = documents::read(&cli.data, gemma)?;
     examples.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
     let count = examples.len();
     let validation = ((count as f64 * VALIDATION).round() as usize).max(1);

@@ -11,7 +11,7 @@ use attention_workspace::{
     model::{ModelArguments, Quantize, Table, progress_bar},
     terminal::{Output, WrongArgument, exit_code, note},
     training::{
-        conversations,
+        documents::documents_or_text,
         evaluation::{Cost, Told, WindowArguments, evaluate, progress},
     },
 };
@@ -150,7 +150,7 @@ impl Cli {
         };
         let gemma = arguments.load()?.gemma;
         let windows = self.windows.windows(gemma.config())?;
-        let documents = conversations::documents_or_text(data, &gemma)?;
+        let documents = documents_or_text(data, &gemma)?;
         let costs = evaluate(gemma.model(), &documents, windows, progress())?;
         let all: Cost = costs.into_iter().sum();
         match all.told() {

@@ -4,8 +4,8 @@
 //! loses its way. A window counts what the one before has not, and reads what comes before that again.
 
 use super::{
-    conversations::Document,
-    loader::Batch,
+    documents::Document,
+    loader::Data,
     rows::{Example, Row, places},
 };
 use crate::{Error, terminal::WrongArgument};
@@ -208,19 +208,20 @@ pub fn evaluate(
         let of_row: Vec<&Window> = places.into_iter().map(|place| &pieces[place]).collect();
         let examples = of_row.iter().map(|window| window.example(whole(window)));
         let row = Row::of(&examples.collect::<Vec<_>>());
-        let losses = losses(model, &row, windows.length)?;
+        let (targets, read) = (row.targets.clone(), row.tokens.len());
+        let losses = losses(model, row, windows.length)?;
         let mut start = 0;
         for window in of_row {
             let range = start..start + window.len();
             start = range.end;
             let cost = &mut costs[window.document];
-            cost.tokens += row.targets[range.clone()]
+            cost.tokens += targets[range.clone()]
                 .iter()
                 .filter(|target| **target >= 0)
                 .count();
             cost.nats += losses[range].iter().copied().map(f64::from).sum::<f64>();
         }
-        done += row.tokens.len();
+        done += read;
         on_progress(done, total);
     }
     Ok(costs)
@@ -239,10 +240,15 @@ pub fn progress() -> impl FnMut(usize, usize) {
 }
 
 /// The loss at each position of a row.
-fn losses(model: &Gemma4Model, row: &Row, longest: usize) -> Result<Vec<f32>, Error> {
-    // A device meets few shapes so.
-    let positions = row.tokens.len().next_power_of_two().min(longest);
-    let batch = Batch::of(&[row], positions, model.config().pad_token, &model.device())?;
+fn losses(model: &Gemma4Model, row: Row, longest: usize) -> Result<Vec<f32>, Error> {
+    let data = Data {
+        // A device meets few shapes so.
+        positions: row.tokens.len().next_power_of_two().min(longest),
+        rows: vec![row],
+        batch: 1,
+        padding: model.config().pad_token,
+    };
+    let batch = data.batch(&[0], &model.device())?;
     let hidden = model.hidden_packed(batch.tokens, &batch.packing)?;
     let losses = model.token_losses(hidden, batch.targets)?;
     let losses = losses

@@ -8,7 +8,7 @@ use burn::{
     },
     tensor::{Device, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Gemma4Error, Packing};
+use burn_gemma4::Packing;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use std::{
     ops::Range,
@@ -55,34 +55,6 @@ pub struct Data {
     pub padding: u32,
 }
 
-impl Batch {
-    /// Of rows, filled up to `positions` with `padding`.
-    ///
-    /// # Errors
-    /// Where a row is longer.
-    pub fn of(
-        rows: &[&Row],
-        positions: usize,
-        padding: u32,
-        device: &Device,
-    ) -> Result<Self, Gemma4Error> {
-        let shape = [rows.len(), positions];
-        let documents = rows.iter().map(|row| row.documents.clone()).collect();
-        let packing = Packing::new(documents, positions)?;
-        let tokens = rows
-            .iter()
-            .flat_map(|row| row.padded_tokens(positions, padding));
-        let targets = rows.iter().flat_map(|row| row.padded_targets(positions));
-        let tensor = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, shape), device);
-        Ok(Self {
-            tokens: tensor(tokens.collect()),
-            targets: tensor(targets.collect()),
-            counted: rows.iter().map(|row| row.counted()).sum(),
-            packing,
-        })
-    }
-}
-
 impl Data {
     /// The same but for the rows, of which there are none.
     pub fn without_rows(self) -> Self {
@@ -92,9 +64,20 @@ impl Data {
         }
     }
 
-    fn batch(&self, rows: &[usize], device: &Device) -> Result<Batch, DatasetError> {
-        let rows: Vec<&Row> = rows.iter().map(|row| &self.rows[*row]).collect();
-        Batch::of(&rows, self.positions, self.padding, device).map_err(DatasetError::new)
+    /// Some rows at once.
+    pub(super) fn batch(&self, rows: &[usize], device: &Device) -> Result<Batch, DatasetError> {
+        let chosen = || rows.iter().map(|row| &self.rows[*row]);
+        let shape = [rows.len(), self.positions];
+        let tokens = chosen().flat_map(|row| row.padded_tokens(self.positions, self.padding));
+        let targets = chosen().flat_map(|row| row.padded_targets(self.positions));
+        let documents = chosen().map(|row| row.documents.clone()).collect();
+        let tensor = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, shape), device);
+        Ok(Batch {
+            tokens: tensor(tokens.collect()),
+            targets: tensor(targets.collect()),
+            counted: self.counted(rows),
+            packing: Packing::new(documents, self.positions).map_err(DatasetError::new)?,
+        })
     }
 
     /// Targets that count.

@@ -14,7 +14,7 @@ use crate::{
 use attention_workspace::{
     testing::program::{program, run, succeed},
     training::{
-        conversations::Document,
+        documents::Document,
         evaluation::{Cost, Windows, evaluate},
         rows::Example,
     },

@@ -6,7 +6,7 @@ use super::{
     host_table::TABLE,
     names::{HEAD, Names},
     packed,
-    source::{Weights, dtype_in_file},
+    source::Weights,
 };
 use crate::{
     Gemma4Config, Gemma4Error, Gemma4Model,
@@ -344,6 +344,22 @@ impl Stored {
                 files.bytes(entry).to_vec()
             }),
         }
+    }
+}
+
+/// The name in safetensors files of a dtype that checkpoints are in.
+///
+/// # Panics
+/// For what no checkpoint is in.
+pub(super) fn dtype_in_file(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        other => panic!(
+            "a checkpoint is in f32, f16 or bf16, not in {}",
+            other.name()
+        ),
     }
 }
 

@@ -331,22 +331,6 @@ pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
     }
 }
 
-/// The name in safetensors files of a dtype that checkpoints are in.
-///
-/// # Panics
-/// For what no checkpoint is in.
-pub(super) fn dtype_in_file(dtype: DType) -> Dtype {
-    match dtype {
-        DType::F32 => Dtype::F32,
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::BF16,
-        other => panic!(
-            "a checkpoint is in f32, f16 or bf16, not in {}",
-            other.name()
-        ),
-    }
-}
-
 /// A small tensor of a file in f32; none where its elements are no floating-point numbers that a model computes in.
 pub(crate) fn upload_f32<const D: usize>(
     view: &TensorView<'_>,

@@ -6,8 +6,8 @@ use crate::{
     checkpoint::{
         files::TensorFiles,
         packed::{SCALES, SHAPE, WORDS},
-        save::{copy_beside, create, write_file, write_tensors},
-        source::{Source, Weights, dtype_in_file},
+        save::{copy_beside, create, dtype_in_file, write_file, write_tensors},
+        source::{Source, Weights},
     },
     quantized::{packed::Scheme, quantize::Target, rows::written},
 };
