@@ -4,15 +4,16 @@
 //! cargo run --release --features training --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out adapter
 //! cargo run --release --example generate -- --model gemma-4-E2B-it --adapter adapter --chat --prompt "Hello"
 //! cargo run --release --features training --example finetune -- --model gemma-4-E2B-it --data conversations.jsonl --out tuned --merge
+//! cargo run --release --features training --example finetune -- --model gemma-4-31B-it --quantize q4 --data conversations.jsonl --out adapter
 //! ```
 
 use attention_workspace::{
     Dtype, Error,
-    model::Table,
+    model::{Quantize, Table},
     terminal::{WrongArgument, note},
     training::{
         arguments::TrainingArguments,
-        conversations,
+        documents,
         loader::Data,
         resume,
         rows::whole,
@@ -21,16 +22,11 @@ use attention_workspace::{
     },
 };
 use burn::module::Module;
-use burn_gemma4::{Adapter, Gemma4, LoadOptions, PerLayerTable};
+use burn_gemma4::{Adapter, Gemma4, LoadOptions, PerLayerTable, copy_beside};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::ExitCode,
-    sync::Arc,
-};
+use std::{path::PathBuf, process::ExitCode, sync::Arc};
 
 /// The share of the examples that the model is validated on.
 const VALIDATION: f64 = 0.05;
@@ -61,9 +57,14 @@ struct Cli {
     /// The adapter counts alpha / rank times.
     #[arg(long, default_value_t = 32.0)]
     alpha: f64,
-    /// Writes the checkpoint with the adapter in its weights rather than the adapter.
+    /// Writes the checkpoint with the adapter in its weights rather than the adapter. What was quantized is whole there: the numbers that
+    /// the adapter was trained over, and what it adds.
     #[arg(long)]
     merge: bool,
+    /// Quantizes the frozen weights that the checkpoint has whole, beneath an adapter, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0; `none`
+    /// makes quantized ones whole [default: as the checkpoint has them, and whole with --full].
+    #[arg(long, value_enum, value_name = "FORM")]
+    quantize: Option<Quantize>,
     /// To train in [default: the checkpoint's]. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
@@ -84,6 +85,7 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     let (arguments, place) = (&cli.training, world.place());
     refuse_same_folder(cli)?;
     refuse_file(cli)?;
+    refuse_quantized(cli)?;
     let history = cli.out.join("run");
     let begun = resume::begun(
         &cli.out,
@@ -97,6 +99,9 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     if let Some(dtype) = cli.dtype {
         options = options.dtype(chosen.dtype(Some(dtype))?.burn());
     }
+    if let Some(form) = cli.form() {
+        options = options.quantization(form.into());
+    }
     options = options.per_layer_table(table(cli)?);
     chosen.device.seed(arguments.seed);
     let gemma = Gemma4::load(&cli.model, &devices[0], options)?;
@@ -108,11 +113,21 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     // It would hold the weights as they were.
     drop(gemma);
     let parameters = model.num_params();
+    // Which weights are quantized, and how, tells their size, but for a table that may be on another device's host.
+    let table = model.per_layer_table();
+    let bytes = table.map_or_else(|| model.parameter_bytes(), |table| table.other_bytes);
     let model = match &adapter {
         Some(adapter) => {
+            let is_quantized = model.is_quantized();
             let model = adapter.attach(model)?;
             let added = model.num_params() - parameters;
-            note(format_args!("{added} parameters beside {parameters}"));
+            match is_quantized {
+                true => note(format_args!(
+                    "{added} parameters beside {:.3} GB of quantized weights",
+                    bytes as f64 / 1e9
+                )),
+                false => note(format_args!("{added} parameters beside {parameters}")),
+            }
             model
         }
         None => {
@@ -128,6 +143,8 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
             "full": cli.full,
             "rank": cli.rank,
             "alpha": cli.alpha,
+            "quantize": cli.form(),
+            "bytes of the weights": bytes,
         }),
     );
     world.agree(&resume::of_all(&settings, begun))?;
@@ -159,6 +176,11 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
             adapter.save(&outcome.model, &cli.out, &cli.model.display().to_string())?;
         }
         _ => {
+            if outcome.model.is_quantized() {
+                note(
+                    "the weights were quantized: the checkpoint has the numbers that they stood for, whole, with what was learned",
+                );
+            }
             let saved = outcome.model.save_like(&cli.model, &cli.out, None);
             if saved.is_err() {
                 // What was learned is not to be lost with what has become of the base.
@@ -207,10 +229,34 @@ fn refuse_file(cli: &Cli) -> Result<(), Error> {
     }
 }
 
+/// Quantized weights are not trained.
+fn refuse_quantized(cli: &Cli) -> Result<(), Error> {
+    match cli.quantize {
+        Some(form @ (Quantize::Q8 | Quantize::Q4)) if cli.full => {
+            let form = format!("{form:?}").to_lowercase();
+            let reason = format!(
+                "--quantize {form} with --full: quantized weights stay as they are; without --full an adapter over them is trained"
+            );
+            Err(WrongArgument(reason).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Cli {
+    /// In what form the weights are, if not as the checkpoint has them.
+    fn form(&self) -> Option<Quantize> {
+        match self.full {
+            true => Some(Quantize::None),
+            false => self.quantize,
+        }
+    }
+}
+
 /// The rows to train on, and those to validate on.
 fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
     let length = cli.training.length;
-    let mut examples = conversations::read(&cli.data, gemma)?;
+    let mut examples = documents::read(&cli.data, gemma)?;
     examples.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
     let count = examples.len();
     let validation = ((count as f64 * VALIDATION).round() as usize).max(1);
@@ -246,24 +292,4 @@ fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
         validation.rows.len(),
     ));
     Ok((training, validation))
-}
-
-/// Copies what belongs to a checkpoint beside its weights and their configuration.
-fn copy_beside(from: &Path, to: &Path) -> Result<(), Error> {
-    for name in [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "processor_config.json",
-        "preprocessor_config.json",
-    ] {
-        let path = from.join(name);
-        if path.exists() {
-            fs::copy(&path, to.join(name))
-                .map_err(|error| format!("{}: {error}", path.display()))?;
-        }
-    }
-    Ok(())
 }

@@ -7,7 +7,7 @@
 //! ```
 
 use attention_workspace::{
-    Dtype, Error,
+    Error,
     model::{GenerationArguments, Loaded, ModelArguments},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
@@ -209,14 +209,9 @@ impl<'a> Report<'a> {
             drafts: Guesses::of(generation.drafts),
             device: loaded.chosen.name.as_str(),
             device_name: &loaded.chosen.description,
-            dtype: dtype(loaded),
+            dtype: loaded.dtype(),
         }
     }
-}
-
-fn dtype(loaded: &Loaded) -> String {
-    let dtype = loaded.gemma.dtype();
-    Dtype::of(dtype).map_or_else(|| format!("{dtype:?}"), |dtype| dtype.to_string())
 }
 
 /// Prints how likely each token was, and which were likeliest in its place.
@@ -238,7 +233,7 @@ fn summarise(loaded: &Loaded, generation: &Generation) {
     note(format_args!(
         "loaded in {:.2} s as {}; prefill {} tokens in {:.3} s, {:.1} tokens/s; decode {} tokens in {:.3} s, {:.1} tokens/s",
         loaded.time.as_secs_f64(),
-        dtype(loaded),
+        loaded.dtype(),
         timings.prefill_tokens,
         timings.prefill.as_secs_f64(),
         timings.prefill_rate(),

@@ -104,6 +104,14 @@ pub struct Loaded {
     pub time: Duration,
 }
 
+impl Loaded {
+    /// The dtype that the model computes in, for people.
+    pub fn dtype(&self) -> String {
+        let dtype = self.gemma.dtype();
+        Dtype::of(dtype).map_or_else(|| format!("{dtype:?}"), |dtype| dtype.to_string())
+    }
+}
+
 impl ModelArguments {
     /// Loads the model, with a progress bar on standard error if that is a terminal.
     ///
@@ -155,7 +163,11 @@ impl ModelArguments {
     }
 }
 
-fn progress_bar() -> Result<ProgressBar, Error> {
+/// A bar of bytes on standard error, if that is a terminal.
+///
+/// # Errors
+/// Never: the style is known.
+pub fn progress_bar() -> Result<ProgressBar, Error> {
     let style = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {wide_msg}";
     Ok(ProgressBar::new(0).with_style(ProgressStyle::with_template(style)?))
 }

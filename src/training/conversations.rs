@@ -1,14 +1,12 @@
 //! Conversations and texts to fine-tune on, a JSON object a line.
 
-use super::{corpus::read_text, rows::Example};
-use crate::Error;
+use super::rows::Example;
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Tokenizer};
 use serde_json::{Map, Value};
-use std::path::Path;
 
 /// What a line holds.
 #[derive(Debug, PartialEq)]
-enum Line {
+pub(super) enum Line {
     /// `{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}`
     Messages(Conversation),
     /// `{"text": "…"}`
@@ -17,7 +15,7 @@ enum Line {
 
 /// Messages as the file has them.
 #[derive(Clone, Debug, PartialEq)]
-struct Conversation {
+pub(super) struct Conversation {
     /// Objects with a role.
     messages: Vec<Value>,
     /// What else the line has, such as `tools`.
@@ -30,34 +28,8 @@ struct Conversation {
 const ROLES: [&str; 5] = ["system", "developer", "user", ASSISTANT, "tool"];
 const ASSISTANT: &str = "assistant";
 
-/// The examples of a file with a JSON object in every line: `messages`, of which the assistant's are learned, or `text`, which
-/// is learned as a whole. A conversation may say `tools` and `enable_thinking`, and its messages what the chat template
-/// renders, such as `tool_calls`. Empty lines are passed over, and so is what else a line with a text has.
-///
-/// # Errors
-/// Naming the file, and the line that is not such an object, that the chat template refuses, or that has a field that the
-/// template does not render.
-pub fn read(path: &Path, gemma: &Gemma4) -> Result<Vec<Example>, Error> {
-    let text = read_text(path)?;
-    let mut examples = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        if line.trim().is_empty() {
-            continue;
-        }
-        let named = |reason| format!("{}: line {}: {reason}", path.display(), index + 1);
-        let new = parse(line).and_then(|line| of_line(line, gemma));
-        for example in new.map_err(named)? {
-            let example = within(example, gemma.config().vocab_size);
-            examples.push(example.map_err(named)?);
-        }
-    }
-    match examples.is_empty() {
-        true => Err(format!("{}: has no examples", path.display()).into()),
-        false => Ok(examples),
-    }
-}
-
-fn parse(line: &str) -> Result<Line, String> {
+/// What a line of a file holds.
+pub(super) fn parse(line: &str) -> Result<Line, String> {
     const EXPECTED: &str = "it should have one of \"messages\" and \"text\"";
     // Only the column says anything: the line is a text of its own to the parser.
     let broken = |error: serde_json::Error| format!("is no JSON, column {}", error.column());
@@ -114,7 +86,8 @@ fn is_answer(message: &Value) -> bool {
     message["role"] == ASSISTANT
 }
 
-fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
+/// The examples of a line.
+pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
     let tokenizer = gemma.tokenizer();
     let said = |error: Gemma4Error| error.to_string();
     match line {
@@ -138,17 +111,6 @@ fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
             let examples: Result<_, Gemma4Error> = pieces.into_iter().map(of_pieces).collect();
             examples.map_err(said)
         }
-    }
-}
-
-/// A tokenizer may have tokens that the model has no row for.
-fn within(example: Example, vocabulary: usize) -> Result<Example, String> {
-    let outside = |token: &&u32| **token as usize >= vocabulary;
-    match example.tokens.iter().find(outside) {
-        Some(token) => Err(format!(
-            "has the token {token}, but the model's vocabulary has {vocabulary} tokens"
-        )),
-        None => Ok(example),
     }
 }
 

@@ -7,8 +7,8 @@ use std::{
 };
 use walkdir::WalkDir;
 
-/// The kinds of files that are taken from a folder.
-const KINDS: [&str; 3] = ["md", "rs", "txt"];
+/// The kinds of files that are texts, by the ends of their names.
+pub const KINDS: [&str; 3] = ["md", "rs", "txt"];
 
 /// A text.
 pub struct Document {

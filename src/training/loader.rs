@@ -64,7 +64,8 @@ impl Data {
         }
     }
 
-    fn batch(&self, rows: &[usize], device: &Device) -> Result<Batch, DatasetError> {
+    /// Some rows at once.
+    pub(super) fn batch(&self, rows: &[usize], device: &Device) -> Result<Batch, DatasetError> {
         let chosen = || rows.iter().map(|row| &self.rows[*row]);
         let shape = [rows.len(), self.positions];
         let tokens = chosen().flat_map(|row| row.padded_tokens(self.positions, self.padding));

@@ -8,7 +8,7 @@ use super::{arguments::OptimizerName, gradients::leaf};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
     optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource, join_path},
-    tensor::{DType, Device, Tensor},
+    tensor::{DType, Device, Int, Tensor},
 };
 use std::fmt;
 
@@ -217,6 +217,12 @@ impl ModuleVisitor for Count {
             self.trained += count;
             self.halves += if is_half { count } else { 0 };
         }
+    }
+
+    /// The words of quantized weights.
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        let words = param.val();
+        self.weights += words.dims().iter().product::<usize>() * words.dtype().size();
     }
 }
 

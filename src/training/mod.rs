@@ -1,6 +1,6 @@
-//! Training Gemma 4 with Burn's learner: what the programs `train` and `finetune` share.
+//! Training Gemma 4 with Burn's learner: what the programs `train` and `finetune` share, and what texts cost a model ([`evaluation`]).
 //!
-//! Text becomes rows of packed documents ([`corpus`], [`conversations`], [`vocabulary`], [`rows`]), rows become batches in an
+//! Text becomes rows of packed documents ([`corpus`], [`documents`], [`conversations`], [`vocabulary`], [`rows`]), rows become batches in an
 //! order that a seed and the number of the step determine ([`loader`]), and a step's batches a loss and gradients ([`trainee`],
 //! [`gradients`]), which several devices ([`averaging`], [`buckets`]) or processes ([`world`]) add up. The optimizer computes in f32 ([`masters`], [`loss_scale`]).
 //! [`run`] puts them into Burn's learner. What the learner calls an epoch is here the steps between two checkpoints, since it
@@ -13,6 +13,8 @@ pub mod buckets;
 pub mod checkpoints;
 pub mod conversations;
 pub mod corpus;
+pub mod documents;
+pub mod evaluation;
 pub mod gradients;
 pub mod lines;
 pub mod loader;

@@ -1,5 +1,7 @@
 //! Documents packed into rows of one length.
 
+use std::collections::BTreeSet;
+
 /// A row of packed documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Row {
@@ -63,23 +65,32 @@ pub fn whole(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
         .collect();
     // Stable, so that equal examples stay in the order of the file.
     examples.sort_by_key(|example| std::cmp::Reverse(example.tokens.len()));
-    let mut rows: Vec<Row> = Vec::new();
-    for example in examples {
-        let room = |row: &Row| positions - row.tokens.len();
-        let row = rows
-            .iter_mut()
-            .filter(|row| room(row) >= example.tokens.len())
-            .min_by_key(|row| room(row));
-        match row {
-            Some(row) => row.push(example),
-            None => {
-                let mut row = Row::empty();
-                row.push(example);
-                rows.push(row);
-            }
+    let lengths: Vec<usize> = examples
+        .iter()
+        .map(|example| example.tokens.len())
+        .collect();
+    let row = |places: Vec<usize>| Row::of(places.into_iter().map(|place| &examples[place]));
+    let rows = places(&lengths, positions).into_iter().map(row);
+    (rows.collect(), too_long)
+}
+
+/// Which of examples of these lengths go into the same row of at most `positions` tokens: one after the other where it leaves the
+/// least room.
+pub fn places(lengths: &[usize], positions: usize) -> Vec<Vec<usize>> {
+    let mut rows: Vec<Vec<usize>> = Vec::new();
+    // Room and number.
+    let mut open = BTreeSet::new();
+    for (place, length) in lengths.iter().enumerate() {
+        let fitting = open.range((*length, 0)..).next().copied();
+        let (room, row) = fitting.unwrap_or((positions, rows.len()));
+        open.remove(&(room, row));
+        if row == rows.len() {
+            rows.push(Vec::new());
         }
+        rows[row].push(place);
+        open.insert((room.saturating_sub(*length), row));
     }
-    (rows, too_long)
+    rows
 }
 
 impl Row {
@@ -91,7 +102,16 @@ impl Row {
         }
     }
 
-    fn push(&mut self, example: Example) {
+    /// Of examples, one after the other.
+    pub fn of<'a>(examples: impl IntoIterator<Item = &'a Example>) -> Self {
+        let mut row = Self::empty();
+        for example in examples {
+            row.push(example);
+        }
+        row
+    }
+
+    fn push(&mut self, example: &Example) {
         let next = example.tokens.iter().zip(&example.learned).skip(1);
         let next = next.map(|(token, learned)| match learned {
             true => *token as i32,
@@ -99,7 +119,7 @@ impl Row {
         });
         self.targets.extend(next.chain([IGNORED]));
         self.documents.push(example.tokens.len());
-        self.tokens.extend(example.tokens);
+        self.tokens.extend(&example.tokens);
     }
 
     /// How many targets count.

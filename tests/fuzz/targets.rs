@@ -1,7 +1,7 @@
 //! The formats: how each is read, and what is done with what was read.
 
 use crate::mutation::{BETWEEN, Format};
-use attention_workspace::training::{conversations, rows};
+use attention_workspace::training::{documents, rows};
 use burn::tensor::{Device, Int, Tensor};
 use burn_gemma4::{
     ChatOptions, ChatTemplate, Drafter, DrafterConfig, Gemma4, Gemma4Config, Gemma4Model,
@@ -375,7 +375,7 @@ fn jsonl() -> Read {
     let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("a model");
     Box::new(move |input| {
         write(&path, input);
-        let examples = said(conversations::read(&path, &gemma))?;
+        let examples = said(documents::read(&path, &gemma))?;
         let (rows, _) = rows::whole(examples, 64);
         let _holds = &folder;
         Ok("a".repeat(rows.len()))

@@ -18,6 +18,8 @@ mod drafter;
 mod drafts;
 mod draws;
 mod endings;
+#[cfg(feature = "training")]
+mod evaluation;
 mod foreign;
 mod forgetting;
 mod generation;
@@ -32,7 +34,10 @@ mod per_layer_table;
 mod products;
 mod programs;
 mod prompts;
+mod qlora;
 mod quantized;
+#[cfg(feature = "training")]
+mod quantizing;
 mod sampling;
 mod templates;
 mod text;

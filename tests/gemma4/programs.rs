@@ -6,14 +6,16 @@
 mod answers;
 pub mod folder;
 #[cfg(feature = "training")]
+mod over_quantized;
+#[cfg(feature = "training")]
 mod precision;
 #[cfg(feature = "mpi")]
 mod processes;
-mod refused;
+pub mod refused;
 #[cfg(feature = "training")]
 mod resumed;
 #[cfg(feature = "training")]
-mod training;
+pub mod training;
 
 use attention_workspace::testing::program::{Ended, program, run, succeed};
 
@@ -40,7 +42,7 @@ fn greedy(model: &str, device: &str) -> Command {
     command
 }
 
-fn report(ended: &Ended) -> Value {
+pub fn report(ended: &Ended) -> Value {
     serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"))
 }
 

@@ -1,4 +1,5 @@
-//! Models whose weights stay quantized: they give what their dequantized weights give, in the memory of the words, and are not trained.
+//! Models whose weights stay quantized: they give what their dequantized weights give, in the memory of the words, and are not
+//! trained (adapters over them are: `qlora.rs`).
 
 use crate::devices::devices;
 use crate::fixture::{self, Fixture, TOLERANCE, greedy, largest, tokens, values};
@@ -237,6 +238,7 @@ fn half_precision_is_as_close_as_whole_weights_are() {
     }
 }
 
+/// What is quantized is not trained: with more than an adapter to be trained, that is said.
 #[test]
 fn it_is_not_trained() {
     let plain = Device::flex();
@@ -244,25 +246,23 @@ fn it_is_not_trained() {
     let is_refused = |found: Result<(), Gemma4Error>| {
         assert!(matches!(found, Err(Gemma4Error::Quantized)), "{found:?}");
     };
-    is_refused(load("dense-ple", &device, Quantization::Q4).map(drop));
-    let whole = load("dense-ple", &device, Quantization::Stored).expect("a model");
-    is_refused(whole.model().clone().quantize(Quantization::Q8).map(drop));
-
-    let quantized = load("dense-ple", &plain, Quantization::Q8).expect("a model");
-    let model = quantized.model().clone().train();
-    is_refused(Adapter::new(2, 4.0).attach(model.clone()).map(drop));
     let prompt = || tokens(&[&PROMPT], &device);
-    let targets = prompt();
-    is_refused(
-        model
-            .gradients(prompt(), None, Logits::All, |hidden| {
-                model.loss(hidden, targets.clone())
-            })
-            .map(drop),
-    );
-    let hidden = model.hidden(prompt(), Logits::All).expect("states");
-    assert!(hidden.is_tracked());
-    is_refused(model.loss(hidden, targets.clone()).map(drop));
+    let loaded = load("gguf/dense-ple.Q8_0.gguf", &device, Quantization::Stored).expect("a model");
+    let quantized = load("dense-ple", &plain, Quantization::Q8).expect("a model");
+    for model in [loaded.model().clone(), quantized.model().clone().train()] {
+        assert!(model.is_quantized());
+        let targets = prompt();
+        is_refused(
+            model
+                .gradients(prompt(), None, Logits::All, |hidden| {
+                    model.loss(hidden, targets.clone())
+                })
+                .map(drop),
+        );
+        let hidden = model.hidden(prompt(), Logits::All).expect("states");
+        assert!(hidden.is_tracked());
+        is_refused(model.loss(hidden, targets.clone()).map(drop));
+    }
 
     // What is only looked at is computed.
     let hidden = quantized
@@ -272,14 +272,6 @@ fn it_is_not_trained() {
         .model()
         .loss(hidden.expect("states"), tokens(&[&PROMPT], &plain));
     assert!(loss.expect("a loss").into_scalar::<f32>() > 0.0);
-}
-
-/// For training, a quantized checkpoint is whole.
-#[test]
-fn on_a_device_with_autodiff_it_is_whole() {
-    let device = Device::flex().autodiff();
-    let gemma = load("gguf/dense-ple.Q8_0.gguf", &device, Quantization::Stored).expect("a model");
-    assert!(!gemma.model().is_quantized());
 }
 
 /// An adapter's products are added to whole weights: those that it adds to become such.

@@ -56,8 +56,10 @@ pub enum Gemma4Error {
         /// What it is and what it should be.
         reason: String,
     },
-    /// A model with [quantized weights](crate::layer::Weight), which are not trained.
-    #[error("the model's weights are quantized: load it whole to train it")]
+    /// A model with [quantized weights](crate::layer::Weight), of which others than those of an adapter are to be trained.
+    #[error(
+        "the model's weights are quantized: an adapter over them is trained, or all weights of a model that is loaded whole"
+    )]
     Quantized,
     /// A device that does not do what the model needs.
     #[error("device: {0}")]
@@ -109,6 +111,12 @@ pub enum TensorProblem {
         name: String,
         /// The file's dtype.
         found: String,
+    },
+    /// Some of it cannot be quantized.
+    #[error("{name} has something that is no finite number, or too large for a block's scale")]
+    NoNumber {
+        /// Its name in the file.
+        name: String,
     },
     /// It is packed in another way than the configuration says.
     #[error("{name}: {reason}")]

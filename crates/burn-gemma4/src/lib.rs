@@ -16,9 +16,11 @@ mod text;
 mod train;
 
 pub use checkpoint::{
-    LoadOptions, LoadProgress, Quantization,
+    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint,
     adapter::Adapter,
+    copy_beside,
     placement::{DeviceMemory, PerLayerTable, TablePlacement},
+    quantize_checkpoint,
 };
 pub use config::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig,

@@ -96,11 +96,12 @@ impl Adapter {
     }
 
     /// Freezes the model and attaches Burn's low-rank adapters, which add nothing until they are trained. Their factors are in
-    /// f32, whatever the model is in, and are multiplied with rows in the rows' dtype.
+    /// f32, whatever the model is in, and are multiplied with rows in the rows' dtype. Quantized matrices stay quantized beneath them
+    /// (Dettmers et al. 2023, arXiv:2305.14314).
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices, or one is
-    /// smaller than the rank; [`Gemma4Error::Quantized`] where some of its weights are quantized.
+    /// smaller than the rank.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
         if self.rank == 0 {
@@ -110,11 +111,13 @@ impl Adapter {
             let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
             return refuse("alpha", reason);
         }
-        model.refuse_training_quantized()?;
-        let matrices: Vec<(String, Vec<usize>)> = stored(&model, DType::F32)
-            .into_iter()
+        let whole = stored(&model, DType::F32).into_iter();
+        let whole = whole.map(|(path, tensor)| (path, tensor.shape().to_vec()));
+        let quantized = model.quantized_weights().into_iter();
+        let quantized = quantized.map(|(path, numbers)| (path, numbers.shape));
+        let matrices: Vec<(String, Vec<usize>)> = whole
+            .chain(quantized)
             .filter(|(path, _)| self.adapts(path))
-            .map(|(path, tensor)| (path, tensor.shape().to_vec()))
             .collect();
         if matrices.is_empty() {
             return refuse(
@@ -129,7 +132,12 @@ impl Adapter {
         }
         let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
         let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
-        Ok(model.apply_lora(lora.set_param_group(ParamGroup::from_paths(paths))))
+        let mut lora = lora.set_param_group(ParamGroup::from_paths(paths));
+        let mut model = model.apply_lora(lora.clone());
+        for (path, weight) in model.weights_mut() {
+            weight.attach(&path, &mut lora);
+        }
+        Ok(model)
     }
 
     fn adapts(&self, path: &str) -> bool {

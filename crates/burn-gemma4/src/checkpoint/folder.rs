@@ -7,6 +7,7 @@ use super::{
     source::{Source, Weights, burn_dtype},
 };
 use crate::{Gemma4Config, Gemma4Error, TensorProblem, quantized::packed::Scheme};
+use burn::tensor::DType;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 /// The files' tensors, and how some of them may be packed.
@@ -49,6 +50,26 @@ impl Folder {
             }),
             false => Ok(()),
         }
+    }
+
+    /// The name in the files of the parameter at `path`.
+    pub fn in_file(&self, path: &str) -> String {
+        self.names.in_file(path)
+    }
+
+    /// The dtype that the embedding's table is written in.
+    pub fn dtype(&self) -> Option<DType> {
+        self.get(self.table()).ok()?.dtype()
+    }
+
+    /// The paths of keys' and values' matrices that no layer reads, of those that are there.
+    pub fn unread(&self, config: &Gemma4Config) -> Vec<String> {
+        let layers = config.first_shared_layer()..config.num_layers();
+        let paths = layers.flat_map(|layer| {
+            ["k_proj", "v_proj"].map(|name| format!("layers.{layer}.self_attn.{name}.weight"))
+        });
+        let is_there = |path: &String| self.files.get(&self.in_file(path)).is_some();
+        paths.filter(is_there).collect()
     }
 
     /// The matrices of experts that are apart, of which `name` is all. Of those whose rows alternate, first the ones and then the others.

@@ -5,6 +5,7 @@ pub(crate) mod adapter;
 pub(crate) mod gguf;
 
 mod drafter;
+mod export;
 mod files;
 mod folder;
 mod foreign;
@@ -16,8 +17,10 @@ mod quantize;
 mod save;
 mod source;
 
+pub use export::{QuantizedCheckpoint, quantize_checkpoint};
 pub(crate) use foreign::missing;
 pub(crate) use host_table::HostTable;
+pub use save::copy_beside;
 pub(crate) use save::{create, stored, write_file, write_tensors};
 pub(crate) use source::upload_f32;
 
@@ -58,7 +61,7 @@ pub struct LoadOptions<'a> {
 /// whole, and so are matrices whose rows are no whole blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quantization {
-    /// As the checkpoint has them: quantized, if they are. On a device with autodiff they are whole, since only such are trained.
+    /// As the checkpoint has them: quantized, if they are. Of those an adapter is trained; who trains all weights asks for whole ones.
     #[default]
     Stored,
     /// Whole.
@@ -149,8 +152,7 @@ impl Gemma4Model {
     ///
     /// # Errors
     /// Where a file is missing, truncated or not what it should be, where tensors do not fit the configuration (all of
-    /// them named), where the device does not compute in the dtype asked for, and where it is one with autodiff but the weights are to be
-    /// quantized.
+    /// them named), and where the device does not compute in the dtype asked for.
     pub fn load(
         path: impl AsRef<Path>,
         device: &Device,
@@ -233,10 +235,7 @@ fn load(
     options: LoadOptions<'_>,
 ) -> Result<Gemma4Model, Gemma4Error> {
     let target = options.quantization.target();
-    if target.is_some() && device.is_autodiff() {
-        return Err(Gemma4Error::Quantized);
-    }
-    let form = match device.is_autodiff() || options.quantization == Quantization::Whole {
+    let form = match options.quantization == Quantization::Whole {
         true => Form::Whole,
         false => Form::Words(target),
     };

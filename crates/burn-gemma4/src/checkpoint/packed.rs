@@ -12,9 +12,9 @@ use safetensors::Dtype;
 
 /// What a matrix is called that is not packed, and the tensors of one that is.
 const WHOLE: &str = "weight";
-const WORDS: &str = "weight_packed";
-const SCALES: &str = "weight_scale";
-const SHAPE: &str = "weight_shape";
+pub(super) const WORDS: &str = "weight_packed";
+pub(super) const SCALES: &str = "weight_scale";
+pub(super) const SHAPE: &str = "weight_shape";
 const ZERO_POINTS: &str = "weight_zero_point";
 pub(super) const PARTS: [&str; 4] = [WORDS, SCALES, SHAPE, ZERO_POINTS];
 

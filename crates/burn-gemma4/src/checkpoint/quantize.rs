@@ -17,12 +17,9 @@ impl Gemma4Model {
     /// read to the host in parts.
     ///
     /// # Errors
-    /// Where the model is on a device with autodiff but its weights are to be quantized, and where they cannot be read.
+    /// Where they cannot be read.
     pub fn quantize(mut self, quantization: Quantization) -> Result<Self, Gemma4Error> {
         let target = quantization.target();
-        if target.is_some() && self.device().is_autodiff() {
-            return Err(Gemma4Error::Quantized);
-        }
         let dtype = self.dtype();
         for (_, weight) in self.weights_mut() {
             match target {

@@ -8,7 +8,12 @@ use super::{
     packed,
     source::Weights,
 };
-use crate::{Gemma4Config, Gemma4Error, Gemma4Model, config::name_of, error::read};
+use crate::{
+    Gemma4Config, Gemma4Error, Gemma4Model,
+    config::name_of,
+    error::{existing, read},
+    model::layer::weight::QuantizedNumbers,
+};
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Tensor, TensorData},
@@ -109,11 +114,11 @@ impl Gemma4Model {
     fn stored(&self, dtype: DType) -> Vec<(String, Stored)> {
         let model = self.valid().materialize();
         let mut parameters = stored(&model, dtype);
-        for (path, shape, matrix) in model.quantized_weights() {
-            // In the model's own dtype first, as loading whole weights rounds them.
-            let of_model = self.dtype();
-            let numbers = move || matrix.dequantized(of_model);
-            parameters.push((path, Stored::new(shape, dtype, numbers)));
+        for (path, numbers) in model.quantized_weights() {
+            // Of its adapter, too.
+            parameters.retain(|(parameter, _)| !parameter.starts_with(&format!("{path}.")));
+            let QuantizedNumbers { shape, make } = numbers;
+            parameters.push((path, Stored::new(shape, dtype, make)));
         }
         // The table's parts are no parameters of a checkpoint's.
         parameters.retain(|(path, _)| !path.starts_with("split_table."));
@@ -227,9 +232,9 @@ pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error
 }
 
 /// [`write_file`] of tensors.
-pub(crate) fn write_tensors(
+pub(crate) fn write_tensors<V: View>(
     path: &Path,
-    tensors: impl Iterator<Item = (String, Stored)>,
+    tensors: impl Iterator<Item = (String, V)>,
 ) -> Result<(), Gemma4Error> {
     // What transformers looks for in the file.
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -241,7 +246,8 @@ pub(crate) fn write_tensors(
     })
 }
 
-fn replace(
+/// Writes a file by `write`, which gets another name, and gives it its own when it is complete.
+pub(super) fn replace(
     path: &Path,
     write: impl FnOnce(&Path) -> std::io::Result<()>,
 ) -> Result<(), Gemma4Error> {
@@ -256,10 +262,39 @@ fn replace(
             fs::File::open(&partial)?.sync_all()?;
             fs::rename(&partial, path)
         });
-    written.map_err(|source| Gemma4Error::Io {
-        path: path.to_owned(),
-        source,
+    written.map_err(|source| {
+        // Nobody would read it, and what went wrong says more than that it is still there.
+        let _ = fs::remove_file(&partial);
+        Gemma4Error::Io {
+            path: path.to_owned(),
+            source,
+        }
     })
+}
+
+/// What belongs to a checkpoint beside its weights and their configuration.
+const BESIDE: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+];
+
+/// Copies what belongs to a checkpoint beside its weights and their configuration, such as the tokenizer, from one folder to another.
+///
+/// # Errors
+/// Naming the file that cannot be copied.
+pub fn copy_beside(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<(), Gemma4Error> {
+    for name in BESIDE {
+        if let Some(path) = existing(from.as_ref(), name)? {
+            let copied = fs::copy(&path, to.as_ref().join(name));
+            copied.map_err(|source| Gemma4Error::Io { path, source })?;
+        }
+    }
+    Ok(())
 }
 
 /// The parameters of a module by their paths.
@@ -312,9 +347,11 @@ impl Stored {
     }
 }
 
+/// The name in safetensors files of a dtype that checkpoints are in.
+///
 /// # Panics
 /// For what no checkpoint is in.
-fn dtype_in_file(dtype: DType) -> Dtype {
+pub(super) fn dtype_in_file(dtype: DType) -> Dtype {
     match dtype {
         DType::F32 => Dtype::F32,
         DType::F16 => Dtype::F16,

@@ -1,9 +1,12 @@
 //! The weights of a model, whole or quantized, by the paths of their parameters.
 
-use super::{Gemma4Model, layer::weight::AnyWeight};
-use crate::{Gemma4Error, op::linear::QuantizedMatrix};
+use super::{
+    Gemma4Model,
+    layer::weight::{AnyWeight, QuantizedNumbers},
+};
+use crate::Gemma4Error;
 use burn::{
-    module::{Module, ModuleVisitor, Param},
+    module::{LoraAdapter, Module, ModuleVisitor, Param, Reparameterization},
     tensor::{Int, Tensor},
 };
 
@@ -25,9 +28,10 @@ impl Gemma4Model {
     }
 
     /// # Errors
-    /// Where some of the weights are quantized.
+    /// Where some of the weights are quantized, and others are to be trained that are no adapter's.
     pub(crate) fn refuse_training_quantized(&self) -> Result<(), Gemma4Error> {
-        match self.is_quantized() {
+        let held = self.held();
+        match held.is_quantized && held.trains_weights {
             false => Ok(()),
             true => Err(Gemma4Error::Quantized),
         }
@@ -84,15 +88,12 @@ impl Gemma4Model {
         weights
     }
 
-    /// The quantized weights: paths, shapes and rows.
-    pub(crate) fn quantized_weights(&self) -> Vec<(String, Vec<usize>, QuantizedMatrix)> {
+    /// The quantized weights by their paths.
+    pub(crate) fn quantized_weights(&self) -> Vec<(String, QuantizedNumbers)> {
         let mut model = self.clone();
         let weights = model.weights_mut().into_iter();
-        let quantized = |(path, weight): (String, &mut dyn AnyWeight)| {
-            let (shape, matrix) = weight.quantized()?;
-            Some((path, shape, matrix))
-        };
-        weights.filter_map(quantized).collect()
+        let quantized = weights.map(|(path, weight)| Some((path, weight.quantized()?)));
+        quantized.flatten().collect()
     }
 }
 
@@ -101,11 +102,24 @@ impl Gemma4Model {
 struct Held {
     bytes: usize,
     is_quantized: bool,
+    /// Some that are no adapter's.
+    trains_weights: bool,
+    /// How many adapters this is within.
+    adapters: usize,
 }
 
 impl ModuleVisitor for Held {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.adapters += usize::from(name == LoraAdapter::NAME);
+    }
+
+    fn exit_module(&mut self, name: &str, _container_type: &str) {
+        self.adapters -= usize::from(name == LoraAdapter::NAME);
+    }
+
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let dtype = param.base().dtype();
+        self.trains_weights |= self.adapters == 0 && param.base().is_require_grad();
         self.bytes += param.lazy_shape().num_elements() * dtype.size();
     }
 

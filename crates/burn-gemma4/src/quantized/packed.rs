@@ -35,6 +35,69 @@ impl Scheme {
     fn offset(&self) -> i32 {
         1 << (self.bits - 1)
     }
+
+    /// Writes a row's scales in `dtype` and its packed numbers, where groups are whole words and there are no zero points, and says
+    /// whether all are finite. By compressed-tensors' definitions, in f32: a group's largest number is half of the range of codes, and of
+    /// each number the nearest code is taken, half to even.
+    pub fn pack(&self, numbers: &[f32], dtype: DType, scales: &mut [u8], words: &mut [u8]) -> bool {
+        let group = self.group.unwrap_or(numbers.len());
+        let (most, range) = ((self.offset() - 1) as f32, self.offset() as f32 - 0.5);
+        let mut are_numbers = true;
+        let of_groups = scales.chunks_exact_mut(dtype.size());
+        let of_groups = of_groups.zip(words.chunks_exact_mut(group * self.bits / 8));
+        for (numbers, (scale_bytes, words)) in numbers.chunks_exact(group).zip(of_groups) {
+            let largest = numbers.iter().fold(0f32, |most, x| most.max(x.abs()));
+            let scale = match rounded(largest / range, dtype) {
+                0.0 => smallest_scale(dtype),
+                scale => scale,
+            };
+            are_numbers &= scale.is_finite() && numbers.iter().all(|number| number.is_finite());
+            write_float(scale, dtype, scale_bytes);
+            let code = |number: &f32| {
+                let code = (number / scale).clamp(-most - 1.0, most).round_ties_even();
+                (code as i32 + self.offset()) as u8
+            };
+            match self.bits {
+                4 => {
+                    for (byte, pair) in words.iter_mut().zip(numbers.chunks_exact(2)) {
+                        *byte = code(&pair[0]) | code(&pair[1]) << 4;
+                    }
+                }
+                _ => {
+                    for (byte, number) in words.iter_mut().zip(numbers) {
+                        *byte = code(number);
+                    }
+                }
+            }
+        }
+        are_numbers
+    }
+}
+
+/// A number that `dtype` has.
+fn rounded(number: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::from_f32(number).to_f32(),
+        DType::BF16 => bf16::from_f32(number).to_f32(),
+        _ => number,
+    }
+}
+
+/// What compressed-tensors has for a scale of zero: the distance from 1 to the next number of `dtype`.
+fn smallest_scale(dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::EPSILON.to_f32(),
+        DType::BF16 => bf16::EPSILON.to_f32(),
+        _ => f32::EPSILON,
+    }
+}
+
+fn write_float(number: f32, dtype: DType, bytes: &mut [u8]) {
+    match dtype {
+        DType::F16 => bytes.copy_from_slice(&f16::from_f32(number).to_le_bytes()),
+        DType::BF16 => bytes.copy_from_slice(&bf16::from_f32(number).to_le_bytes()),
+        _ => bytes.copy_from_slice(&number.to_le_bytes()),
+    }
 }
 
 /// A packed matrix, whose parts have the sizes that its scheme says.
@@ -63,7 +126,7 @@ impl Packed<'_> {
             let zero_point = i32::from(self.packed_zero_point(row, group, groups));
             let number = |packed: i32| {
                 let above_zero = packed - zero_point;
-                self.rounded(self.rounded(above_zero as f32) * scale)
+                rounded(rounded(above_zero as f32, self.dtype) * scale, self.dtype)
             };
             let first = group * columns;
             match self.scheme.bits {
@@ -101,14 +164,6 @@ impl Packed<'_> {
             DType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
             DType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
             _ => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-        }
-    }
-
-    fn rounded(&self, number: f32) -> f32 {
-        match self.dtype {
-            DType::F16 => f16::from_f32(number).to_f32(),
-            DType::BF16 => bf16::from_f32(number).to_f32(),
-            _ => number,
         }
     }
 }

@@ -16,12 +16,17 @@ pub(crate) enum Target {
 }
 
 impl Target {
+    /// The blocks, by their name in GGUF files.
+    pub fn format(self) -> BlockFormat {
+        match self {
+            Self::Q8 => BlockFormat::Q8_0,
+            Self::Q4 => BlockFormat::Q4_0,
+        }
+    }
+
     /// The layout of rows of so many columns; nothing where they are no whole blocks.
     pub fn layout(self, columns: usize) -> Option<Layout> {
-        match self {
-            Self::Q8 => BlockFormat::Q8_0.words(columns),
-            Self::Q4 => BlockFormat::Q4_0.words(columns),
-        }
+        self.format().words(columns)
     }
 
     /// Writes a row into `words`, which are all zero. A block with something that is no finite number is none at all: its largest one may
@@ -30,15 +35,47 @@ impl Target {
         let mut row = Row { layout, words };
         let mut codes = [0; COLUMNS];
         for (block, numbers) in numbers.chunks_exact(COLUMNS).enumerate() {
-            let scale = match self {
-                Self::Q8 => q8(numbers, &mut codes),
-                Self::Q4 => q4(numbers, &mut codes),
-            };
-            let is_finite = numbers.iter().all(|number| number.is_finite());
-            let scale = if is_finite { scale } else { f16::NAN };
+            let scale = self.codes(numbers, &mut codes);
             row.codes(block * COLUMNS, &codes);
             row.half(block, scale.to_bits());
         }
+    }
+
+    /// Writes a row as GGUF files have it, and says whether it is numbers: finite ones, with scales that f16 holds.
+    pub fn write(self, numbers: &[f32], bytes: &mut [u8]) -> bool {
+        let mut codes = [0; COLUMNS];
+        let mut are_numbers = true;
+        let blocks = bytes.chunks_exact_mut(self.format().bytes());
+        for (block, numbers) in blocks.zip(numbers.chunks_exact(COLUMNS)) {
+            let scale = self.codes(numbers, &mut codes);
+            are_numbers &= scale.is_finite();
+            let (of_scale, of_codes) = block.split_at_mut(2);
+            of_scale.copy_from_slice(&scale.to_le_bytes());
+            match self {
+                Self::Q8 => {
+                    for (byte, code) in of_codes.iter_mut().zip(codes) {
+                        *byte = code ^ 128;
+                    }
+                }
+                Self::Q4 => {
+                    let (low, high) = codes.split_at(COLUMNS / 2);
+                    for (byte, (low, high)) in of_codes.iter_mut().zip(low.iter().zip(high)) {
+                        *byte = low | high << 4;
+                    }
+                }
+            }
+        }
+        are_numbers
+    }
+
+    /// Writes a block's codes, and gives its scale.
+    fn codes(self, numbers: &[f32], codes: &mut [u8]) -> f16 {
+        let scale = match self {
+            Self::Q8 => q8(numbers, codes),
+            Self::Q4 => q4(numbers, codes),
+        };
+        let is_finite = numbers.iter().all(|number| number.is_finite());
+        if is_finite { scale } else { f16::NAN }
     }
 }
 
@@ -110,6 +147,9 @@ mod tests {
                 let blocks = &blocks.data()[row * of_row..][..of_row];
                 format.pack(layout, blocks, &mut expected);
                 assert_eq!(found, expected, "{name}, row {row}");
+                let mut found = vec![0; of_row];
+                assert!(target.write(&numbers[row * columns..][..columns], &mut found));
+                assert_eq!(found, blocks, "{name}, row {row}");
             }
         }
         assert_eq!(Target::Q4.layout(48), None);
@@ -129,6 +169,8 @@ mod tests {
                 layout.dequantize(&words, &mut found);
                 assert!(found[..32].iter().all(|x| x.is_finite()), "{target:?}");
                 assert!(found[32..].iter().all(|x| x.is_nan()), "{target:?}");
+                let mut bytes = [0; 68];
+                assert!(!target.write(&numbers, &mut bytes[..2 * target.format().bytes()]));
             }
         }
     }

@@ -50,7 +50,7 @@ pub(crate) fn packed(
 }
 
 /// The bytes of rows, which `write` writes one by one, with what `space` gives to each thread.
-fn written<S>(
+pub(crate) fn written<S>(
     rows: Range<usize>,
     row_bytes: usize,
     space: impl Fn() -> S + Sync,

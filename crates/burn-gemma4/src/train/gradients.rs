@@ -46,7 +46,8 @@ impl Gemma4Model {
     ///
     /// # Errors
     /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`],
-    /// where the model is [quantized](crate::layer::Weight), as [`forward`](Self::forward), and those of `loss`.
+    /// where the model has [quantized weights](crate::layer::Weight) and others of it than a low-rank adapter are to be trained, as
+    /// [`forward`](Self::forward), and those of `loss`.
     ///
     /// # Panics
     /// Without autodiff on the model's device, or if the loss does not depend on the states.

@@ -1,4 +1,5 @@
-//! The loss at the head, in chunks of positions: the logits of all positions are never there at once.
+//! The loss at the head, in chunks of positions: the logits of all positions are never there at once. With it the losses of the
+//! positions one by one, for who asks what a text costs.
 //!
 //! Gemma's vocabulary has 262,144 words, so that the logits of 8,192 positions take 8.6 GB in f32, their gradients as much
 //! again. Here a chunk's logits become its part of the loss and of both gradients, of the hidden states and of the head's
@@ -9,7 +10,7 @@ use crate::{
     Gemma4Error, Gemma4Model,
     op::{
         attach::attach,
-        linear::{Matrix, product, rows},
+        linear::{Matrix, columns, product, rows},
     },
 };
 use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
@@ -39,24 +40,14 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the targets' shape is not that of the states, and where the states are tracked but the model is
-    /// [quantized](crate::layer::Weight). Targets beyond the vocabulary are not looked for.
+    /// Where the targets' shape is not that of the states, and where the states are tracked, the model has
+    /// [quantized weights](crate::layer::Weight), and others of it than a low-rank adapter are to be trained. Targets beyond the vocabulary are not looked for.
     pub fn loss(
         &self,
         hidden: Tensor<3>,
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, Gemma4Error> {
-        let [batch, positions, columns] = hidden.dims();
-        if targets.dims() != [batch, positions] {
-            return Err(Gemma4Error::Argument {
-                argument: "targets",
-                reason: format!(
-                    "has the shape {:?}, but the states are of {:?}",
-                    targets.dims(),
-                    [batch, positions]
-                ),
-            });
-        }
+        let [batch, positions, columns] = check(&hidden, &targets)?;
         if hidden.is_tracked() {
             self.refuse_training_quantized()?;
         }
@@ -66,6 +57,60 @@ impl Gemma4Model {
             targets.reshape([batch * positions]),
             self.config().final_logit_softcapping,
         ))
+    }
+
+    /// The cross entropy of each of `targets` `[batch, positions]`, in nats, where the model is in the states `hidden`
+    /// `[batch, positions, hidden]`: `[batch, positions]` in f32, of which [`loss`](Self::loss) is the mean. It is 0 where a
+    /// target is negative, which does not count. A constant, whatever the states are.
+    ///
+    /// ```
+    /// # use burn::tensor::{Device, Int, Tensor};
+    /// # use burn_gemma4::{Gemma4Model, LoadOptions, Logits};
+    /// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+    /// let device = Device::flex();
+    /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+    /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+    /// let tokens = Tensor::<2, Int>::from_data([[2, 17, 5, 44]], &device);
+    /// let next = Tensor::<2, Int>::from_data([[17, 5, 44, -1]], &device);
+    /// let losses = model.token_losses(model.hidden(tokens, Logits::All)?, next)?;
+    /// assert_eq!(losses.dims(), [1, 4]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Where the targets' shape is not that of the states. Targets beyond the vocabulary are not looked for.
+    pub fn token_losses(
+        &self,
+        hidden: Tensor<3>,
+        targets: Tensor<2, Int>,
+    ) -> Result<Tensor<2>, Gemma4Error> {
+        let [batch, positions, columns] = check(&hidden, &targets)?;
+        let rows = hidden.inner().reshape([batch * positions, columns]);
+        let texts = Texts {
+            head: &self.head().inner(),
+            targets: Targets::new(targets.inner().reshape([batch * positions])),
+            softcap: self.config().final_logit_softcapping,
+        };
+        let chunks = texts.chunks(&rows, LOGITS_AT_ONCE / texts.head.rows());
+        let losses: Vec<Tensor<2>> = chunks.map(|chunk| chunk.loss(false).0).collect();
+        Ok(Tensor::cat(losses, 0).reshape([batch, positions]))
+    }
+}
+
+/// The sizes of states, and that targets are of the same.
+fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gemma4Error> {
+    let [batch, positions, columns] = hidden.dims();
+    match targets.dims() == [batch, positions] {
+        true => Ok([batch, positions, columns]),
+        false => Err(Gemma4Error::Argument {
+            argument: "targets",
+            reason: format!(
+                "has the shape {:?}, but the states are of {:?}",
+                targets.dims(),
+                [batch, positions]
+            ),
+        }),
     }
 }
 
@@ -93,37 +138,28 @@ fn in_chunks(
     at_once: usize,
 ) -> Tensor<1> {
     let head = head.into();
-    let [positions, _] = hidden.dims();
-    let targets = targets.inner();
-    let counts = targets
-        .clone()
-        .greater_equal_elem(0)
-        .float()
-        .cast(DType::F32);
-    let share = counts.clone().sum().clamp_min(1.0).recip();
-    let targets = targets.clamp_min(0);
-    let constants = (hidden.clone().inner(), head.clone().inner());
     let tracked_head = head.tracked();
+    let targets = Targets::new(targets.inner());
+    let share = targets.counts.clone().sum().clamp_min(1.0).recip();
+    let texts = Texts {
+        head: &head.inner(),
+        targets,
+        softcap,
+    };
+    let constants = hidden.clone().inner();
+    let is_tracked = hidden.is_tracked() || tracked_head.is_some();
 
-    let mut loss = Tensor::<1>::zeros([1], (&counts.device(), DType::F32));
+    let mut loss = Tensor::<1>::zeros([1], (&constants.device(), DType::F32));
     let mut of_hidden = Vec::new();
     let mut of_head: Option<Tensor<2>> = None;
-    let at_once = at_once.max(1);
-    for start in (0..positions).step_by(at_once) {
-        let length = at_once.min(positions - start);
-        let chunk = Chunk {
-            hidden: constants.0.clone().narrow(0, start, length),
-            head: &constants.1,
-            targets: targets.clone().narrow(0, start, length).unsqueeze_dim(1),
-            counts: counts.clone().narrow(0, start, length).unsqueeze_dim(1),
+    for chunk in texts.chunks(&constants, at_once) {
+        let (parts, gradient) = chunk.loss(is_tracked);
+        loss = loss + parts.sum();
+        let Some(gradient) = gradient else {
+            continue;
         };
-        let (part, gradient) = chunk.loss(softcap);
-        loss = loss + part;
         if hidden.is_tracked() {
-            of_hidden.push(product(
-                gradient.clone(),
-                constants.1.whole(gradient.dtype()),
-            ));
+            of_hidden.push(columns(gradient.clone(), texts.head));
         }
         if tracked_head.is_some() {
             // A sum of many chunks keeps its digits in f32.
@@ -155,6 +191,56 @@ fn in_chunks(
     loss
 }
 
+/// What rows have to say.
+struct Targets {
+    /// `[rows]`: tokens.
+    tokens: Tensor<1, Int>,
+    /// `[rows]` in f32: 1 where it counts, else 0.
+    counts: Tensor<1>,
+}
+
+impl Targets {
+    /// Of targets `[rows]`, of which negative ones do not count.
+    fn new(targets: Tensor<1, Int>) -> Self {
+        let counts = targets.clone().greater_equal_elem(0).float();
+        Self {
+            counts: counts.cast(DType::F32),
+            tokens: targets.clamp_min(0),
+        }
+    }
+}
+
+/// What all rows have in common, all of it constants.
+struct Texts<'a> {
+    /// `[words, columns]`.
+    head: &'a Matrix,
+    targets: Targets,
+    softcap: Option<f64>,
+}
+
+impl Texts<'_> {
+    /// The rows `hidden` `[rows, columns]`, some at a time.
+    fn chunks<'a>(
+        &'a self,
+        hidden: &'a Tensor<2>,
+        at_once: usize,
+    ) -> impl Iterator<Item = Chunk<'a>> {
+        let [rows, _] = hidden.dims();
+        let at_once = at_once.max(1);
+        (0..rows).step_by(at_once).map(move |start| {
+            let length = at_once.min(rows - start);
+            let Targets { tokens, counts } = &self.targets;
+            Chunk {
+                hidden: hidden.clone().narrow(0, start, length),
+                head: self.head,
+                targets: tokens.clone().narrow(0, start, length).unsqueeze_dim(1),
+                counts: counts.clone().narrow(0, start, length).unsqueeze_dim(1),
+                softcap: self.softcap,
+            }
+        })
+    }
+}
+
 /// Some of the positions, as constants.
 struct Chunk<'a> {
     /// `[rows, columns]`.
@@ -165,35 +251,39 @@ struct Chunk<'a> {
     targets: Tensor<2, Int>,
     /// `[rows, 1]`: 1 where the target counts, else 0.
     counts: Tensor<2>,
+    softcap: Option<f64>,
 }
 
 impl Chunk<'_> {
-    /// The sum of the losses, and its gradient by the logits before their softcap, `[rows, words]` in the dtype of the model.
-    fn loss(&self, softcap: Option<f64>) -> (Tensor<1>, Tensor<2>) {
+    /// The losses `[rows, 1]` in f32, and where it is asked for the gradient of their sum by the logits before their softcap,
+    /// `[rows, words]` in the dtype of the model.
+    fn loss(&self, with_gradient: bool) -> (Tensor<2>, Option<Tensor<2>>) {
         let (dtype, device) = (self.hidden.dtype(), self.hidden.device());
         let words = self.head.rows();
         let logits = rows(self.hidden.clone(), self.head.clone()).cast(DType::F32);
-        let (logits, slope) = match softcap {
+        let (logits, bounded) = match self.softcap {
             Some(cap) => {
                 let bounded = (logits / cap).tanh();
-                let slope = 1.0 - bounded.clone().square();
-                (bounded * cap, Some(slope))
+                (bounded.clone() * cap, Some(bounded))
             }
             None => (logits, None),
         };
         let logarithms = log_softmax(logits, 1);
         let of_targets = logarithms.clone().gather(1, self.targets.clone());
-        let loss = -(of_targets * self.counts.clone()).sum();
+        let losses = -(of_targets * self.counts.clone());
+        if !with_gradient {
+            return (losses, None);
+        }
 
         let numbers = Tensor::<1, Int>::arange(0..words as i64, &device).unsqueeze_dim::<2>(0);
         let is_target = numbers.equal(self.targets.clone());
         let gradient = logarithms.exp() - is_target.float().cast(DType::F32);
         let gradient = gradient * self.counts.clone();
-        let gradient = match slope {
-            Some(slope) => gradient * slope,
+        let gradient = match bounded {
+            Some(bounded) => gradient * (1.0 - bounded.square()),
             None => gradient,
         };
-        (loss, gradient.cast(dtype))
+        (losses, Some(gradient.cast(dtype)))
     }
 }
 

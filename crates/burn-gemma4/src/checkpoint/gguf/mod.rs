@@ -3,9 +3,10 @@
 mod config;
 mod container;
 mod metadata;
-mod names;
-mod tokenizer;
-mod types;
+pub(super) mod names;
+pub(super) mod tokenizer;
+pub(super) mod types;
+pub(super) mod writer;
 
 use super::{
     files::map,

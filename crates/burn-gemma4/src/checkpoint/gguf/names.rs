@@ -66,7 +66,7 @@ const GATE_UP: &str = "experts.gate_up_proj";
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
 /// The tensors that the parameter at `path` is made of, of those that the file `has`.
-pub(super) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
+pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
     let layer = path
         .strip_prefix("layers.")
         .and_then(|rest| rest.split_once('.'));

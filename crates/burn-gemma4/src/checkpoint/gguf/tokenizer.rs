@@ -13,18 +13,21 @@ const MERGES: &str = "tokenizer.ggml.merges";
 const MODEL: &str = "gemma4";
 
 /// Types of tokens, by their numbers in files.
-mod token_type {
+pub(in crate::checkpoint) mod token_type {
+    pub const NORMAL: usize = 1;
     pub const UNKNOWN: usize = 2;
     pub const CONTROL: usize = 3;
     pub const USER_DEFINED: usize = 4;
+    pub const UNUSED: usize = 5;
+    pub const BYTE: usize = 6;
 }
 
 /// Tokens that have a name in the metadata, where it is `tokenizer.ggml.{name}_token_id`, and the name that chat templates have for them.
-const NAMED: [(&str, &str); 5] = [
+pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("bos", "bos_token"),
     ("eos", "eos_token"),
-    ("padding", "pad_token"),
     ("unknown", "unk_token"),
+    ("padding", "pad_token"),
     ("mask", "mask_token"),
 ];
 /// Tokens that end a text by their names in the metadata, and those that do by their texts, as llama.cpp has them.
@@ -97,15 +100,9 @@ pub(super) fn json(metadata: Metadata<'_>) -> Result<String, String> {
     let merges = merges.ok_or_else(|| format!("{MERGES} is missing"))?;
     let file = File {
         added_tokens: added(&tokens, &types),
-        normalizer: json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"}),
-        pre_tokenizer: json!({
-            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false,
-        }),
-        decoder: json!({"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ]}),
+        normalizer: normalizer(),
+        pre_tokenizer: pre_tokenizer(),
+        decoder: decoder(),
         model: Model {
             r#type: "BPE",
             unk_token: token(metadata, "unknown", &tokens)?.map(|id| tokens[id]),
@@ -116,6 +113,27 @@ pub(super) fn json(metadata: Metadata<'_>) -> Result<String, String> {
         },
     };
     serde_json::to_string(&file).map_err(|error| error.to_string())
+}
+
+/// What becomes of a text before it is cut.
+pub(in crate::checkpoint) fn normalizer() -> Value {
+    json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+}
+
+/// Where it is cut first.
+pub(in crate::checkpoint) fn pre_tokenizer() -> Value {
+    json!({
+        "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false,
+    })
+}
+
+/// How tokens become a text.
+pub(in crate::checkpoint) fn decoder() -> Value {
+    json!({"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]})
 }
 
 fn tokens<'a>(metadata: Metadata<'a>) -> Result<Vec<&'a str>, String> {

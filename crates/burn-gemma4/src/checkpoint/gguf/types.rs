@@ -10,7 +10,7 @@ pub(super) struct Type(pub u32);
 
 /// How numbers of a type are written.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Encoding {
+pub(in crate::checkpoint) enum Encoding {
     Floats(DType),
     Blocks(BlockFormat),
 }
@@ -75,6 +75,17 @@ impl fmt::Display for Type {
 }
 
 impl Encoding {
+    /// ggml's number of it.
+    ///
+    /// # Panics
+    /// For floats of a dtype that it has none of.
+    pub fn id(self) -> u32 {
+        let known = TYPES
+            .iter()
+            .find(|(_, _, encoding)| *encoding == Some(self));
+        known.expect("a type of ggml").0
+    }
+
     /// Numbers that are written together.
     pub fn block_numbers(self) -> usize {
         match self {

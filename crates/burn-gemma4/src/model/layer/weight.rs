@@ -10,8 +10,8 @@ use crate::{
 };
 use burn::{
     module::{
-        Content, Devices, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
-        ModuleVisitor, Param,
+        Content, Devices, Lora, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault,
+        ModuleMapper, ModuleVisitor, Param, Reparameterization, Reparameterizer,
     },
     tensor::{DType, Device, Int, Tensor},
 };
@@ -19,10 +19,11 @@ use burn::{
 /// A weight matrix, or several of them: its rows are what products give, its last dimension what they read.
 #[derive(Clone, Debug)]
 pub enum Weight<const D: usize = 2> {
-    /// All of its numbers. Only these are trained.
+    /// All of its numbers.
     Whole(Param<Tensor<D>>),
     /// Codes of a few bits and scales, as a checkpoint has them or as
-    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization) makes them. Products make numbers of them on their way.
+    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization) makes them. Products make numbers of them on their way. They are not
+    /// trained, but a low-rank adapter over them is.
     Quantized(QuantizedWeight<D>),
 }
 
@@ -31,6 +32,8 @@ pub enum Weight<const D: usize = 2> {
 pub struct QuantizedWeight<const D: usize = 2> {
     /// `[rows, words]`, each 32 bits, whose meaning is this crate's own.
     pub words: Param<Tensor<2, Int>>,
+    /// What is added to the numbers that they stand for, by the name that a whole weight's has.
+    pub lora: Option<LoraAdapter>,
     #[module(skip)]
     layout: Layout,
     #[module(skip)]
@@ -49,9 +52,19 @@ impl<const D: usize> QuantizedWeight<D> {
     ) -> Self {
         Self {
             words: Param::initialized(burn::module::ParamId::new(), words),
+            lora: None,
             layout,
             dtype,
             shape,
+        }
+    }
+
+    /// All numbers, with what an adapter adds.
+    fn val(&self) -> Tensor<D> {
+        let numbers = self.matrix().dequantized(self.dtype).reshape(self.shape);
+        match &self.lora {
+            Some(adapter) => adapter.apply(numbers),
+            None => numbers,
         }
     }
 
@@ -73,10 +86,7 @@ impl<const D: usize> Weight<D> {
     pub fn val(&self) -> Tensor<D> {
         match self {
             Self::Whole(weight) => weight.val(),
-            Self::Quantized(weight) => weight
-                .matrix()
-                .dequantized(weight.dtype)
-                .reshape(weight.shape),
+            Self::Quantized(weight) => weight.val(),
         }
     }
 
@@ -96,21 +106,21 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// Its low-rank adapter; a quantized weight has none.
+    /// Its low-rank adapter.
     pub(crate) fn adapter(&self) -> Option<&LoraAdapter> {
         match self {
             Self::Whole(weight) => weight.adapter(),
-            Self::Quantized(_) => None,
+            Self::Quantized(weight) => weight.lora.as_ref(),
         }
     }
 }
 
 impl Weight {
-    /// As products take it.
+    /// As products take it, with what an adapter adds: whole, where there is one.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
-            Self::Whole(weight) => weight.val().into(),
-            Self::Quantized(weight) => weight.matrix().into(),
+            Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
+            _ => self.val().into(),
         }
     }
 
@@ -154,7 +164,17 @@ pub(crate) trait AnyWeight {
     fn whole_rows(&self) -> Option<Tensor<2>>;
 
     /// The shape of its numbers, and how to make them, where they are quantized.
-    fn quantized(&self) -> Option<(Vec<usize>, QuantizedMatrix)>;
+    fn quantized(&self) -> Option<QuantizedNumbers>;
+
+    /// Attaches an adapter where it is a quantized matrix.
+    fn attach(&mut self, path: &str, lora: &mut Lora);
+}
+
+/// The numbers of a quantized weight, made when they are asked for.
+pub(crate) struct QuantizedNumbers {
+    pub shape: Vec<usize>,
+    /// In the dtype that the model computes in or, with an adapter, in f32.
+    pub make: Box<dyn Fn() -> Tensor<2>>,
 }
 
 impl<const D: usize> AnyWeight for Weight<D> {
@@ -168,7 +188,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
 
     fn dequantize(&mut self) {
         if let Self::Quantized(_) = self {
-            *self = Self::Whole(Param::from_tensor(self.val()));
+            let dtype = self.dtype();
+            *self = Self::Whole(Param::from_tensor(self.val().cast(dtype)));
         }
     }
 
@@ -186,11 +207,29 @@ impl<const D: usize> AnyWeight for Weight<D> {
         }
     }
 
-    fn quantized(&self) -> Option<(Vec<usize>, QuantizedMatrix)> {
+    fn quantized(&self) -> Option<QuantizedNumbers> {
         match self {
             Self::Whole(_) => None,
-            Self::Quantized(weight) => Some((weight.shape.to_vec(), weight.matrix())),
+            Self::Quantized(weight) => {
+                let shape = weight.shape.to_vec();
+                let weight = weight.clone();
+                let make = Box::new(move || flat_rows(weight.val()));
+                Some(QuantizedNumbers { shape, make })
+            }
         }
+    }
+
+    fn attach(&mut self, path: &str, lora: &mut Lora) {
+        let Self::Quantized(weight) = self else {
+            return;
+        };
+        let Ok(shape) = <[usize; 2]>::try_from(weight.shape.to_vec()) else {
+            return;
+        };
+        // Burn draws factors by the size of a parameter, whose numbers it does not look at.
+        let device = weight.words.val().device();
+        let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
+        (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));
     }
 }
 

@@ -94,11 +94,13 @@ impl QuantizedMatrix {
 
     /// All numbers, rounded to `dtype`: constants where the words are on a device with autodiff.
     pub fn dequantized(&self, dtype: DType) -> Tensor<2> {
-        let is_autodiff = self.words.device().is_autodiff();
+        let strategy = self.words.gradient_checkpointing_strategy();
         let numbers = dequantize(self.words.clone().without_autodiff(), self.layout, dtype);
-        match is_autodiff {
-            true => Tensor::from_inner(numbers),
-            false => numbers,
+        match strategy {
+            Some(strategy) => numbers
+                .autodiff()
+                .with_gradient_checkpointing_strategy(strategy),
+            None => numbers,
         }
     }
 }

@@ -9,9 +9,13 @@ mod quantized;
 
 pub(crate) use matrix::{Matrix, QuantizedMatrix};
 
+#[cfg(feature = "cube")]
+use burn::backend::{ops::FloatTensorOps, tensor::FloatTensor};
 #[cfg(feature = "cuda")]
 use burn::tensor::DType;
 use burn::tensor::Tensor;
+#[cfg(feature = "cube")]
+use burn_cubecl::CubeBackend;
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
@@ -26,6 +30,14 @@ pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
     product(input, weight.transpose())
 }
 
+/// `[rows, columns out]` times `[columns out, columns in]`: the gradient by what [`rows`] reads. Constants.
+pub(crate) fn columns(gradient: Tensor<2>, weight: &Matrix) -> Tensor<2> {
+    match weight {
+        Matrix::Whole(weight) => product(gradient, weight.clone()),
+        Matrix::Quantized(weight) => quantized::columns(gradient, weight),
+    }
+}
+
 /// `[rows, inner]` times `[inner, columns]`, summed in f32.
 pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "cuda")]
@@ -33,4 +45,21 @@ pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
         return operator(lhs, rhs);
     }
     lhs.matmul(rhs)
+}
+
+/// [`product`] of what a device has.
+#[cfg(feature = "cube")]
+fn product_of_cube(
+    lhs: FloatTensor<CubeBackend>,
+    rhs: FloatTensor<CubeBackend>,
+) -> FloatTensor<CubeBackend> {
+    #[cfg(feature = "cuda")]
+    if matches!(lhs.device, burn::backend::CubeDevice::Cuda(_)) {
+        use product::ProductBackend;
+        return match lhs.dtype {
+            DType::F32 => CubeBackend::product_in_f32(lhs, rhs),
+            _ => CubeBackend::product_of_halves(lhs, rhs),
+        };
+    }
+    CubeBackend::float_matmul(lhs, rhs)
 }

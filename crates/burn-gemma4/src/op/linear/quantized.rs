@@ -1,5 +1,5 @@
 //! Products of many rows with quantized matrices: slice by slice of the outputs, whose numbers are made for the product and are gone after
-//! it. There is never a whole second copy of a large matrix.
+//! it. There is never a whole second copy of a large matrix, nor is one kept for the backward, which makes the slices again.
 
 #[cfg(feature = "cube")]
 use super::{
@@ -7,7 +7,23 @@ use super::{
     few_rows::{self, MOST_ROWS},
 };
 use super::{QuantizedMatrix, rows as whole_rows};
-use burn::tensor::Tensor;
+use crate::{op::dequantize::DequantizeBackend, quantized::layout::Layout};
+#[cfg(feature = "cube")]
+use burn::{backend::fusion::custom::TensorSpec, tensor::Shape};
+use burn::{
+    backend::{
+        Autodiff, Backend, Dispatch, TensorMetadata,
+        autodiff::{
+            checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+            grads::Gradients,
+            ops::{Backward, Ops, OpsKind},
+        },
+        backend_extension,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{FloatDType, Slice, Tensor},
+};
+use std::ops::Range;
 
 /// Numbers of a slice: 64 MB in f16 or bf16. Layers of up to 5 billion parameters are one, and what writing and reading it costs
 /// is little beside a product of hundreds of rows.
@@ -15,8 +31,25 @@ const SLICE_NUMBERS: usize = 1 << 25;
 /// Rows of a slice are whole tiles of products.
 const TILE: usize = 256;
 
-/// `[rows, columns in]` times the transpose of a quantized `[columns out, columns in]`.
+/// `[rows, columns in]` times the transpose of a quantized `[columns out, columns in]`, with the input's gradient.
 pub(super) fn rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
+    if !input.device().is_autodiff() {
+        return constant_rows(input, weight);
+    }
+    let constants = QuantizedMatrix {
+        words: weight.words.clone().without_autodiff(),
+        layout: weight.layout,
+    };
+    let product = constant_rows(input.clone().inner(), &constants);
+    Tensor::from_dispatch(Dispatch::through_quantized(
+        product.into_dispatch(),
+        input.into_dispatch(),
+        constants.words.into_dispatch(),
+        constants.layout,
+    ))
+}
+
+fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if (1..=MOST_ROWS).contains(&input.dims()[0]) && crate::op::serve(&input) {
         return few_rows::project(input, Matrix::from(weight.clone()), None);
@@ -27,15 +60,184 @@ pub(super) fn rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
 /// [`rows`] with at most so many numbers of the weight at once, but for the rows of one tile.
 fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tensor<2> {
     let [outputs, _] = weight.words.dims();
-    let at_once = (numbers / weight.layout.columns / TILE).max(1) * TILE;
-    let product = |first: usize| {
-        let slice = weight.rows(first, at_once.min(outputs - first));
+    let product = |slice: Range<usize>| {
+        let slice = weight.rows(slice.start, slice.len());
         whole_rows(input.clone(), slice.dequantized(input.dtype()))
     };
-    let mut slices: Vec<Tensor<2>> = (0..outputs).step_by(at_once).map(product).collect();
+    let mut slices: Vec<Tensor<2>> = slices(outputs, weight.layout, numbers)
+        .map(product)
+        .collect();
     match slices.len() {
         1 => slices.remove(0),
         _ => Tensor::cat(slices, 1),
+    }
+}
+
+/// The slices of so many outputs.
+fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item = Range<usize>> {
+    let at_once = (numbers / layout.columns / TILE).max(1) * TILE;
+    let starts = (0..outputs).step_by(at_once);
+    starts.map(move |first| first..(first + at_once).min(outputs))
+}
+
+/// `[rows, columns out]` times a quantized `[columns out, columns in]`: the gradient by what [`rows`] reads. Constants.
+pub(super) fn columns(gradient: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
+    let words = weight.words.clone().without_autodiff();
+    Tensor::from_dispatch(Dispatch::quantized_columns(
+        gradient.into_dispatch(),
+        words.into_dispatch(),
+        weight.layout,
+    ))
+}
+
+/// The gradient of products with quantized matrices as operators of a backend.
+#[backend_extension(
+    Cube: cfg(feature = "cube"),
+    Flex: cfg(feature = "flex"),
+    Autodiff,
+    Fusion: cfg(feature = "cube")
+)]
+pub trait QuantizedProductBackend: Backend {
+    /// See [`columns`].
+    #[fusion(meta = |gradient, _words, layout| metadata(gradient, layout))]
+    fn quantized_columns(
+        gradient: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: Layout,
+    ) -> FloatTensor<Self>;
+
+    /// `product` as it is, which is that of `source` with the transpose of the quantized matrix.
+    #[fusion(default)]
+    fn through_quantized(
+        product: FloatTensor<Self>,
+        _source: FloatTensor<Self>,
+        _words: IntTensor<Self>,
+        _layout: Layout,
+    ) -> FloatTensor<Self> {
+        product
+    }
+}
+
+/// What Burn's fusion must know of the gradient before it exists.
+#[cfg(feature = "cube")]
+fn metadata(gradient: &TensorSpec, layout: &Layout) -> TensorSpec {
+    let shape = [gradient.shape[0], layout.columns];
+    TensorSpec::new(Shape::new(shape), gradient.dtype)
+}
+
+#[cfg(feature = "cube")]
+impl QuantizedProductBackend for burn_cubecl::CubeBackend {
+    fn quantized_columns(
+        gradient: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: Layout,
+    ) -> FloatTensor<Self> {
+        let product = super::product_of_cube;
+        columns_in_slices::<Self>(gradient, words, layout, SLICE_NUMBERS, product)
+    }
+}
+
+#[cfg(feature = "flex")]
+impl QuantizedProductBackend for burn::backend::Flex {
+    fn quantized_columns(
+        gradient: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: Layout,
+    ) -> FloatTensor<Self> {
+        use burn::backend::ops::FloatTensorOps;
+        let product = Self::float_matmul;
+        columns_in_slices::<Self>(gradient, words, layout, SLICE_NUMBERS, product)
+    }
+}
+
+/// [`columns`] by a backend's product, with at most so many numbers of the weight at once, but for the rows of one tile. Several slices are
+/// added up in f32.
+fn columns_in_slices<B: DequantizeBackend>(
+    gradient: FloatTensor<B>,
+    words: IntTensor<B>,
+    layout: Layout,
+    numbers: usize,
+    product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let (dtype, shape) = (gradient.dtype(), gradient.shape());
+    let [rows, outputs] = [shape[0], shape[1]];
+    let part = |slice: Range<usize>| {
+        let all = |size: usize| Slice::from(0..size);
+        let of_words = [Slice::from(slice.clone()), all(layout.words())];
+        let of_gradient = [all(rows), Slice::from(slice)];
+        let words = B::int_slice(words.clone(), &of_words);
+        let weight = <B as DequantizeBackend>::dequantize(words, layout, dtype);
+        product(B::float_slice(gradient.clone(), &of_gradient), weight)
+    };
+    let mut parts = slices(outputs, layout, numbers).map(part);
+    let first = parts.next().expect("a matrix has a row");
+    let mut sum: Option<FloatTensor<B>> = None;
+    for part in parts {
+        let before = match sum.take() {
+            Some(sum) => sum,
+            None => B::float_cast(first.clone(), FloatDType::F32),
+        };
+        sum = Some(B::float_add(before, B::float_cast(part, FloatDType::F32)));
+    }
+    match sum {
+        Some(sum) => B::float_cast(sum, dtype.into()),
+        None => first,
+    }
+}
+
+/// What the backward of a product needs of it.
+#[derive(Clone, Debug)]
+struct Quantized<B: Backend> {
+    words: IntTensor<B>,
+    layout: Layout,
+}
+
+#[derive(Debug)]
+struct ProductBackward;
+
+impl<B: QuantizedProductBackend> Backward<B, 1> for ProductBackward {
+    type State = Quantized<B>;
+
+    fn backward(
+        self,
+        ops: Ops<Self::State, 1>,
+        gradients: &mut Gradients,
+        _checkpointer: &mut Checkpointer,
+    ) {
+        let [source] = ops.parents;
+        let gradient = gradients.consume::<B>(&ops.node);
+        if let Some(source) = source {
+            let Quantized { words, layout } = ops.state;
+            gradients.register::<B>(source.id, B::quantized_columns(gradient, words, layout));
+        }
+    }
+}
+
+impl<B: QuantizedProductBackend, C: CheckpointStrategy> QuantizedProductBackend for Autodiff<B, C> {
+    fn quantized_columns(
+        _gradient: FloatTensor<Self>,
+        _words: IntTensor<Self>,
+        _layout: Layout,
+    ) -> FloatTensor<Self> {
+        unreachable!("gradients are of the first order: the backward runs on the inner backend")
+    }
+
+    fn through_quantized(
+        product: FloatTensor<Self>,
+        source: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        layout: Layout,
+    ) -> FloatTensor<Self> {
+        match ProductBackward
+            .prepare::<C>([source.node()])
+            .compute_bound()
+            .stateful()
+        {
+            OpsKind::Tracked(preparation) => {
+                preparation.finish(Quantized { words, layout }, product.into_primitive())
+            }
+            OpsKind::UnTracked(preparation) => preparation.finish(product.into_primitive()),
+        }
     }
 }
 
@@ -202,6 +404,50 @@ mod tests {
                 found <= 2.0 * whole,
                 "{numbers} at once: {found:e}, at once {whole:e}"
             );
+        }
+    }
+
+    /// By the product with all numbers, for every size of slices.
+    #[test]
+    fn gradients_are_those_of_whole_matrices() {
+        use burn::backend::{Flex, ops::FloatTensorOps};
+        let outputs = 3 * TILE + 5;
+        for device in tests::devices() {
+            device.seed(5);
+            let layouts = tests::layouts();
+            for layout in [layouts[0], layouts[5], layouts[9]] {
+                let matrix = matrix(layout, outputs, &device);
+                let whole = matrix.dequantized(DType::F32);
+                let gradient = Tensor::<2>::random([10, outputs], Distribution::Default, &device);
+                let expected = values(gradient.clone().matmul(whole));
+                let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+                let check = |found: Vec<f64>, what: &str| {
+                    assert_eq!(found.len(), expected.len(), "{what}");
+                    for (found, expected) in found.into_iter().zip(&expected) {
+                        let error = (found - expected).abs() / scale;
+                        assert!(error < 1e-5, "{what}: {found}, not {expected}");
+                    }
+                };
+                check(values(columns(gradient.clone(), &matrix)), "at once");
+                if device != Device::flex() {
+                    continue;
+                }
+                for numbers in [1, TILE * layout.columns, 2 * TILE * layout.columns] {
+                    let part = columns_in_slices::<Flex>(
+                        Flex::float_from_data(gradient.to_data(), &Default::default()),
+                        burn::backend::ops::IntTensorOps::int_from_data(
+                            matrix.words.to_data(),
+                            &Default::default(),
+                        ),
+                        layout,
+                        numbers,
+                        Flex::float_matmul,
+                    );
+                    let found = <Flex as FloatTensorOps<Flex>>::float_into_data(part);
+                    let found = burn::tensor::future::block_on(found).expect("numbers");
+                    check(found.iter::<f64>().collect(), "in slices");
+                }
+            }
         }
     }
 }

@@ -9,8 +9,8 @@ use crate::Gemma4Error;
 use minijinja::machinery::{Vm, get_compiled_template, make_string_output};
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
-pub(crate) use source::SPECIAL_TOKENS;
 use source::SpecialTokens;
+pub(crate) use source::{SPECIAL_TOKENS, of_folder_itself as source_of_folder};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 

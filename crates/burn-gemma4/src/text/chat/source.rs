@@ -80,22 +80,34 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
 
 /// The file that has the template, the template, and the special tokens.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
-    let config = match existing(folder, "tokenizer_config.json")? {
-        Some(path) => Some(TokenizerConfig::from_file(path)?),
-        None => None,
-    };
+    let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
     let tokens = SpecialTokens::with(tokens);
+    let (path, source) = own(folder, config)?;
+    Ok((path, source.unwrap_or_else(|| GEMMA4.to_owned()), tokens))
+}
+
+/// The template of a folder that brings one.
+pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
+    let config = TokenizerConfig::of_folder(folder)?;
+    Ok(own(folder, config)?.1)
+}
+
+/// The template that a folder brings, and the file that would have it.
+fn own(
+    folder: &Path,
+    config: Option<TokenizerConfig>,
+) -> Result<(PathBuf, Option<String>), Gemma4Error> {
     if let Some(path) = existing(folder, "chat_template.jinja")? {
         let source = of_file(&path)?;
-        return Ok((path, source, tokens));
+        return Ok((path, Some(source)));
     }
-    let (path, template) = match config {
-        Some(config) => (config.path, config.fields.chat_template),
+    Ok(match config {
+        Some(TokenizerConfig { path, fields }) => {
+            (path, fields.chat_template.map(Templates::into_default))
+        }
         None => (folder.to_owned(), None),
-    };
-    let source = template.map_or_else(|| GEMMA4.to_owned(), Templates::into_default);
-    Ok((path, source, tokens))
+    })
 }
 
 /// What is read of a `tokenizer_config.json`.
@@ -130,6 +142,11 @@ struct Named {
 }
 
 impl TokenizerConfig {
+    fn of_folder(folder: &Path) -> Result<Option<Self>, Gemma4Error> {
+        let path = existing(folder, "tokenizer_config.json")?;
+        path.map(Self::from_file).transpose()
+    }
+
     fn from_file(path: PathBuf) -> Result<Self, Gemma4Error> {
         let fields = serde_json::from_slice(&read(&path)?);
         let fields = fields.map_err(|error| Gemma4Error::Malformed {

@@ -1,0 +1,346 @@
+//! A GGUF file of the text model, as llama.cpp's converter and quantizer write it.
+
+use super::{Export, QuantizedCheckpoint, tokenizer};
+use crate::{
+    Gemma4Config, Gemma4Error, LayerType, RopeConfig,
+    checkpoint::{
+        gguf::{
+            Gguf, names,
+            types::Encoding,
+            writer::{self, Planned, Written},
+        },
+        save::replace,
+        source::{PORTION, Source},
+    },
+    error::{existing, read},
+    quantized::{quantize::Target, rows::written},
+    text::chat::source_of_folder,
+};
+use burn::tensor::DType;
+use serde_json::Value;
+use std::{
+    fs::File,
+    io::{self, BufWriter, Write},
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// What angles are divided by: those of pairs of channels that stand still, by 1e30.
+const ROPE_FREQUENCIES: &str = "rope_freqs.weight";
+const STANDS_STILL: f32 = 1e30;
+/// A file's number of the way in which its weights are quantized.
+const QUANTIZATION_VERSION: u32 = 2;
+
+impl Export<'_> {
+    pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
+        let values = self.values()?;
+        let (paths, mut tensors): (Vec<&str>, Vec<Planned>) = self.planned().into_iter().unzip();
+        let divisors = self.divisors();
+        if let Some(divisors) = &divisors {
+            tensors.push(Planned {
+                name: ROPE_FREQUENCIES.into(),
+                shape: vec![divisors.len()],
+                encoding: Encoding::Floats(DType::F32),
+            });
+        }
+        let write = |partial: &Path| {
+            let mut paths = paths.iter();
+            let file = BufWriter::new(File::create(partial)?);
+            let file = writer::write(file, &values, &tensors, |tensor, file| {
+                match (paths.next(), &divisors) {
+                    (Some(path), _) => self.write_parameter(path, tensor, file),
+                    (None, Some(divisors)) => divisors
+                        .iter()
+                        .try_for_each(|divisor| file.write_all(&divisor.to_le_bytes())),
+                    (None, None) => Ok(()),
+                }
+            })?;
+            file.into_inner()?;
+            if self.report.borrow().problem.is_some() {
+                return Err(io::Error::other("a weight cannot be written"));
+            }
+            self.refuse_what_reads_otherwise(partial)
+        };
+        self.finish(replace(to, write))?;
+        Ok(self.written(to, self.left_out()?))
+    }
+
+    /// The parameters' paths and tensors.
+    fn planned(&self) -> Vec<(&str, Planned)> {
+        let plan = |(path, shape): &'_ (String, Vec<usize>)| {
+            let name = names::in_file(path, |_| false).swap_remove(0);
+            Planned {
+                name,
+                shape: shape.clone(),
+                encoding: self.encoding(path, shape),
+            }
+        };
+        let parameters = self.parameters.iter();
+        parameters
+            .map(|parameter| (parameter.0.as_str(), plan(parameter)))
+            .collect()
+    }
+
+    fn encoding(&self, path: &str, shape: &[usize]) -> Encoding {
+        if self.is_quantized(path, shape) {
+            return Encoding::Blocks(self.target.format());
+        }
+        Encoding::Floats(match self.quantized.contains(path) {
+            // A matrix without whole blocks.
+            true => match self.source(path).dtype().or(self.weights.dtype()) {
+                Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
+                _ => DType::F32,
+            },
+            // Norms, scalars and routers are computed with in f32.
+            false => DType::F32,
+        })
+    }
+
+    fn write_parameter(
+        &self,
+        path: &str,
+        tensor: &Planned,
+        file: &mut dyn Write,
+    ) -> io::Result<()> {
+        let source = self.source(path);
+        let slices = tensor.shape[0];
+        let of_slice: usize = tensor.shape[1..].iter().product();
+        let at_once = (PORTION / (of_slice * size_of::<f32>())).clamp(1, slices);
+        for start in (0..slices).step_by(at_once) {
+            let range = start..(start + at_once).min(slices);
+            let bytes = match tensor.encoding {
+                Encoding::Floats(dtype) => {
+                    let numbers = source.slices(range, dtype);
+                    if numbers.iter::<f32>().any(|number| !number.is_finite()) {
+                        self.is_no_number(path);
+                    }
+                    numbers.into_bytes().to_vec()
+                }
+                Encoding::Blocks(_) => self.blocks(path, &source, range),
+            };
+            file.write_all(&bytes)?;
+        }
+        self.is_written(&tensor.name, source.len());
+        Ok(())
+    }
+
+    /// Some slices in blocks.
+    fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
+        let columns = source.shape.last().copied().unwrap_or(1);
+        let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
+        let target = self.target;
+        let format = target.format();
+        let row_bytes = columns / format.numbers() * format.bytes();
+        let are_numbers = AtomicBool::new(true);
+        let rows = numbers.len() / columns;
+        let bytes = written(
+            0..rows,
+            row_bytes,
+            || (),
+            |row, (), bytes| {
+                if !target.write(&numbers[row * columns..][..columns], bytes) {
+                    are_numbers.store(false, Ordering::Relaxed);
+                }
+            },
+        );
+        if !are_numbers.load(Ordering::Relaxed) {
+            self.is_no_number(path);
+        }
+        bytes
+    }
+
+    /// Of models with full layers.
+    fn divisors(&self) -> Option<Vec<f32>> {
+        let config = self.config;
+        let rope = &config.global_rope;
+        let rotated = rope.rotated_pairs(config.global_head_dim);
+        let divisor = |pair| match pair < rotated {
+            true => rope.factor as f32,
+            false => STANDS_STILL,
+        };
+        let pairs = 0..config.global_head_dim / 2;
+        let has_full = config.layer_types.contains(&LayerType::Full);
+        has_full.then(|| pairs.map(divisor).collect())
+    }
+
+    /// The keys, in the order in which llama.cpp's converter has them.
+    fn values(&self) -> Result<Vec<(String, Written)>, Gemma4Error> {
+        let generation = match existing(self.from, "generation_config.json")? {
+            Some(path) => {
+                serde_json::from_slice(&read(&path)?).map_err(|error| Gemma4Error::Malformed {
+                    path,
+                    reason: error.to_string(),
+                })?
+            }
+            None => Value::Null,
+        };
+        let mut values = Values(Vec::new());
+        values.add("general.architecture", Written::Text("gemma4".into()));
+        values.add("general.type", Written::Text("model".into()));
+        values.sampling(&generation);
+        let name = self.from.canonicalize();
+        let name = name.as_deref().unwrap_or(self.from).file_name();
+        if let Some(name) = name.and_then(|name| name.to_str()) {
+            values.add("general.name", Written::Text(name.into()));
+        }
+        values.shape(self.config);
+        let tokens = tokenizer::Tokens::read(self.from, self.config)?;
+        tokens.add_to(&mut values.0);
+        if let Some(tokens) = generation.get("suppress_tokens").and_then(Value::as_array) {
+            let tokens = tokens.iter().filter_map(Value::as_i64);
+            let tokens = tokens.filter_map(|token| i32::try_from(token).ok());
+            values.add(
+                "tokenizer.ggml.suppress_tokens",
+                Written::I32s(tokens.collect()),
+            );
+        }
+        if let Some(source) = source_of_folder(self.from)? {
+            values.add("tokenizer.chat_template", Written::Text(source));
+        }
+        values.number(
+            "general.quantization_version",
+            QUANTIZATION_VERSION as usize,
+        );
+        let file_type = match self.target {
+            Target::Q8 => 7,
+            Target::Q4 => 2,
+        };
+        values.number("general.file_type", file_type);
+        Ok(values.0)
+    }
+
+    /// Refuses a configuration that is another one in the file, which has not a word for everything.
+    fn refuse_what_reads_otherwise(&self, path: &Path) -> io::Result<()> {
+        let alike = |config: &Gemma4Config| Gemma4Config {
+            // What a model is drawn with, what the file says elsewhere, or nothing that changes what is computed.
+            dtype: None,
+            initializer_range: 0.0,
+            eos_tokens: Vec::new(),
+            ..config.clone()
+        };
+        let found = Gguf::at(path)
+            .map_err(io::Error::other)?
+            .ok_or_else(|| io::Error::other("is no GGUF file"))?
+            .config()
+            .map_err(io::Error::other)?;
+        match alike(&found) == alike(self.config) {
+            true => Ok(()),
+            false => Err(io::Error::other(format!(
+                "GGUF has no words for a configuration: it would be read as {:?}, not as {:?}",
+                alike(&found),
+                alike(self.config)
+            ))),
+        }
+    }
+
+    /// The parts that are not of the text model.
+    fn left_out(&self) -> Result<Vec<String>, Gemma4Error> {
+        let json: Value = serde_json::from_str(self.json)
+            .map_err(|error| Gemma4Error::Config(error.to_string()))?;
+        let parts = ["vision_config", "audio_config"].into_iter();
+        Ok(parts
+            .filter(|part| json.get(part).is_some_and(|part| !part.is_null()))
+            .map(|part| format!("the tower of {part}"))
+            .collect())
+    }
+}
+
+/// Keys and their values.
+struct Values(Vec<(String, Written)>);
+
+impl Values {
+    fn add(&mut self, key: &str, value: Written) {
+        self.0.push((key.into(), value));
+    }
+
+    fn number(&mut self, key: &str, number: usize) {
+        // What does not fit is refused when the file is read again.
+        self.add(key, Written::U32(u32::try_from(number).unwrap_or(u32::MAX)));
+    }
+
+    fn of_model(&mut self, key: &str, number: usize) {
+        self.number(&format!("gemma4.{key}"), number);
+    }
+
+    fn float(&mut self, key: &str, number: f64) {
+        self.add(&format!("gemma4.{key}"), Written::F32(number as f32));
+    }
+
+    /// A number of each layer: one where all have the same.
+    fn of_layers(&mut self, key: &str, numbers: Vec<usize>) {
+        if numbers.windows(2).all(|pair| pair[0] == pair[1]) {
+            self.of_model(key, numbers[0]);
+            return;
+        }
+        let numbers = numbers.into_iter();
+        let numbers = numbers.map(|number| i32::try_from(number).unwrap_or(i32::MAX));
+        self.add(&format!("gemma4.{key}"), Written::I32s(numbers.collect()));
+    }
+
+    /// How the authors sample, where they do.
+    fn sampling(&mut self, generation: &Value) {
+        if generation.get("do_sample").and_then(Value::as_bool) != Some(true) {
+            return;
+        }
+        if let Some(top_k) = generation.get("top_k").and_then(Value::as_i64) {
+            let top_k = i32::try_from(top_k).unwrap_or(i32::MAX);
+            self.add("general.sampling.top_k", Written::I32(top_k));
+        }
+        for (field, key) in [
+            ("top_p", "top_p"),
+            ("min_p", "min_p"),
+            ("temperature", "temp"),
+            ("repetition_penalty", "penalty_repeat"),
+        ] {
+            if let Some(number) = generation.get(field).and_then(Value::as_f64) {
+                let key = format!("general.sampling.{key}");
+                self.add(&key, Written::F32(number as f32));
+            }
+        }
+    }
+
+    fn shape(&mut self, config: &Gemma4Config) {
+        let layers = 0..config.num_layers();
+        self.of_model("block_count", config.num_layers());
+        self.of_model("context_length", config.max_position_embeddings);
+        self.of_model("embedding_length", config.hidden_size);
+        let widths = layers.clone().map(|layer| config.intermediate_size(layer));
+        self.of_layers("feed_forward_length", widths.collect());
+        self.of_model("attention.head_count", config.num_attention_heads);
+        let heads = layers.map(|layer| config.key_value_heads(layer));
+        self.of_layers("attention.head_count_kv", heads.collect());
+        let RopeConfig { theta, .. } = config.global_rope;
+        self.float("rope.freq_base", theta);
+        self.float("rope.freq_base_swa", config.sliding_rope.theta);
+        self.float("attention.layer_norm_rms_epsilon", config.rms_norm_eps);
+        if let Some(experts) = &config.experts {
+            self.of_model("expert_count", experts.num_experts);
+            self.of_model("expert_used_count", experts.top_k_experts);
+        }
+        self.of_model("attention.key_length", config.global_head_dim);
+        self.of_model("attention.value_length", config.global_head_dim);
+        self.float(
+            "final_logit_softcapping",
+            config.final_logit_softcapping.unwrap_or(0.0),
+        );
+        self.of_model("attention.sliding_window", config.sliding_window);
+        self.of_model("attention.shared_kv_layers", config.num_kv_shared_layers);
+        self.of_model(
+            "embedding_length_per_layer_input",
+            config.hidden_size_per_layer_input,
+        );
+        let slides = config.layer_types.iter();
+        let slides = slides.map(|kind| *kind == LayerType::Sliding).collect();
+        self.add(
+            "gemma4.attention.sliding_window_pattern",
+            Written::Booleans(slides),
+        );
+        self.of_model("attention.key_length_swa", config.sliding_head_dim);
+        self.of_model("attention.value_length_swa", config.sliding_head_dim);
+        if let Some(experts) = &config.experts {
+            self.of_model("expert_feed_forward_length", experts.moe_intermediate_size);
+        }
+        self.of_model("rope.dimension_count", config.global_head_dim);
+        self.of_model("rope.dimension_count_swa", config.sliding_head_dim);
+    }
+}

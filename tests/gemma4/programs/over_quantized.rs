@@ -1,0 +1,175 @@
+//! `finetune` over weights that are quantized: it learns, goes on only over the same ones, and what it writes is what it has learned.
+
+use super::{
+    folder::{Folder, tensors},
+    program,
+    refused::check,
+    report, run, succeed,
+    training::{conversations, finetune, losses, validation},
+};
+use crate::fixture;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+use tempfile::TempDir;
+
+/// A folder with data, and the base to give by another name.
+struct Tuning {
+    folder: TempDir,
+    base: Folder,
+}
+
+impl Tuning {
+    fn new() -> Self {
+        let folder = TempDir::new().expect("a folder");
+        fs::write(folder.path().join("data.jsonl"), conversations()).expect("a file");
+        Self {
+            folder,
+            base: Folder::copy("dense-ple"),
+        }
+    }
+
+    fn out(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `model` is the base where it is none.
+    fn command(&self, model: Option<&Path>, out: &str, arguments: &[&str]) -> Command {
+        let data = self.out("data.jsonl");
+        let mut command = finetune(&self.base, &data, &self.out(out), arguments);
+        if let Some(model) = model {
+            command.arg("--model").arg(model);
+        }
+        command
+    }
+}
+
+#[test]
+fn an_adapter_over_quantized_weights_learns() {
+    let tuning = Tuning::new();
+    let gguf = fixture::folder("gguf").join("dense-ple.Q8_0.gguf");
+    let packed = fixture::folder("compressed").join("mixed");
+    for (out, model, arguments) in [
+        ("q4", None, &["--quantize", "q4"][..]),
+        ("file", Some(&*gguf), &["--checkpointing", "both"]),
+        ("folder", Some(&*packed), &["--devices", "0,0"]),
+    ] {
+        let ended = succeed(&mut tuning.command(model, out, arguments));
+        assert!(
+            ended.stderr.contains("GB of quantized weights"),
+            "{ended:?}"
+        );
+        let losses = validation(&ended.stdout);
+        assert!(losses[3].1 < 0.8 * losses[0].1, "{out}: {ended:?}");
+        let adapter = tensors_of(&tuning.out(out));
+        assert!(adapter.exists() && !tuning.out(out).join("model.safetensors").exists());
+        // It is added to the weights that it was trained over, or to others of the model.
+        for model in [model.unwrap_or(tuning.base.path()), tuning.base.path()] {
+            let mut command = program("evaluate");
+            command.arg("--model").arg(model).arg("--adapter");
+            command
+                .arg(tuning.out(out))
+                .arg("--data")
+                .arg(tuning.out("data.jsonl"));
+            let told = report(&succeed(command.args(["--device", "flex", "--json"])));
+            let first = losses[0].1;
+            assert!(
+                told["cross_entropy"].as_f64() < Some(first),
+                "{out}: {told}"
+            );
+        }
+    }
+}
+
+fn tensors_of(adapter: &Path) -> PathBuf {
+    adapter.join("adapter_model.safetensors")
+}
+
+/// The merged checkpoint has the numbers that the adapter was trained over.
+#[test]
+fn what_is_merged_is_whole() {
+    let tuning = Tuning::new();
+    let packed = fixture::folder("compressed").join("mixed");
+    let ended = succeed(&mut tuning.command(Some(&packed), "merged", &["--merge"]));
+    assert!(
+        ended.stderr.contains("the weights were quantized"),
+        "{ended:?}"
+    );
+    let merged = tensors(&tuning.out("merged"));
+    assert!(
+        merged
+            .keys()
+            .all(|name| !name.contains("packed") && !name.contains("lora"))
+    );
+    assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
+    let mut command = program("evaluate");
+    command
+        .arg("--model")
+        .arg(tuning.out("merged"))
+        .arg("--data")
+        .arg(tuning.out("data.jsonl"));
+    // As finetune cuts what it has learned.
+    let told = report(&succeed(command.args(["--device", "flex", "--json"])));
+    let last = validation(&ended.stdout)[3].1;
+    assert!(
+        told["cross_entropy"].as_f64() < Some(last + 2.0),
+        "{told}, {last}"
+    );
+}
+
+#[test]
+fn it_goes_on_over_the_same_weights_only() {
+    let tuning = Tuning::new();
+    let whole = succeed(&mut tuning.command(None, "whole", &["--quantize", "q4"]));
+    let mut stopped = tuning.command(None, "stopped", &["--quantize", "q4"]);
+    let mut child = stopped.spawn().expect("a process");
+    // Whatever it has done by then.
+    let mut waited = 0;
+    while !tuning
+        .out("stopped/run/checkpoints/step-2/schedule.bpk")
+        .exists()
+        && waited < 6000
+    {
+        std::thread::sleep(std::time::Duration::from_millis(10));
+        waited += 1;
+    }
+    child.kill().expect("to end");
+    child.wait().expect("its end");
+    for (arguments, word) in [
+        (&["--quantize", "q8", "--resume"][..], "\"q8\""),
+        (&["--resume"], "\"q4\""),
+    ] {
+        let ended = run(&mut tuning.command(None, "stopped", arguments));
+        check("another form", &ended, 2, &["the run was begun with", word]);
+    }
+    let gguf = fixture::folder("gguf").join("dense-ple.Q8_0.gguf");
+    let arguments = ["--quantize", "q4", "--resume", "--dtype", "f32"];
+    let ended = run(&mut tuning.command(Some(&gguf), "stopped", &arguments));
+    check("other weights", &ended, 2, &["bytes of the weights"]);
+    let arguments = ["--quantize", "q4", "--resume"];
+    let resumed = succeed(&mut tuning.command(None, "stopped", &arguments));
+    let (of_whole, of_resumed) = (
+        losses(&whole.stdout, "  loss "),
+        losses(&resumed.stdout, "  loss "),
+    );
+    let begun = of_whole.len() - of_resumed.len();
+    assert!(begun >= 2, "{resumed:?}");
+    assert_eq!(of_resumed, of_whole[begun..]);
+    let written = |out: &str| fs::read(tensors_of(&tuning.out(out))).expect("an adapter");
+    assert!(written("whole") == written("stopped"));
+}
+
+#[test]
+fn all_weights_are_not_trained_quantized() {
+    let tuning = Tuning::new();
+    let ended = run(&mut tuning.command(None, "out", &["--full", "--quantize", "q4"]));
+    check("all weights", &ended, 2, &["--quantize q4 with --full"]);
+    // A packed checkpoint is whole for that.
+    let packed = fixture::folder("compressed").join("w4a16-grouped");
+    let arguments = ["--full", "--steps", "2", "--dtype", "f32"];
+    succeed(&mut tuning.command(Some(&packed), "whole", &arguments));
+    let written = tensors(&tuning.out("whole"));
+    assert!(written.keys().all(|name| !name.contains("packed")));
+}
