@@ -313,7 +313,7 @@ pub(crate) fn rescale<C: Float>(
                         let place = place_of_plane(at / vectors, tiles);
                         let row = (place.row + comptime!(r * tiles.plane_rows())) * m
                             + at % vectors / comptime!(n / 4);
-                        stage.sums[at] = stage.sums[at] * Vec4::cast_from(factors[row]);
+                        stage.sums[at] *= Vec4::cast_from(factors[row]);
                     }
                 }
                 sync_cube();
