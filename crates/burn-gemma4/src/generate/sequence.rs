@@ -33,8 +33,8 @@ impl Chosen {
         }
         let samplers = samplers(sequences);
         match next.draw(&samplers) {
-            Ok(tokens) => Ok(Self::Tokens(tokens?, vocabulary)),
-            Err(next) => Ok(Self::Logits(next.logits()?, vocabulary)),
+            Some(tokens) => Ok(Self::Tokens(tokens?, vocabulary)),
+            None => Ok(Self::Logits(next.logits()?, vocabulary)),
         }
     }
 

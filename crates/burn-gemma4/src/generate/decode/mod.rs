@@ -20,7 +20,7 @@ use crate::{
     model::few_rows::FewRows,
     op::linear::few_rows::MOST_ROWS,
 };
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor};
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
 #[cfg(feature = "cube")]
@@ -384,34 +384,31 @@ impl Next<'_> {
         let [rows, vocabulary] = self.logits.dims();
         check_samplers(samplers.len(), rows)?;
         let of_rows: Vec<&Sampler> = samplers.iter().collect();
-        let next = match self.draw(&of_rows) {
-            Ok(drawn) => {
-                let number =
-                    |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
-                let tokens: Vec<u32> = drawn?.into_iter().map(number).collect::<Result<_, _>>()?;
-                for (sampler, token) in samplers.iter_mut().zip(&tokens) {
-                    sampler.read(&[*token]);
-                }
-                return Ok(tokens);
+        if let Some(drawn) = self.draw(&of_rows) {
+            let number =
+                |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
+            let tokens: Vec<u32> = drawn?.into_iter().map(number).collect::<Result<_, _>>()?;
+            for (sampler, token) in samplers.iter_mut().zip(&tokens) {
+                sampler.read(&[*token]);
             }
-            Err(next) => next,
-        };
-        let logits = next.logits()?;
+            return Ok(tokens);
+        }
+        let logits = self.logits()?;
         let rows = samplers.iter_mut().zip(logits.chunks_exact(vocabulary));
         rows.map(|(sampler, logits)| sampler.sample(logits))
             .collect()
     }
 
-    /// The next token of each row, drawn on the device by its sampler, which does not read it; nothing where no token can be drawn.
-    /// `Err` with itself where the device does not draw.
+    /// The next token of each row, drawn on the device by its sampler, which does not read it; nothing for a row where none can be.
+    /// `None` where the device does not draw.
     pub(crate) fn draw(
-        self,
+        &self,
         samplers: &[&Sampler],
-    ) -> Result<Result<Vec<Option<u32>>, Gemma4Error>, Self> {
+    ) -> Option<Result<Vec<Option<u32>>, Gemma4Error>> {
         #[cfg(feature = "cube")]
         {
-            if let Some(Choice::Drawn(tokens)) = self.chosen {
-                return Ok(numbers(tokens));
+            if let Some(Choice::Drawn(tokens)) = &self.chosen {
+                return Some(numbers(tokens.clone()));
             }
             let (device, dtype) = (self.logits.device(), self.logits.dtype());
             let [rows, vocabulary] = self.logits.dims();
@@ -423,11 +420,12 @@ impl Next<'_> {
                     .iter()
                     .map(|sampler| (sampler.position() as u32).wrapping_sub(1));
                 let positions = upload(positions, &device);
-                return Ok(numbers(sampler.choose(self.logits, None, positions)));
+                let tokens = sampler.choose(self.logits.clone(), None, positions);
+                return Some(numbers(tokens));
             }
         }
         let _ = samplers;
-        Err(self)
+        None
     }
 
     /// The logits, `[tokens · vocabulary]`, on the host.

@@ -433,19 +433,17 @@ mod tests {
                     continue;
                 }
                 for numbers in [1, TILE * layout.columns, 2 * TILE * layout.columns] {
+                    let gradient = gradient.clone().try_into_primitive::<Flex>();
+                    let words = matrix.words.clone().try_into_primitive::<Flex>();
                     let part = columns_in_slices::<Flex>(
-                        Flex::float_from_data(gradient.to_data(), &Default::default()),
-                        burn::backend::ops::IntTensorOps::int_from_data(
-                            matrix.words.to_data(),
-                            &Default::default(),
-                        ),
+                        gradient.expect("of the processor"),
+                        words.expect("of the processor"),
                         layout,
                         numbers,
                         Flex::float_matmul,
                     );
-                    let found = <Flex as FloatTensorOps<Flex>>::float_into_data(part);
-                    let found = burn::tensor::future::block_on(found).expect("numbers");
-                    check(found.iter::<f64>().collect(), "in slices");
+                    let found = Tensor::<2>::from_primitive::<Flex>(part);
+                    check(values(found), "in slices");
                 }
             }
         }

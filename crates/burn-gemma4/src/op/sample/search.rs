@@ -330,7 +330,8 @@ pub(super) fn count<E: Float>(
             if comptime!(step.weighed) {
                 let weight = weight(ratio(key, largest, limits.temperature));
                 let old = lows[at].fetch_add(weight.low);
-                let carry = select(old + weight.low < old, 1u32, 0u32);
+                let sum = old + weight.low;
+                let carry = select(sum < old, 1u32, 0u32);
                 let upper = weight.high + carry;
                 if upper > 0u32 {
                     highs[at].fetch_add(upper);
