@@ -294,11 +294,11 @@ fn what_is_not_served_is_named() {
         &outs[..1],
         &["token 320", "320 tokens"],
     );
-    let slowed = Folder::copy("dense-ple");
-    slowed.set("config.json", "rms_norm_eps", 1e-50);
+    let fine = Folder::copy("dense-ple");
+    fine.set("config.json", "rms_norm_eps", 1.000_000_01e-6);
     refused(
         "another number",
-        slowed.path(),
+        fine.path(),
         &outs[..1],
         &["GGUF has no words"],
     );
@@ -350,6 +350,10 @@ fn towers_are_kept_or_named() {
         .expect("a list");
     assert!(ignored.contains(&json!("model.vision_tower.patch_embedder")));
     let out = folder.path().join("out.gguf");
+    base.set("generation_config.json", "eos_token_id", json!([1, 77]));
+    base.set("generation_config.json", "max_new_tokens", 5);
     let ended = succeed(&mut quantize(base.path(), "q4", &out, &[]));
-    assert!(ended.stderr.contains("tower of vision_config"), "{ended:?}");
+    for words in ["tower of vision_config", "[77] as ends", "max_new_tokens"] {
+        assert!(ended.stderr.contains(words), "{ended:?}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::{Export, QuantizedCheckpoint, tokenizer};
 use crate::{
-    Gemma4Config, Gemma4Error, LayerType, RopeConfig,
+    Gemma4Config, Gemma4Error, GenerationDefaults, LayerType, RopeConfig,
     checkpoint::{
         gguf::{
             Gguf, names,
@@ -62,7 +62,7 @@ impl Export<'_> {
             self.refuse_what_reads_otherwise(partial)
         };
         self.finish(replace(to, write))?;
-        Ok(self.written(to, self.left_out()?))
+        Ok(self.written(to, self.left_out(to)?))
     }
 
     /// The parameters' paths and tensors.
@@ -233,15 +233,33 @@ impl Export<'_> {
         }
     }
 
-    /// The parts that are not of the text model.
-    fn left_out(&self) -> Result<Vec<String>, Gemma4Error> {
+    /// What the file does not have: towers, and of the defaults what it has no words for.
+    fn left_out(&self, written: &Path) -> Result<Vec<String>, Gemma4Error> {
         let json: Value = serde_json::from_str(self.json)
             .map_err(|error| Gemma4Error::Config(error.to_string()))?;
-        let parts = ["vision_config", "audio_config"].into_iter();
-        Ok(parts
-            .filter(|part| json.get(part).is_some_and(|part| !part.is_null()))
-            .map(|part| format!("the tower of {part}"))
-            .collect())
+        let towers = ["vision_config", "audio_config"].into_iter();
+        let towers = towers.filter(|part| json.get(part).is_some_and(|part| !part.is_null()));
+        let mut left_out: Vec<String> = towers.map(|part| format!("the tower of {part}")).collect();
+        let Some(path) = existing(self.from, "generation_config.json")? else {
+            return Ok(left_out);
+        };
+        let expected = GenerationDefaults::from_file(path)?;
+        let found = match Gguf::at(written)? {
+            Some(gguf) => gguf.generation_defaults()?,
+            None => GenerationDefaults::default(),
+        };
+        let lost = |token: &&u32| !found.stop_tokens.contains(token);
+        let tokens: Vec<&u32> = expected.stop_tokens.iter().filter(lost).collect();
+        if !tokens.is_empty() {
+            left_out.push(format!("{tokens:?} as ends of a text"));
+        }
+        for (name, is_set) in [
+            ("stop_strings", !expected.stop_strings.is_empty()),
+            ("max_new_tokens", expected.max_new_tokens.is_some()),
+        ] {
+            left_out.extend(is_set.then(|| format!("{name} of generation_config.json")));
+        }
+        Ok(left_out)
     }
 }
 

@@ -53,7 +53,7 @@ pub fn quantize_checkpoint(
     from: impl AsRef<Path>,
     to: impl AsRef<Path>,
     form: Quantization,
-    on_progress: impl FnMut(LoadProgress<'_>),
+    mut on_progress: impl FnMut(LoadProgress<'_>),
 ) -> Result<QuantizedCheckpoint, Gemma4Error> {
     let (from, to) = (from.as_ref(), to.as_ref());
     let target = form.target().ok_or_else(|| Gemma4Error::Argument {
@@ -90,7 +90,6 @@ pub fn quantize_checkpoint(
         .into_iter()
         .map(|(path, _)| path)
         .collect();
-    let mut on_progress = on_progress;
     let export = Export {
         from,
         json: &json,
