@@ -83,8 +83,8 @@ fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     }
 }
 
-/// Lengths around the tiles', groups, and few rows, whose keys are split; then scores that grow from block to block, so that rows
-/// outgrow their references in some blocks and in others do not, and scores that fall.
+/// Lengths around the tiles', groups, and few rows, whose keys are split; scores that grow, so that rows outgrow their references in some
+/// blocks and in others do not.
 #[test]
 fn tails_groups_and_references() {
     emulated(
@@ -93,7 +93,6 @@ fn tails_groups_and_references() {
         |device| {
             for sizes in [
                 [2, 3, 1, 37, 45, 40, 40],
-                [1, 1, 1, 16, 32, 40, 40],
                 [1, 2, 2, 33, 3, 40, 40],
                 [2, 4, 2, 3, 150, 40, 40],
             ] {
@@ -101,14 +100,9 @@ fn tails_groups_and_references() {
                 let inputs = case.inputs();
                 check(device, &case, &inputs, &inputs);
                 if sizes[4] == 45 {
-                    for factor in [
-                        |j| 1.0 + j as f64 / 16.0,
-                        |j| 4.0 / (1.0 + j as f64 / 8.0),
-                        |j| if j % 32 < 16 { 0.1 } else { 0.5 * j as f64 },
-                    ] {
-                        let inputs = with_keys(&inputs, factor);
-                        check(device, &case, &inputs, &inputs);
-                    }
+                    let inputs =
+                        with_keys(&inputs, |j| if j % 32 < 16 { 0.1 } else { 0.3 * j as f64 });
+                    check(device, &case, &inputs, &inputs);
                 }
             }
         },

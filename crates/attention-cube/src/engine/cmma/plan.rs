@@ -194,3 +194,99 @@ pub(super) fn backward(
     };
     backward_by(problem, device, plan)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MAX_HEAD_DIM;
+    use crate::testing::card;
+
+    /// Every row of the tables that planes can divide divides as the kernels assume, and every row can be.
+    #[test]
+    fn tiles_divide_evenly() {
+        let device = card(16 << 10);
+        for shape in [SINGLE, DOUBLE, DECODE].into_iter().flatten() {
+            let mut is_of_use = false;
+            for ([m, n, k], plane) in SHAPES
+                .into_iter()
+                .flat_map(|shape| PLANES.map(|plane| (shape, plane)))
+            {
+                for dtype in [DType::F16, DType::F32] {
+                    for width in [8, 33, 64, 100, 128, 250, 512, MAX_HEAD_DIM] {
+                        let choice = Choice {
+                            device: &device,
+                            fragments: Fragments {
+                                m,
+                                n,
+                                k,
+                                dtype,
+                                emulated: false,
+                            },
+                            plane,
+                            depth: width,
+                            vector: 4,
+                        };
+                        let tiles = choice.complete(shape, width);
+                        let Some(tiles) = tiles.filter(|_| width <= shape.width) else {
+                            continue;
+                        };
+                        is_of_use = true;
+                        let context = format!("{tiles:?}");
+                        let fragments = tiles.fragment_tiles();
+                        assert!(tiles.planes() > 1, "{context}");
+                        assert_eq!(
+                            tiles.plane_rows() * tiles.plane_columns(),
+                            tiles.planes(),
+                            "{context}"
+                        );
+                        assert_eq!(
+                            tiles.plane_rows() * tiles.row_fragments() * m,
+                            tiles.rows,
+                            "{context}"
+                        );
+                        let across = tiles.plane_columns() * n;
+                        assert!(across * fragments.output_fragments >= width, "{context}");
+                        assert!(
+                            across * tiles.score_fragments() >= tiles.columns(),
+                            "{context}"
+                        );
+                        assert!(
+                            fragments
+                                .output_fragments
+                                .is_multiple_of(fragments.staged_fragments),
+                            "{context}"
+                        );
+                        assert!(
+                            tiles.columns().is_multiple_of(tiles.streamed_rows),
+                            "{context}"
+                        );
+                        assert!(tiles.streamed_rows.is_multiple_of(k), "{context}");
+                        assert!(tiles.depth.is_multiple_of(k), "{context}");
+                        assert_eq!(
+                            tiles.rows_per_unit() * tiles.row_units(),
+                            tiles.rows,
+                            "{context}"
+                        );
+                        assert_eq!(
+                            tiles.group_rows() * tiles.row_groups(),
+                            tiles.rows,
+                            "{context}"
+                        );
+                        // The softmax takes a row a unit.
+                        assert!(tiles.rows <= tiles.units, "{context}");
+                        // Fragments start at multiples of 16 bytes, and of 32 where they are 16 wide.
+                        for pitch in [
+                            tiles.depth_pitch(),
+                            tiles.tile_pitch(),
+                            tiles.staged_pitch(),
+                        ] {
+                            let bytes = 4 * pitch * if dtype == DType::F32 { 4 } else { 2 };
+                            assert!(bytes.is_multiple_of(16), "{context}");
+                        }
+                    }
+                }
+            }
+            assert!(is_of_use, "{} {} {}", shape.width, shape.units, shape.rows);
+        }
+    }
+}

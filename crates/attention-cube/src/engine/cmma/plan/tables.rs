@@ -38,11 +38,9 @@ pub(super) const SINGLE: &[Shape] = &[
     shape(128, 128, 32, 64, 32),
     shape(512, 256, 32, 64, 32),
     shape(1024, 512, 32, 64, 32),
-    shape(1024, 256, 16, 64, 32),
     // 32 KB, operands widened to f32
     shape(512, 256, 32, 32, 32),
-    shape(1024, 256, 16, 64, 32),
-    // 16 KB
+    // 16 KB; 32 KB widened
     shape(128, 128, 16, 32, 32),
     shape(1024, 256, 16, 64, 32),
 ];
@@ -63,8 +61,7 @@ pub(super) const DOUBLE: &[Shape] = &[
     shape(512, 256, 16, 64, 32),
     // 32 KB, operands widened to f32
     shape(256, 256, 32, 32, 32),
-    shape(1024, 256, 16, 64, 32),
-    // 16 KB
+    // 16 KB; 32 KB widened
     shape(128, 128, 16, 32, 32),
     shape(1024, 256, 16, 64, 32),
 ];
@@ -76,9 +73,8 @@ pub(super) const DECODE: &[Shape] = &[
     shape(512, 256, 32, 64, 32),
     shape(1024, 512, 32, 64, 32),
     // 32 KB, operands widened to f32
-    shape(1024, 256, 16, 64, 32),
     shape(512, 256, 32, 32, 32),
-    // 16 KB
+    // 16 KB; 32 KB widened
     shape(128, 128, 16, 32, 32),
     shape(1024, 256, 16, 64, 32),
 ];
