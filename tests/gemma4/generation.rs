@@ -3,7 +3,7 @@
 use crate::fixture::{Fixture, greedy, on_every_device};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    FinishReason, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, Prompt, Sampling,
+    Drafts, FinishReason, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, Prompt, Sampling,
 };
 use std::ops::ControlFlow;
 
@@ -36,6 +36,53 @@ fn greedy_tokens_are_those_of_transformers() {
             fixture.generated,
             "{what} in chunks, keys compact"
         );
+    });
+}
+
+/// However a prompt is read, past the window and past a block of the full layers' buffers: alone, with drafts, and in batches of equal
+/// lengths and of others.
+#[test]
+fn chunks_change_nothing() {
+    on_every_device(|fixture, gemma, device| {
+        // Every number of rows is tuned and compiled anew where there are kernels.
+        let chunks = match device.device == Device::flex() {
+            true => &[1, 3, 8, 9, 300, usize::MAX][..],
+            false => &[9],
+        };
+        if device.device != Device::flex() && fixture.name != "dense-ple" {
+            return;
+        }
+        let longer: Vec<u32> = (0..3).flat_map(|_| fixture.prompt.clone()).collect();
+        let batches = [
+            vec![&longer[..], &longer[1..], &fixture.prompt[..1]],
+            vec![&longer[..30], &longer[7..37]],
+        ];
+        let plain = greedy(gemma, 6);
+        let all = |options: &GenerateOptions| {
+            let drafted = GenerateOptions {
+                drafts: Drafts::Lookup,
+                ..options.clone()
+            };
+            let mut texts = vec![tokens(gemma, &longer, options)];
+            texts.push(tokens(gemma, &longer, &drafted));
+            for batch in &batches {
+                let prompts: Vec<Prompt> = batch.iter().map(|one| one.to_vec().into()).collect();
+                let batch = gemma
+                    .generate_batch(&prompts, options)
+                    .expect("generations");
+                texts.extend(batch.into_iter().map(|one| one.tokens));
+            }
+            texts
+        };
+        let expected = all(&plain);
+        for chunk in chunks {
+            let options = GenerateOptions {
+                prefill_chunk: Some(*chunk),
+                ..plain.clone()
+            };
+            let what = format!("{} {} by {chunk}", fixture.name, device.name);
+            assert_eq!(all(&options), expected, "{what}");
+        }
     });
 }
 
@@ -88,6 +135,11 @@ fn sessions_go_on() {
     let other = generate(&fixture.prompt[1..]);
     assert_eq!(other.timings.prefill_tokens, 23);
     assert_eq!(other.tokens, tokens(&gemma, &fixture.prompt[1..], &options));
+    let [first, .., last] = &fixture.prompt[..] else {
+        panic!("a prompt of two tokens");
+    };
+    assert_eq!(generate(&[*first]).timings.prefill_tokens, 1);
+    assert_eq!(generate(&[*last]).timings.prefill_tokens, 1);
 }
 
 #[test]

@@ -33,6 +33,7 @@ mod programs;
 mod prompts;
 mod quantized;
 mod sampling;
+mod sessions;
 mod templates;
 mod text;
 mod vocabulary;

@@ -16,9 +16,10 @@ mod quantize;
 mod save;
 mod source;
 
+pub(crate) use files::map;
 pub(crate) use foreign::missing;
 pub(crate) use host_table::HostTable;
-pub(crate) use save::{create, stored, write_file, write_tensors};
+pub(crate) use save::{Stored, create, stored, write_file, write_tensors};
 pub(crate) use source::upload_f32;
 
 use crate::{
