@@ -43,47 +43,37 @@ fn greedy_tokens_are_those_of_transformers() {
 /// lengths and of others.
 #[test]
 fn chunks_change_nothing() {
-    on_every_device(|fixture, gemma, device| {
-        // Every number of rows is tuned and compiled anew where there are kernels.
-        let chunks = match device.device == Device::flex() {
-            true => &[1, 3, 8, 9, 300, usize::MAX][..],
-            false => &[9],
-        };
-        if device.device != Device::flex() && fixture.name != "dense-ple" {
-            return;
-        }
-        let longer: Vec<u32> = (0..3).flat_map(|_| fixture.prompt.clone()).collect();
+    for fixture in Fixture::all() {
+        let gemma = fixture.load(&Device::flex(), DType::F32);
+        let longer: Vec<u32> = (0..11).flat_map(|_| fixture.prompt.clone()).collect();
         let batches = [
             vec![&longer[..], &longer[1..], &fixture.prompt[..1]],
             vec![&longer[..30], &longer[7..37]],
         ];
-        let plain = greedy(gemma, 6);
         let all = |options: &GenerateOptions| {
             let drafted = GenerateOptions {
                 drafts: Drafts::Lookup,
                 ..options.clone()
             };
-            let mut texts = vec![tokens(gemma, &longer, options)];
-            texts.push(tokens(gemma, &longer, &drafted));
+            let mut texts = vec![tokens(&gemma, &longer, options)];
+            texts.push(tokens(&gemma, &longer, &drafted));
             for batch in &batches {
                 let prompts: Vec<Prompt> = batch.iter().map(|one| one.to_vec().into()).collect();
-                let batch = gemma
-                    .generate_batch(&prompts, options)
-                    .expect("generations");
-                texts.extend(batch.into_iter().map(|one| one.tokens));
+                let batch = gemma.generate_batch(&prompts, options);
+                let batch = batch.expect("generations").into_iter();
+                texts.extend(batch.map(|one| one.tokens));
             }
             texts
         };
-        let expected = all(&plain);
-        for chunk in chunks {
+        let expected = all(&greedy(&gemma, 6));
+        for chunk in [9, 257, usize::MAX] {
             let options = GenerateOptions {
-                prefill_chunk: Some(*chunk),
-                ..plain.clone()
+                prefill_chunk: Some(chunk),
+                ..greedy(&gemma, 6)
             };
-            let what = format!("{} {} by {chunk}", fixture.name, device.name);
-            assert_eq!(all(&options), expected, "{what}");
+            assert_eq!(all(&options), expected, "{} by {chunk}", fixture.name);
         }
-    });
+    }
 }
 
 #[test]

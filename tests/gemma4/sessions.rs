@@ -47,7 +47,11 @@ fn branches_are_read_from_where_they_begin() {
         };
         for name in names {
             let gemma = Fixture::open(name).load(&device.device, DType::F32);
-            let plain = greedy(&gemma, 12);
+            let plain = GenerateOptions {
+                // Every number of rows is tuned and compiled anew where there are kernels.
+                prefill_chunk: (!is_flex).then_some(1),
+                ..greedy(&gemma, if is_flex { 12 } else { 5 })
+            };
             let compact = GenerateOptions {
                 compact_keys: true,
                 ..plain.clone()
@@ -59,7 +63,7 @@ fn branches_are_read_from_where_they_begin() {
             };
             let kinds = match is_flex {
                 true => vec![plain, compact, lookup],
-                false => vec![plain, lookup],
+                false => vec![plain],
             };
             for options in kinds {
                 let what = format!("{name} {} {:?}", device.name, options.drafts);
@@ -75,11 +79,16 @@ fn branches_are_read_from_where_they_begin() {
                 };
                 let first = expect(&mut session, trunk.clone(), 40);
                 // All but the last token of the answer was read.
-                let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
-                expect(&mut session, longer, 4);
+                if is_flex {
+                    let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
+                    expect(&mut session, longer, 4);
+                }
                 // The checkpoints: 8 tokens before the end of each prompt, where something was to be read before it.
                 let at = trunk.len() - MARGIN;
                 expect(&mut session, branch(36, 2), 45 - at);
+                if !is_flex {
+                    continue;
+                }
                 expect(&mut session, branch(34, 3), 43 - at);
                 // Before the first of them, there is nothing to go back to but the beginning.
                 expect(&mut session, branch(20, 4), 29);
@@ -174,14 +183,22 @@ fn refused(gemma: &Gemma4, path: &Path) -> Gemma4Error {
 fn sessions_are_kept_on_disk() {
     for device in devices() {
         let gemma = Fixture::open("dense-ple").load(&device.device, DType::F32);
-        let compact = Fixture::open("dense-keqv").load(&device.device, DType::F32);
+        let is_flex = device.device == Device::flex();
+        let options = LoadOptions::new().dtype(DType::F32);
+        let words = Gemma4::load(folder("gguf/dense-ple.Q8_0.gguf"), &device.device, options);
+        let words = words.expect("a model");
+        let compact = Fixture::open("dense-keqv").load(&Device::flex(), DType::F32);
         let kept = TempDir::new().expect("a folder");
         let path = kept.path().join("session.safetensors");
         for (gemma, drafts) in [
             (&gemma, Drafts::None),
             (&gemma, Drafts::Lookup),
             (&compact, Drafts::None),
+            (&words, Drafts::None),
         ] {
+            if !is_flex && (drafts != Drafts::None || !std::ptr::eq(gemma, &words)) {
+                continue;
+            }
             let options = GenerateOptions {
                 compact_keys: true,
                 drafts,
