@@ -7,9 +7,9 @@
 use attention_workspace::{
     Error,
     model::{GenerationArguments, ModelArguments},
-    terminal::{Interrupt, Output, exit_code, note, prompt, read_line},
+    terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };
-use burn_gemma4::{FinishReason, GenerateOptions, Message, Session};
+use burn_gemma4::{FinishReason, GenerateOptions, Message, Role, Session};
 use clap::Parser;
 use std::io::{IsTerminal, stdin};
 use std::process::ExitCode;
@@ -39,16 +39,19 @@ fn run(cli: &Cli) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
     let mut loaded = cli.model.load()?;
     loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
+    let (session, messages) = cli.generation.session(&loaded.gemma)?;
     let mut conversation = Conversation {
-        beginning: cli.system.iter().map(Message::system).collect(),
-        messages: Vec::new(),
-        session: loaded.gemma.session(),
+        beginning: beginning(cli, &messages)?,
+        messages,
+        session,
         options: GenerateOptions {
             cancellation: Some(interrupt.cancellation()),
             ..cli.generation.options(&loaded.gemma)
         },
     };
-    conversation.reset();
+    if conversation.messages.is_empty() {
+        conversation.reset();
+    }
 
     let is_interactive = stdin().is_terminal();
     if is_interactive {
@@ -76,7 +79,29 @@ fn run(cli: &Cli) -> Result<(), Error> {
             },
         }
     }
+    let Conversation {
+        session, messages, ..
+    } = &conversation;
+    cli.generation.keep(session, messages)?;
     output.finish()
+}
+
+/// What the conversation begins with: what is asked for, or what one from a file began with.
+fn beginning(cli: &Cli, messages: &[Message]) -> Result<Vec<Message>, Error> {
+    let asked: Vec<Message> = cli.system.iter().map(Message::system).collect();
+    let first = messages.iter().take(1);
+    let kept: Vec<Message> = first
+        .filter(|message| message.role == Role::System)
+        .cloned()
+        .collect();
+    match messages.is_empty() || asked.is_empty() || asked == kept {
+        true if messages.is_empty() => Ok(asked),
+        true => Ok(kept),
+        false => {
+            let reason = "--system is not what the conversation in --cache began with";
+            Err(WrongArgument(reason.into()).into())
+        }
+    }
 }
 
 struct Conversation<'a> {

@@ -11,11 +11,14 @@ use attention_workspace::{
     model::{GenerationArguments, Loaded, ModelArguments},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
-use burn_gemma4::{DraftCounts, FinishReason, Gemma4, Generation, Message, Prompt, TokenLogprobs};
+use burn_gemma4::{
+    DraftCounts, FinishReason, Gemma4, Generation, Message, Prompt, Token, TokenLogprobs,
+};
 use clap::Parser;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{IsTerminal, stdin};
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -79,18 +82,23 @@ fn run(cli: &Cli) -> Result<(), Error> {
     options.cancellation = Some(interrupt.cancellation());
 
     let mut output = Output::default();
+    let (mut session, _) = cli.generation.session(gemma)?;
+    let generate =
+        |on_token: &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>| match &cli.generation.cache {
+            Some(_) => session.generate(prompt, &options, on_token),
+            None => gemma.generate(prompt, &options, on_token),
+        };
     let generation = if cli.json {
-        let silently = || gemma.generate(prompt, &options, |_| interrupt.flow());
+        let silently = || generate(&mut |_| interrupt.flow());
         let generation = interrupt.catch(silently)?;
         let report = serde_json::to_string(&Report::new(&loaded, &generation))?;
         // A reader that has gone is seen below.
         let _ = output.write(&(report + "\n"));
         generation
     } else {
-        output.stream(&interrupt, |on_token| {
-            gemma.generate(prompt, &options, on_token)
-        })?
+        output.stream(&interrupt, |on_token| generate(on_token))?
     };
+    cli.generation.keep(&session, &[])?;
     output.finish()?;
     if !cli.json {
         list_logprobs(gemma, &generation)?;

@@ -4,8 +4,8 @@ use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn_gemma4::{
-    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, LoadOptions, LoadProgress,
-    PerLayerTable, Quantization, Sampling,
+    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, LoadOptions, LoadProgress, Message,
+    PerLayerTable, Quantization, Sampling, SavedSession, Session,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -203,6 +203,10 @@ pub struct GenerationArguments {
     /// those layers' memory.
     #[arg(long)]
     pub compact_keys: bool,
+    /// Reads a prompt by this many tokens at a time, so that the memory of what is computed does not grow with it [default: 8192, on a
+    /// processor 512].
+    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
+    pub chunk: Option<usize>,
     /// Guesses tokens ahead by what came after the last ones earlier in the text, so that several are read in one pass. The text
     /// stays the same; it comes faster where answers repeat what was said.
     #[arg(long, group = "drafts")]
@@ -214,6 +218,10 @@ pub struct GenerationArguments {
     /// how many were right so far].
     #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive, requires = "drafts")]
     pub draft_tokens: Option<usize>,
+    /// Keeps what was read, with its keys and values, in this file: goes on with it where it is there, so that only what is new is read, and
+    /// writes it at the end. A chat keeps its conversation, too.
+    #[arg(long, value_name = "FILE")]
+    pub cache: Option<PathBuf>,
     /// Whether the model thinks before it answers a message. Thoughts go to standard error.
     #[arg(long, value_enum, value_name = "SWITCH")]
     pub thinking: Option<Switch>,
@@ -243,6 +251,40 @@ impl GenerationArguments {
         })
     }
 
+    /// The session in the file that was asked for, and its conversation; a new one where there is no such file.
+    ///
+    /// # Errors
+    /// As [`SavedSession::read`].
+    pub fn session<'a>(&self, gemma: &'a Gemma4) -> Result<(Session<'a>, Vec<Message>), Error> {
+        let there = match &self.cache {
+            Some(path) => path.try_exists()?.then_some(path),
+            None => None,
+        };
+        let Some(path) = there else {
+            return Ok((gemma.session(), Vec::new()));
+        };
+        let mut saved = SavedSession::read(gemma.model(), path)?;
+        note(format_args!(
+            "goes on with {}: {} tokens, {} messages",
+            path.display(),
+            saved.tokens().len(),
+            saved.messages.len(),
+        ));
+        let messages = std::mem::take(&mut saved.messages);
+        Ok((gemma.resume(saved), messages))
+    }
+
+    /// Writes a session and its conversation to the file that was asked for.
+    ///
+    /// # Errors
+    /// As [`Session::save`].
+    pub fn keep(&self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
+        if let Some(path) = &self.cache {
+            session.save(path, messages)?;
+        }
+        Ok(())
+    }
+
     /// The checkpoint's options, with those that were given in their place.
     pub fn options(&self, gemma: &Gemma4) -> GenerateOptions {
         let mut options = gemma.options();
@@ -254,6 +296,7 @@ impl GenerationArguments {
             options.stop_strings.clone_from(&self.stop);
         }
         options.compact_keys = self.compact_keys;
+        options.prefill_chunk = self.chunk;
         options.drafts = match (self.lookup, &self.draft) {
             (true, _) => Drafts::Lookup,
             (false, Some(_)) => Drafts::Drafter,

@@ -5,7 +5,7 @@ use attention_workspace::training::{documents, rows};
 use burn::tensor::{Device, Int, Tensor};
 use burn_gemma4::{
     ChatOptions, ChatTemplate, Drafter, DrafterConfig, Gemma4, Gemma4Config, Gemma4Model,
-    GenerationDefaults, LayerType, LoadOptions, Logits, Message, Prompt, Tokenizer,
+    GenerationDefaults, LayerType, LoadOptions, Logits, Message, Prompt, SavedSession, Tokenizer,
 };
 use std::{fs, path::Path};
 use tempfile::TempDir;
@@ -68,6 +68,11 @@ pub const TARGETS: &[Target] = &[
         name: "adapter",
         format: Format::JsonAndSafetensors,
         prepare: adapter,
+    },
+    Target {
+        name: "session",
+        format: Format::Safetensors,
+        prepare: session,
     },
     Target {
         name: "conversations",
@@ -346,14 +351,35 @@ fn template() -> Read {
     })
 }
 
-/// `adapter_config.json` and `adapter_model.safetensors`, into the model of the corpus.
-fn adapter() -> Read {
+/// The model of the corpus, in a folder.
+fn of_corpus() -> (TempDir, Gemma4Model) {
     let base = with_config();
     let corpus = crate::worker::corpus("safetensors");
     let weights = base.path().join("model.safetensors");
     fs::copy(corpus.join("smallest.safetensors"), weights).expect("a file to write");
     let model = Gemma4Model::load(base.path(), &Device::flex(), LoadOptions::new());
-    let model = model.expect("a model");
+    (base, model.expect("a model"))
+}
+
+/// Sessions of the model of the corpus, which read one more token.
+fn session() -> Read {
+    let (folder, model) = of_corpus();
+    let path = folder.path().join("session.safetensors");
+    Box::new(move |input| {
+        write(&path, input);
+        let _holds = &folder;
+        let saved = said(SavedSession::read(&model, &path))?;
+        let count = saved.tokens().len();
+        let mut cache = saved.into_cache();
+        let token = Tensor::<2, Int>::from_data([[1]], &model.device());
+        said(model.step(token, &mut cache, Logits::Last(1)))?;
+        Ok("a".repeat(count))
+    })
+}
+
+/// `adapter_config.json` and `adapter_model.safetensors`, into the model of the corpus.
+fn adapter() -> Read {
+    let (base, model) = of_corpus();
     Box::new(move |input| {
         let (json, tensors) = apart(input);
         for (file, contents) in [

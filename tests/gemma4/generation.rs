@@ -3,7 +3,7 @@
 use crate::fixture::{Fixture, greedy, on_every_device};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
-    FinishReason, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, Prompt, Sampling,
+    Drafts, FinishReason, Gemma4, Gemma4Error, GenerateOptions, LoadOptions, Prompt, Sampling,
 };
 use std::ops::ControlFlow;
 
@@ -37,6 +37,43 @@ fn greedy_tokens_are_those_of_transformers() {
             "{what} in chunks, keys compact"
         );
     });
+}
+
+/// However a prompt is read, past the window and past a block of the full layers' buffers: alone, with drafts, and in batches of equal
+/// lengths and of others.
+#[test]
+fn chunks_change_nothing() {
+    for fixture in Fixture::all() {
+        let gemma = fixture.load(&Device::flex(), DType::F32);
+        let longer: Vec<u32> = (0..11).flat_map(|_| fixture.prompt.clone()).collect();
+        let batches = [
+            vec![&longer[..], &longer[1..], &fixture.prompt[..1]],
+            vec![&longer[..30], &longer[7..37]],
+        ];
+        let all = |options: &GenerateOptions| {
+            let drafted = GenerateOptions {
+                drafts: Drafts::Lookup,
+                ..options.clone()
+            };
+            let mut texts = vec![tokens(&gemma, &longer, options)];
+            texts.push(tokens(&gemma, &longer, &drafted));
+            for batch in &batches {
+                let prompts: Vec<Prompt> = batch.iter().map(|one| one.to_vec().into()).collect();
+                let batch = gemma.generate_batch(&prompts, options);
+                let batch = batch.expect("generations").into_iter();
+                texts.extend(batch.map(|one| one.tokens));
+            }
+            texts
+        };
+        let expected = all(&greedy(&gemma, 6));
+        for chunk in [9, 257, usize::MAX] {
+            let options = GenerateOptions {
+                prefill_chunk: Some(chunk),
+                ..greedy(&gemma, 6)
+            };
+            assert_eq!(all(&options), expected, "{} by {chunk}", fixture.name);
+        }
+    }
 }
 
 #[test]
@@ -88,6 +125,11 @@ fn sessions_go_on() {
     let other = generate(&fixture.prompt[1..]);
     assert_eq!(other.timings.prefill_tokens, 23);
     assert_eq!(other.tokens, tokens(&gemma, &fixture.prompt[1..], &options));
+    let [first, .., last] = &fixture.prompt[..] else {
+        panic!("a prompt of two tokens");
+    };
+    assert_eq!(generate(&[*first]).timings.prefill_tokens, 1);
+    assert_eq!(generate(&[*last]).timings.prefill_tokens, 1);
 }
 
 #[test]

@@ -39,6 +39,7 @@ mod quantized;
 #[cfg(feature = "training")]
 mod quantizing;
 mod sampling;
+mod sessions;
 mod templates;
 mod text;
 mod vocabulary;

@@ -5,7 +5,7 @@ use crate::error::existing;
 use crate::{
     Cache, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config, Gemma4Error,
     Gemma4Model, GenerateOptions, Generation, GenerationDefaults, LoadOptions, Message,
-    Quantization, Token, Tokenizer, generate,
+    Quantization, Session, Token, Tokenizer, generate,
 };
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
@@ -304,9 +304,13 @@ impl Gemma4 {
         &self,
         prompt: impl Into<Prompt>,
         options: &GenerateOptions,
-        on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
+        mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
     ) -> Result<Generation, Gemma4Error> {
-        self.session().generate(prompt, options, on_token)
+        let tokens = self.tokens(&prompt.into(), options.chat)?;
+        let prompts = std::slice::from_ref(&tokens);
+        let max_tokens = generate::check(self.config(), prompts, self.drafter(), options)?;
+        let mut cache = options.cache(self.config(), vec![0]);
+        self.run(tokens, &mut cache, options, max_tokens, &mut on_token)
     }
 
     /// Goes on from several prompts at once, of any lengths.
@@ -342,6 +346,26 @@ impl Gemma4 {
         )
     }
 
+    /// Goes on from the only prompt, which has been checked, and whose first tokens `cache` may hold.
+    pub(crate) fn run(
+        &self,
+        tokens: Vec<u32>,
+        cache: &mut Cache,
+        options: &GenerateOptions,
+        max_tokens: usize,
+        on_token: &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>,
+    ) -> Result<Generation, Gemma4Error> {
+        let mut generations = generate::run(
+            self.checkpoint(),
+            vec![tokens],
+            cache,
+            options,
+            max_tokens,
+            &mut |_, token| on_token(token),
+        )?;
+        Ok(generations.remove(0))
+    }
+
     fn checkpoint(&self) -> generate::Checkpoint<'_> {
         generate::Checkpoint {
             model: &self.model,
@@ -352,88 +376,7 @@ impl Gemma4 {
 
     /// Generations that share what they have read: a conversation, each turn of which begins with all turns before.
     pub fn session(&self) -> Session<'_> {
-        Session {
-            gemma: self,
-            cache: self.model.cache(vec![0]),
-            read: Vec::new(),
-        }
-    }
-}
-
-/// Generations of one model, one after the other, that share the keys and values of what they begin with.
-#[derive(Debug)]
-pub struct Session<'a> {
-    gemma: &'a Gemma4,
-    cache: Cache,
-    /// The tokens in the cache.
-    read: Vec<u32>,
-}
-
-impl Session<'_> {
-    /// Goes on from a prompt, as [`Gemma4::generate`]. What the prompt has in common with what the session has read is not read again,
-    /// if the prompt begins with all of it, keys are kept in the same way, and there are drafts again, or none.
-    ///
-    /// # Errors
-    /// As [`Gemma4::generate`].
-    pub fn generate(
-        &mut self,
-        prompt: impl Into<Prompt>,
-        options: &GenerateOptions,
-        mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
-    ) -> Result<Generation, Gemma4Error> {
-        let tokens = self.gemma.tokens(&prompt.into(), options.chat)?;
-        let config = self.gemma.config();
-        let max_tokens = generate::check(
-            config,
-            std::slice::from_ref(&tokens),
-            self.gemma.drafter(),
-            options,
-        )?;
-        // The last token must be read again for its logits, and a ring forgets: there is no going back a few tokens.
-        let continues = tokens.len() > self.read.len()
-            && tokens.starts_with(&self.read)
-            && options.fits(&self.cache);
-        if !continues {
-            self.cache = options.cache(config, vec![0]);
-            self.read.clear();
-        }
-        let generations = generate::run(
-            self.gemma.checkpoint(),
-            vec![tokens],
-            &mut self.cache,
-            options,
-            max_tokens,
-            &mut |_, token| on_token(token),
-        );
-        let generation = match generations.map(|mut generations| generations.pop()) {
-            Ok(Some(generation)) => generation,
-            outcome => {
-                // What the cache holds after a failure is not known.
-                self.reset();
-                outcome?;
-                unreachable!("one prompt gives one generation");
-            }
-        };
-        self.read = [&generation.prompt_tokens[..], &generation.tokens].concat();
-        self.read.truncate(self.cache.len());
-        Ok(generation)
-    }
-
-    /// Forgets everything read.
-    pub fn reset(&mut self) {
-        let empty = Cache::new(self.gemma.config(), vec![0], self.cache.has_compact_keys());
-        self.cache = empty.forgetting(self.cache.spare());
-        self.read.clear();
-    }
-
-    /// Tokens in the cache.
-    pub fn len(&self) -> usize {
-        self.cache.len()
-    }
-
-    /// Whether nothing has been read.
-    pub fn is_empty(&self) -> bool {
-        self.cache.is_empty()
+        Session::new(self)
     }
 }
 

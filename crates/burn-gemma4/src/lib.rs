@@ -12,6 +12,7 @@ mod generate;
 mod model;
 mod op;
 mod quantized;
+mod session;
 mod text;
 mod train;
 
@@ -28,7 +29,7 @@ pub use config::{
 };
 pub use drafter::{Drafter, Guesses, MaskedEmbedding};
 pub use error::{Gemma4Error, TensorProblem};
-pub use gemma::{Gemma4, Prompt, Session};
+pub use gemma::{Gemma4, Prompt};
 pub use generate::{
     FinishReason, GenerateOptions, Generation, Timings, Token,
     cancellation::Cancellation,
@@ -39,6 +40,7 @@ pub use generate::{
     sampling::{Sampling, sampler::Sampler},
 };
 pub use model::{Gemma4Model, Logits, cache::Cache, layer, observe, observe::Part};
+pub use session::{SavedSession, Session};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},
     parts::TextKind,

@@ -205,7 +205,7 @@ impl Adapter {
                     };
                     Some((format!("{WRAPPED}{prefix}{path}{suffix}"), tensor))
                 });
-        write_tensors(&folder.join(WEIGHTS), factors)?;
+        write_tensors(&folder.join(WEIGHTS), None, factors)?;
         write_file(&folder.join(CONFIG), json.as_bytes())
     }
 }

@@ -156,7 +156,7 @@ fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
     }
 }
 
-pub(super) fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
+pub(crate) fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
     let failed = |source| missing(path.to_owned(), source);
     let file = File::open(path).map_err(failed)?;
     // SAFETY: what is mapped must not change while it is read. The file is opened for reading and not written by this

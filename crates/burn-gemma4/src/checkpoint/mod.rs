@@ -18,10 +18,11 @@ mod save;
 mod source;
 
 pub use export::{QuantizedCheckpoint, quantize_checkpoint};
+pub(crate) use files::map;
 pub(crate) use foreign::missing;
 pub(crate) use host_table::HostTable;
 pub use save::copy_beside;
-pub(crate) use save::{create, stored, write_file, write_tensors};
+pub(crate) use save::{Stored, create, stored, write_file, write_tensors};
 pub(crate) use source::upload_f32;
 
 use crate::{

@@ -64,6 +64,7 @@ impl Gemma4Model {
         let names = Names::of_text();
         write_tensors(
             &folder.join("model.safetensors"),
+            None,
             self.stored(dtype)
                 .into_iter()
                 .map(|(path, tensor)| (names.in_file(&path), tensor)),
@@ -104,7 +105,7 @@ impl Gemma4Model {
                 .map(|(path, tensor)| (names.in_file(&path), tensor)),
         );
         create(folder)?;
-        write_tensors(&folder.join("model.safetensors"), tensors.into_iter())?;
+        write_tensors(&folder.join("model.safetensors"), None, tensors.into_iter())?;
         write_file(&folder.join("config.json"), config.as_bytes())
     }
 }
@@ -231,13 +232,18 @@ pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error
     replace(path, |partial| fs::write(partial, contents))
 }
 
-/// [`write_file`] of tensors.
+/// [`write_file`] of tensors, with one more of the file's metadata.
 pub(crate) fn write_tensors<V: View>(
     path: &Path,
+    metadata: Option<(&str, String)>,
     tensors: impl Iterator<Item = (String, V)>,
 ) -> Result<(), Gemma4Error> {
     // What transformers looks for in the file.
-    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let format = ("format", "pt".to_owned());
+    let metadata = [format].into_iter().chain(metadata);
+    let metadata: HashMap<String, String> = metadata
+        .map(|(key, value)| (key.to_owned(), value))
+        .collect();
     replace(path, |partial| {
         serialize_to_file(tensors, Some(metadata), partial).map_err(|error| match error {
             safetensors::SafeTensorError::IoError(error) => error,
@@ -317,7 +323,7 @@ pub(crate) struct Stored {
 
 impl Stored {
     /// `tensor`, in `dtype` and in this shape.
-    fn new<const D: usize>(
+    pub fn new<const D: usize>(
         shape: Vec<usize>,
         dtype: DType,
         tensor: impl Fn() -> Tensor<D> + 'static,
@@ -329,6 +335,15 @@ impl Stored {
                 let data = tensor().into_data().convert_dtype(dtype);
                 data.into_bytes().to_vec()
             }),
+        }
+    }
+
+    /// So many numbers as they are written.
+    pub fn of_bytes(shape: Vec<usize>, dtype: Dtype, bytes: Vec<u8>) -> Self {
+        Self {
+            shape,
+            dtype,
+            read: Box::new(move || bytes.clone()),
         }
     }
 

@@ -17,7 +17,7 @@ use crate::{
     model::{Logits, per_layer::Tokens},
     text::stop,
 };
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 use draft::{DraftCounts, Drafts, Guesser};
 use sequence::{Chosen, Sequence, samplers};
 use serde::Serialize;
@@ -26,7 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Tokens of a prompt that a processor reads at once where the generation can be cancelled.
+/// Tokens that a processor reads at once, of all prompts of a batch together, where nobody says otherwise.
 const PROCESSORS_CHUNK: usize = 512;
 /// The same for other devices, which need more to be busy.
 const ACCELERATORS_CHUNK: usize = 8192;
@@ -47,8 +47,8 @@ pub struct GenerateOptions {
     pub stop_strings: Vec<String>,
     /// Tells of every token how likely it was, and so many of the likeliest in its place.
     pub logprobs: Option<usize>,
-    /// Reads the prompt by this many tokens at a time, which bounds the memory that takes; at once without, if nothing can
-    /// cancel it.
+    /// Reads a prompt by this many tokens at a time, so that the memory of what is computed does not grow with it; without, by 8,192, on a
+    /// processor by 512, which are shared among the prompts of a batch.
     pub prefill_chunk: Option<usize>,
     /// Ends the generation from another thread, also while the prompt is read.
     pub cancellation: Option<Cancellation>,
@@ -252,9 +252,7 @@ pub(crate) fn run(
         drafter,
         tokenizer,
     } = checkpoint;
-    let device = model.device();
     let pad = model.config().pad_token;
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let read_before = cache.len();
     let mut timings = Timings::default();
     let mut sequences: Vec<Sequence<'_>> = prompts
@@ -264,7 +262,7 @@ pub(crate) fn run(
         .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
-    let hidden = prefill(model, &sequences, longest, cache, options, &device)?;
+    let hidden = prefill(model, &sequences, cache, options)?;
     timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
     let Some(hidden) = hidden else {
         timings.prefill = start.elapsed();
@@ -358,49 +356,81 @@ fn is_accelerated(model: &Gemma4Model) -> bool {
     }
 }
 
+/// What reading leaves.
+enum Read {
+    Cancelled,
+    /// What the logits asked for are made of, `[batch, asked, hidden]`; nothing where none are.
+    Hidden(Option<Tensor<3>>),
+}
+
 /// Reads what is not yet in the cache of all prompts; what the logits after their last tokens are made of, `[batch, 1, hidden]`, nothing
 /// where it was cancelled.
 fn prefill(
     model: &Gemma4Model,
     sequences: &[Sequence<'_>],
-    longest: usize,
     cache: &mut Cache,
     options: &GenerateOptions,
-    device: &Device,
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+    let prompts: Vec<&[u32]> = sequences.iter().map(|one| &one.prompt[..]).collect();
+    let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
+    match read(model, &prompts, longest, Logits::Last(1), cache, options)? {
+        Read::Cancelled => Ok(None),
+        Read::Hidden(hidden) => Ok(hidden),
+    }
+}
+
+/// Reads the beginning of a prompt, up to a column, as a generation would.
+pub(crate) fn read_beginning(
+    model: &Gemma4Model,
+    beginning: &[u32],
+    cache: &mut Cache,
+    options: &GenerateOptions,
+) -> Result<(), Gemma4Error> {
+    let end = beginning.len();
+    read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
+}
+
+/// Reads prompts by chunks, from the cache's last column up to `longest`, the length of the longest of them. Of the last chunk are the
+/// logits that are asked for.
+fn read(
+    model: &Gemma4Model,
+    prompts: &[&[u32]],
+    longest: usize,
+    asked: Logits,
+    cache: &mut Cache,
+    options: &GenerateOptions,
+) -> Result<Read, Gemma4Error> {
+    let device = model.device();
     let pad = model.config().pad_token;
-    let chunk = match (options.prefill_chunk, &options.cancellation) {
-        (Some(chunk), _) => chunk,
-        (None, None) => longest,
-        (None, Some(_)) if is_accelerated(model) => ACCELERATORS_CHUNK,
-        (None, Some(_)) => PROCESSORS_CHUNK,
-    };
+    let chunk = options.prefill_chunk.unwrap_or_else(|| {
+        let together = match is_accelerated(model) {
+            true => ACCELERATORS_CHUNK,
+            false => PROCESSORS_CHUNK,
+        };
+        (together / prompts.len()).max(1)
+    });
     loop {
         if options.is_cancelled() {
-            return Ok(None);
+            return Ok(Read::Cancelled);
         }
         let start = cache.len();
-        let end = (start + chunk).min(longest);
+        let end = start.saturating_add(chunk).min(longest);
         let column = |prompt: &[u32], column: usize| {
             (column + prompt.len())
                 .checked_sub(longest)
                 .map_or(pad, |index| prompt[index])
         };
-        let tokens: Vec<u32> = sequences
+        let tokens: Vec<u32> = prompts
             .iter()
-            .flat_map(|sequence| (start..end).map(|index| column(&sequence.prompt, index)))
+            .flat_map(|prompt| (start..end).map(|index| column(prompt, index)))
             .collect();
-        let tokens = Tokens::upload(tokens, [sequences.len(), end - start], device);
-        let asked = match end == longest {
-            true => Logits::Last(1),
-            false => Logits::None,
-        };
-        let hidden = model.step_hidden(&tokens, cache, asked)?;
-        if hidden.is_some() {
-            return Ok(hidden);
+        let tokens = Tokens::upload(tokens, [prompts.len(), end - start], &device);
+        if end == longest {
+            return model.step_hidden(&tokens, cache, asked).map(Read::Hidden);
         }
-        if options.cancellation.is_some() {
-            // What is only queued could not be cancelled any more.
+        model.step_hidden(&tokens, cache, Logits::None)?;
+        if options.cancellation.is_some() || model.host_table.is_some() {
+            // What is only queued could not be cancelled any more, and holds its rows on the host.
             device
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;

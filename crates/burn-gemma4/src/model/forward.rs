@@ -62,7 +62,7 @@ impl Gemma4Model {
         observer.observe(Site::Embedding, || embedded.clone());
         let embedded = flat_rows(embedded);
         let (dtype, hidden) = (embedded.dtype(), embedded.dims()[1]);
-        let from_host = self.host_rows(on_host, &device);
+        let from_host = self.host_rows(on_host, &embedded.device());
         let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, linear::rows);
         if let Some(embeddings) = &embeddings {
             let layers = self.config.num_layers();

@@ -118,7 +118,11 @@ impl Gemma4Model {
     }
 
     /// `[rows, layers · columns]`: what the table has of tokens, wherever it is, scaled as [`Embedding`](super::layer::Embedding) does.
-    fn rows_of(&self, tokens: &Tensor<2, Int>, from_host: Option<Tensor<2>>) -> Option<Tensor<2>> {
+    pub(crate) fn rows_of(
+        &self,
+        tokens: &Tensor<2, Int>,
+        from_host: Option<Tensor<2>>,
+    ) -> Option<Tensor<2>> {
         let scale = (self.config.hidden_size_per_layer_input as f64).sqrt();
         if let Some(rows) = from_host {
             return Some(rows * scale);

@@ -153,7 +153,7 @@ impl Export<'_> {
         for (_, matrix) in matrices {
             tensors.extend(self.parts(matrix));
         }
-        write_tensors(&folder.join("model.safetensors"), tensors.into_iter())?;
+        write_tensors(&folder.join("model.safetensors"), None, tensors.into_iter())?;
         let config = self.packed_config(ignored)?;
         write_file(&folder.join("config.json"), config.as_bytes())?;
         copy_beside(self.from, folder)

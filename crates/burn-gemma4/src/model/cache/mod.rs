@@ -9,6 +9,8 @@
 
 mod buffers;
 
+pub(crate) mod checkpoint;
+pub(crate) mod columns;
 pub(crate) mod compact;
 pub(crate) mod key_values;
 #[cfg(feature = "cube")]

@@ -1,0 +1,357 @@
+//! Sessions on disk: a safetensors file with the tokens, their keys and values, and what tells of which model they are.
+
+use super::{Session, checkpoints::Checkpoints, fingerprint::Fingerprint};
+use crate::{
+    Cache, Gemma4, Gemma4Error, Gemma4Model, Message,
+    checkpoint::{Stored, map, write_tensors},
+    generate::draft::MOST_DRAFT_TOKENS,
+    model::cache::{checkpoint::Checkpoint, columns::Columns},
+};
+use burn::tensor::{DType, Tensor, TensorData};
+use safetensors::{Dtype, SafeTensors, tensor::Metadata};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{collections::BTreeMap, path::Path};
+
+/// What a file's metadata say, in JSON, by this key.
+const HEADER: &str = "session";
+const VERSION: usize = 1;
+const TOKENS: &str = "tokens";
+const WEIGHTS: &str = "weights";
+
+/// What is known of a session but its numbers.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    version: usize,
+    /// The model's shape, as in its `config.json`.
+    config: Value,
+    compact_keys: bool,
+    /// Columns that may be forgotten.
+    spare: usize,
+    /// Columns that rings still have.
+    kept: usize,
+    /// The last checkpoint.
+    turn: Option<Turn>,
+    messages: Vec<Message>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Turn {
+    column: usize,
+    kept: usize,
+}
+
+/// A session that was on disk, for the model that it was of.
+#[derive(Debug)]
+pub struct SavedSession {
+    cache: Cache,
+    read: Vec<u32>,
+    checkpoints: Checkpoints,
+    /// The conversation, as far as [`Session::save`] was told of it.
+    pub messages: Vec<Message>,
+}
+
+impl SavedSession {
+    /// Reads a file that [`Session::save`] has written, for the same model: of the same shape, with the same weights, computing in the
+    /// same dtype.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it is not whole or no session, and
+    /// [`Gemma4Error::Unsupported`] where it is one of another model, by what differs.
+    pub fn read(model: &Gemma4Model, path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let path = path.as_ref();
+        let bytes = map(path)?;
+        let file = File::of(path, &bytes)?;
+        file.check_model(model)?;
+        file.session(model)
+    }
+
+    /// The tokens that were read.
+    pub fn tokens(&self) -> &[u32] {
+        &self.read
+    }
+
+    /// Their keys and values, for [`Gemma4Model::step`].
+    pub fn into_cache(self) -> Cache {
+        self.cache
+    }
+}
+
+impl Gemma4 {
+    /// Goes on with a session that was [read](SavedSession::read) for this model.
+    pub fn resume(&self, saved: SavedSession) -> Session<'_> {
+        Session {
+            gemma: self,
+            cache: saved.cache,
+            read: saved.read,
+            checkpoints: saved.checkpoints,
+        }
+    }
+}
+
+impl Session<'_> {
+    /// Writes what was read, with its keys and values, to a file that [`SavedSession::read`] reads, and a conversation beside it. A file
+    /// that is there stays as it is until the new one is complete.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Io`] where the file cannot be written, [`Gemma4Error::Device`] where weights cannot be read, and as
+    /// [`Gemma4Config::to_json`](crate::Gemma4Config::to_json).
+    ///
+    /// # Panics
+    /// If the device fails while it is written.
+    pub fn save(&self, path: impl AsRef<Path>, messages: &[Message]) -> Result<(), Gemma4Error> {
+        let model = self.gemma.model();
+        let now = self.cache.checkpoint();
+        let turn = self.checkpoints.last();
+        let header = Header {
+            version: VERSION,
+            config: config(model)?,
+            compact_keys: self.cache.has_compact_keys(),
+            spare: self.cache.spare(),
+            kept: now.kept,
+            turn: turn.map(|turn| Turn {
+                column: turn.column,
+                kept: turn.kept,
+            }),
+            messages: messages.to_vec(),
+        };
+        let header = serde_json::to_string(&header).map_err(|error| Gemma4Error::Malformed {
+            path: path.as_ref().into(),
+            reason: error.to_string(),
+        })?;
+        let numbers = Fingerprint::of(model)?.numbers;
+        let of_numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
+        let of_tokens = self.read.iter().flat_map(|token| token.to_le_bytes());
+        let mut tensors = vec![
+            bytes(TOKENS, Dtype::U32, self.read.len(), of_tokens.collect()),
+            bytes(WEIGHTS, Dtype::F32, numbers.len(), of_numbers.collect()),
+        ];
+        let rings = ring_tensors("rings", &now);
+        let of_turn = turn.map(|turn| ring_tensors("turn", turn));
+        let all = self.cache.columns_of_layers().into_iter();
+        let all = all.chain(rings).chain(of_turn.into_iter().flatten());
+        tensors.extend(all.map(|(name, tensor)| {
+            let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
+            (name, Stored::new(shape, dtype, move || tensor.clone()))
+        }));
+        write_tensors(path.as_ref(), Some((HEADER, header)), tensors.into_iter())
+    }
+}
+
+fn bytes(name: &str, dtype: Dtype, count: usize, bytes: Vec<u8>) -> (String, Stored) {
+    (name.to_owned(), Stored::of_bytes(vec![count], dtype, bytes))
+}
+
+fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Tensor<4>)> {
+    let rings = checkpoint.rings.iter().enumerate();
+    let tensors = rings.filter_map(|(layer, ring)| Some((layer, ring.as_ref()?)));
+    tensors
+        .flat_map(|(layer, ring)| {
+            [("key", &ring.key), ("value", &ring.value)]
+                .map(|(what, tensor)| (format!("{prefix}.{layer}.{what}"), tensor.clone()))
+        })
+        .collect()
+}
+
+/// A model's shape, as its `config.json` has it.
+fn config(model: &Gemma4Model) -> Result<Value, Gemma4Error> {
+    let json = model.config().to_json()?;
+    serde_json::from_str(&json).map_err(|error| Gemma4Error::Config(error.to_string()))
+}
+
+/// A file that is a session, whoever's.
+struct File<'a> {
+    path: &'a Path,
+    header: Header,
+    tensors: SafeTensors<'a>,
+}
+
+impl<'a> File<'a> {
+    fn of(path: &'a Path, bytes: &'a [u8]) -> Result<Self, Gemma4Error> {
+        let malformed = |reason: String| Gemma4Error::Malformed {
+            path: path.into(),
+            reason,
+        };
+        let not_whole = |error| malformed(format!("not a whole safetensors file: {error}"));
+        let (_, metadata): (usize, Metadata) =
+            SafeTensors::read_metadata(bytes).map_err(not_whole)?;
+        let header = metadata.metadata().as_ref().and_then(|all| all.get(HEADER));
+        let header = header.ok_or_else(|| malformed("is no session".into()))?;
+        let version: Value = serde_json::from_str(header)
+            .map_err(|error| malformed(format!("its session's header: {error}")))?;
+        if version["version"] != VERSION {
+            return Err(malformed(format!(
+                "its session has the version {}; this program reads {VERSION}",
+                version["version"]
+            )));
+        }
+        let header = serde_json::from_value(version)
+            .map_err(|error| malformed(format!("its session's header: {error}")))?;
+        let tensors = SafeTensors::deserialize(bytes).map_err(not_whole)?;
+        Ok(Self {
+            path,
+            header,
+            tensors,
+        })
+    }
+
+    fn malformed(&self, reason: impl Into<String>) -> Gemma4Error {
+        Gemma4Error::Malformed {
+            path: self.path.into(),
+            reason: reason.into(),
+        }
+    }
+
+    fn of_another(&self, what: String) -> Gemma4Error {
+        Gemma4Error::Unsupported {
+            path: self.path.into(),
+            reason: format!("is the session of another model: {what}"),
+        }
+    }
+
+    /// The bytes of a list of 4 bytes each.
+    fn list(&self, name: &str, dtype: Dtype) -> Result<&[[u8; 4]], Gemma4Error> {
+        match self.tensors.tensor(name) {
+            Ok(view) if view.dtype() == dtype && view.shape().len() == 1 => {
+                Ok(view.data().as_chunks().0)
+            }
+            _ => Err(self.malformed(format!("has no list of {dtype:?} called {name}"))),
+        }
+    }
+
+    /// Refuses a session of another model.
+    fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
+        let own = config(model)?;
+        if own != self.header.config {
+            let of = |config: &Value| config.as_object().cloned().unwrap_or_default();
+            let (own, other) = (of(&own), of(&self.header.config));
+            let differs = own.keys().chain(other.keys());
+            let mut differs = differs.filter(|key| own.get(*key) != other.get(*key));
+            let key = differs.next().map_or("config", String::as_str);
+            return Err(self.of_another(format!("{key} differs")));
+        }
+        let numbers = self.list(WEIGHTS, Dtype::F32)?;
+        let numbers: Vec<f32> = numbers
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect();
+        match Fingerprint::of(model)?.differs(&numbers) {
+            Some(path) => Err(self.of_another(format!("{path} has other weights"))),
+            None => Ok(()),
+        }
+    }
+
+    fn session(&self, model: &Gemma4Model) -> Result<SavedSession, Gemma4Error> {
+        let tokens = self.list(TOKENS, Dtype::U32)?;
+        let read: Vec<u32> = tokens
+            .iter()
+            .map(|bytes| u32::from_le_bytes(*bytes))
+            .collect();
+        let config = model.config();
+        let vocabulary = read.iter().map(|token| i64::from(*token));
+        config
+            .check_tokens(vocabulary)
+            .map_err(|error| self.malformed(error.to_string()))?;
+        let Header {
+            compact_keys,
+            spare,
+            kept,
+            turn,
+            ..
+        } = self.header;
+        if read.len() > config.max_position_embeddings || spare > MOST_DRAFT_TOKENS {
+            return Err(self.malformed(format!(
+                "has {} tokens and {spare} columns to forget, which no session of this model has",
+                read.len()
+            )));
+        }
+        let cache = Cache::new(config, vec![0], compact_keys).forgetting(spare);
+        let expected = cache.expected_columns(config, read.len());
+        let now = Turn {
+            column: read.len(),
+            kept,
+        };
+        let mut shapes = expected;
+        let ring_shapes = |prefix: &str, turn: Turn| -> Result<Vec<Columns>, Gemma4Error> {
+            match turn.column <= read.len() && cache.may_keep(turn.column, turn.kept) {
+                true => Ok(cache.expected_rings(config, prefix, turn.kept)),
+                false => Err(self.malformed(format!(
+                    "keeps {} of {} columns in rings",
+                    turn.kept, turn.column
+                ))),
+            }
+        };
+        shapes.extend(ring_shapes("rings", now)?);
+        if let Some(turn) = turn {
+            shapes.extend(ring_shapes("turn", turn)?);
+        }
+        let mut tensors = self.upload(shapes, model)?;
+
+        let mut cache = cache;
+        cache.fill(model, &mut tensors);
+        let mut rings = |prefix: &str, turn: Turn| {
+            let rings = cache.rings_of(prefix, &mut tensors);
+            Checkpoint {
+                column: turn.column,
+                kept: turn.kept,
+                rings,
+            }
+        };
+        let now = rings("rings", now);
+        let turn = turn.map(|turn| rings("turn", turn));
+        cache.restore(&now);
+        Ok(SavedSession {
+            cache,
+            read,
+            checkpoints: Checkpoints::of(turn),
+            messages: self.header.messages.clone(),
+        })
+    }
+
+    /// The tensors of these names and shapes, which are to be all but the lists.
+    fn upload(
+        &self,
+        shapes: Vec<Columns>,
+        model: &Gemma4Model,
+    ) -> Result<BTreeMap<String, Tensor<4>>, Gemma4Error> {
+        let (device, dtype) = (model.device(), model.dtype());
+        let mut views = Vec::with_capacity(shapes.len());
+        for Columns { name, shape } in shapes {
+            let view = self.tensors.tensor(&name);
+            let view = view.map_err(|_| self.malformed(format!("{name} is missing")))?;
+            if view.shape() != shape {
+                let found = view.shape();
+                return Err(self.malformed(format!(
+                    "{name} has the shape {found:?}; it should be {shape:?}"
+                )));
+            }
+            if dtype_of(view.dtype()) != Some(dtype) {
+                return Err(self.of_another(format!(
+                    "its keys are in {:?}, and the model computes in {}",
+                    view.dtype(),
+                    dtype.name()
+                )));
+            }
+            views.push((name, shape, view));
+        }
+        if self.tensors.len() != views.len() + 2 {
+            return Err(self.malformed("has tensors that no session of this model has"));
+        }
+        let uploaded = views.into_iter().map(|(name, shape, view)| {
+            let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);
+            (name, Tensor::from_data(data, (&device, dtype)))
+        });
+        Ok(uploaded.collect())
+    }
+}
+
+fn dtype_of(written: Dtype) -> Option<DType> {
+    match written {
+        Dtype::F32 => Some(DType::F32),
+        Dtype::F16 => Some(DType::F16),
+        Dtype::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}

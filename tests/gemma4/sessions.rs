@@ -1,0 +1,310 @@
+//! Sessions: what a prompt has in common with what was read is not read again, whatever its template has changed, and the text is the one of a
+//! new session; rings come back as they were, also from a file; and a file that is another model's, or no session, is refused.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, folder, greedy};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{
+    Drafts, Gemma4, Gemma4Error, GenerateOptions, Generation, LoadOptions, Message, PerLayerTable,
+    Prompt, SavedSession, Session,
+};
+use std::{fs, ops::ControlFlow, path::Path};
+use tempfile::TempDir;
+
+/// What comes before a checkpoint of a prompt that is no conversation.
+const MARGIN: usize = 8;
+
+fn generate(
+    session: &mut Session<'_>,
+    prompt: impl Into<Prompt>,
+    options: &GenerateOptions,
+) -> Generation {
+    let generation = session.generate(prompt, options, |_| ControlFlow::Continue(()));
+    generation.expect("a generation")
+}
+
+fn alone(gemma: &Gemma4, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Generation {
+    let generation = gemma.generate(prompt, options, |_| ControlFlow::Continue(()));
+    generation.expect("a generation")
+}
+
+/// Tokens without meaning, other ones for each seed.
+fn text(seed: u32, count: usize) -> Vec<u32> {
+    (0..count as u32)
+        .map(|index| 20 + (index * 7 + seed * 31 + index * index % 11) % 290)
+        .collect()
+}
+
+/// Prompts that go on, branch off before and after a checkpoint, begin anew, and come again as they were; with kinds of caches whose rings
+/// have other slots.
+#[test]
+fn branches_are_read_from_where_they_begin() {
+    for device in devices() {
+        let is_flex = device.device == Device::flex();
+        let names: &[&'static str] = match is_flex {
+            true => &["dense-ple", "dense-keqv", "moe"],
+            false => &["dense-ple"],
+        };
+        for name in names {
+            let gemma = Fixture::open(name).load(&device.device, DType::F32);
+            let plain = GenerateOptions {
+                // Every number of rows is tuned and compiled anew where there are kernels.
+                prefill_chunk: (!is_flex).then_some(1),
+                ..greedy(&gemma, if is_flex { 12 } else { 5 })
+            };
+            let compact = GenerateOptions {
+                compact_keys: true,
+                ..plain.clone()
+            };
+            let lookup = GenerateOptions {
+                drafts: Drafts::Lookup,
+                prefill_chunk: Some(5),
+                ..plain.clone()
+            };
+            let kinds = match is_flex {
+                true => vec![plain, compact, lookup],
+                false => vec![plain],
+            };
+            for options in kinds {
+                let what = format!("{name} {} {:?}", device.name, options.drafts);
+                let mut session = gemma.session();
+                let trunk = text(0, 40);
+                let branch = |at: usize, seed| [&trunk[..at], &text(seed, 9)].concat();
+                let expect = |session: &mut Session<'_>, prompt: Vec<u32>, read: usize| {
+                    let found = generate(session, prompt.clone(), &options);
+                    let expected = alone(&gemma, prompt, &options);
+                    assert_eq!(found.tokens, expected.tokens, "{what}");
+                    assert_eq!(found.timings.prefill_tokens, read, "{what}");
+                    found
+                };
+                let first = expect(&mut session, trunk.clone(), 40);
+                // All but the last token of the answer was read.
+                if is_flex {
+                    let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
+                    expect(&mut session, longer, 4);
+                }
+                // The checkpoints: 8 tokens before the end of each prompt, where something was to be read before it.
+                let at = trunk.len() - MARGIN;
+                expect(&mut session, branch(36, 2), 45 - at);
+                if !is_flex {
+                    continue;
+                }
+                expect(&mut session, branch(34, 3), 43 - at);
+                // Before the first of them, there is nothing to go back to but the beginning.
+                expect(&mut session, branch(20, 4), 29);
+                // The same prompt again: its last tokens.
+                expect(&mut session, branch(20, 4), MARGIN);
+            }
+        }
+    }
+}
+
+/// As long as no window has moved on, a session goes back to any column.
+#[test]
+fn short_texts_need_no_checkpoint() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let options = greedy(&gemma, 2);
+    let mut session = gemma.session();
+    generate(&mut session, text(0, 6), &options);
+    let branch = [&text(0, 2)[..], &text(1, 3)].concat();
+    let found = generate(&mut session, branch.clone(), &options);
+    assert_eq!(found.timings.prefill_tokens, 3);
+    assert_eq!(found.tokens, alone(&gemma, branch, &options).tokens);
+}
+
+/// Templates that go on, drop thoughts, begin an answer with an empty thought that the history does not have, and write the last question in
+/// another way than those before.
+const TEMPLATES: [&str; 3] = [
+    // The checkpoints' own.
+    "",
+    "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}<turn|>\n{% endfor %}\
+     {% if add_generation_prompt %}<|turn>model\n<|channel>thought\n<channel|>{% endif %}",
+    "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}{% if loop.last %}!{% endif %}\n{{ message.content }}<turn|>\n{% endfor %}\
+     {% if add_generation_prompt %}<|turn>model\n{% endif %}",
+];
+
+#[test]
+fn turns_read_what_is_new_of_every_template() {
+    for (index, template) in TEMPLATES.into_iter().enumerate() {
+        let copy = TempDir::new().expect("a folder");
+        for file in [
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ] {
+            fs::copy(folder("dense-ple").join(file), copy.path().join(file)).expect("a file");
+        }
+        if !template.is_empty() {
+            fs::write(copy.path().join("chat_template.jinja"), template).expect("a file");
+        }
+        let gemma = Gemma4::load(copy.path(), &Device::flex(), LoadOptions::new());
+        let gemma = gemma.expect("a model");
+        for thinking in [false, true] {
+            let mut options = greedy(&gemma, 10);
+            options.chat.enable_thinking = thinking;
+            let mut session = gemma.session();
+            let mut messages = vec![Message::system("Be brief, and say what the cat says.")];
+            for turn in 0..4 {
+                messages.push(Message::user(format!("the cat {turn} and the other cat")));
+                let prompt = gemma.tokens(&messages.clone().into(), options.chat);
+                let prompt = prompt.expect("a prompt");
+                let found = generate(&mut session, messages.clone(), &options);
+                let expected = alone(&gemma, messages.clone(), &options);
+                assert_eq!(found.tokens, expected.tokens, "{index} turn {turn}");
+                // The answer as a person has it: other tokens than were read.
+                let answer = "what the cat says";
+                let read = found.timings.prefill_tokens;
+                // What is rewritten is the last question; where that began is known from the second turn on.
+                let rewrites = index == 2;
+                let turns = if rewrites { 5 } else { 3 };
+                if turn == 0 || (rewrites && turn == 1) {
+                    assert!(read <= prompt.len());
+                } else {
+                    let last = messages[messages.len() - turns..].to_vec();
+                    let of_turns = gemma.tokens(&last.into(), options.chat).expect("turns");
+                    let most = of_turns.len() + MARGIN;
+                    assert!(
+                        read <= most && read < prompt.len(),
+                        "{index} turn {turn}: {read}"
+                    );
+                }
+                messages.push(Message::assistant(answer));
+            }
+        }
+    }
+}
+
+fn refused(gemma: &Gemma4, path: &Path) -> Gemma4Error {
+    SavedSession::read(gemma.model(), path).expect_err("another's session")
+}
+
+#[test]
+fn sessions_are_kept_on_disk() {
+    for device in devices() {
+        let gemma = Fixture::open("dense-ple").load(&device.device, DType::F32);
+        let is_flex = device.device == Device::flex();
+        let options = LoadOptions::new().dtype(DType::F32);
+        let words = Gemma4::load(folder("gguf/dense-ple.Q8_0.gguf"), &device.device, options);
+        let words = words.expect("a model");
+        let compact = Fixture::open("dense-keqv").load(&Device::flex(), DType::F32);
+        let kept = TempDir::new().expect("a folder");
+        let path = kept.path().join("session.safetensors");
+        for (gemma, drafts) in [
+            (&gemma, Drafts::None),
+            (&gemma, Drafts::Lookup),
+            (&compact, Drafts::None),
+            (&words, Drafts::None),
+        ] {
+            if !is_flex && (drafts != Drafts::None || !std::ptr::eq(gemma, &words)) {
+                continue;
+            }
+            let options = GenerateOptions {
+                compact_keys: true,
+                drafts,
+                ..greedy(gemma, 6)
+            };
+            let messages = vec![Message::user("the <turn|> cat")];
+            let mut session = gemma.session();
+            let trunk = text(0, 30);
+            let first = generate(&mut session, trunk.clone(), &options);
+            session.save(&path, &messages).expect("saved");
+            // It goes on as the other one does, from its end and from its checkpoint.
+            for prompt in [
+                [&trunk[..], &first.tokens, &text(1, 3)].concat(),
+                [&trunk[..25], &text(2, 5)].concat(),
+            ] {
+                let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+                assert_eq!(saved.messages, messages);
+                assert_eq!(saved.tokens().len(), session.len());
+                let mut again = gemma.resume(saved);
+                let found = generate(&mut again, prompt.clone(), &options);
+                assert_eq!(found.tokens, alone(gemma, prompt.clone(), &options).tokens);
+                assert!(found.timings.prefill_tokens < 10, "{:?}", found.timings);
+            }
+        }
+        // One that has read nothing.
+        let session = gemma.session();
+        session.save(&path, &[]).expect("saved");
+        let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+        assert!(saved.tokens().is_empty());
+        let options = greedy(&gemma, 3);
+        let found = generate(&mut gemma.resume(saved), text(0, 5), &options);
+        assert_eq!(found.tokens, alone(&gemma, text(0, 5), &options).tokens);
+    }
+}
+
+#[test]
+fn a_session_of_another_model_is_refused() {
+    let device = Device::flex();
+    let load = |name: &str, options: LoadOptions<'_>| {
+        Gemma4::load(folder(name), &device, options).expect("a model")
+    };
+    let gemma = load("dense-ple", LoadOptions::new());
+    let kept = TempDir::new().expect("a folder");
+    let path = kept.path().join("session");
+    let mut session = gemma.session();
+    generate(&mut session, text(0, 20), &greedy(&gemma, 2));
+    session.save(&path, &[]).expect("saved");
+
+    // Wherever its table is, it is the same model.
+    let on_host = LoadOptions::new().per_layer_table(PerLayerTable::Host);
+    SavedSession::read(load("dense-ple", on_host).model(), &path).expect("the same model");
+
+    let other = refused(&load("dense-keqv", LoadOptions::new()), &path);
+    assert!(matches!(other, Gemma4Error::Unsupported { .. }), "{other}");
+    assert!(other.to_string().contains("another model"), "{other}");
+    let half = load("dense-ple", LoadOptions::new().dtype(DType::BF16));
+    let other = refused(&half, &path).to_string();
+    assert!(other.contains("another model"), "{other}");
+    // The same shape with one other weight, in a layer and in the table.
+    for name in [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.embed_tokens_per_layer.weight",
+    ] {
+        let copy = TempDir::new().expect("a folder");
+        for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+            fs::copy(folder("dense-ple").join(file), copy.path().join(file)).expect("a file");
+        }
+        let bytes = fs::read(folder("dense-ple").join("model.safetensors")).expect("a file");
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("tensors");
+        let view = tensors.tensor(name).expect("a tensor");
+        let doubled: Vec<u8> = view
+            .data()
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .flat_map(|bytes| (2.0 * f32::from_le_bytes(*bytes)).to_le_bytes())
+            .collect();
+        let changed =
+            safetensors::tensor::TensorView::new(view.dtype(), view.shape().into(), &doubled);
+        let others = tensors.iter().filter(|(other, _)| *other != name);
+        let all = others.chain([(name, changed.expect("a tensor"))]);
+        let written = copy.path().join("model.safetensors");
+        safetensors::serialize_to_file(all, None, &written).expect("a file");
+        let changed = Gemma4::load(copy.path(), &device, LoadOptions::new()).expect("a model");
+        let error = refused(&changed, &path).to_string();
+        let path = name
+            .trim_start_matches("model.")
+            .trim_end_matches(".weight");
+        assert!(
+            error.contains(path) && error.contains("other weights"),
+            "{error}"
+        );
+    }
+
+    // What is no session, or a part of one.
+    let whole = fs::read(&path).expect("a file");
+    for end in [0, 3, 8, 100, whole.len() / 2, whole.len() - 1] {
+        fs::write(&path, &whole[..end]).expect("a file");
+        let error = refused(&gemma, &path);
+        assert!(
+            matches!(error, Gemma4Error::Malformed { .. }),
+            "{end}: {error}"
+        );
+    }
+    let error = refused(&gemma, &folder("dense-ple").join("model.safetensors"));
+    assert!(error.to_string().contains("no session"), "{error}");
+    let error = refused(&gemma, &kept.path().join("none"));
+    assert!(matches!(error, Gemma4Error::Io { .. }), "{error}");
+}
