@@ -80,6 +80,9 @@ struct Cli {
     /// Draw tokens by temperature 1, top-k 64 and top-p 0.95 instead of taking the likeliest.
     #[arg(long)]
     sample: bool,
+    /// Give the sequences of a batch different lengths, from half the context up.
+    #[arg(long)]
+    ragged: bool,
     /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
     #[arg(long)]
     no_parts: bool,
@@ -141,6 +144,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
         launch_each: cli.launch_each,
         compact_keys: cli.compact_keys,
         sample: cli.sample,
+        ragged: cli.ragged,
         parts: !cli.no_parts,
         forced: cli.draft_tokens.map(|tokens| Forced {
             tokens: tokens.into(),
@@ -170,6 +174,7 @@ struct Bench {
     launch_each: bool,
     compact_keys: bool,
     sample: bool,
+    ragged: bool,
     parts: bool,
     forced: Option<Forced>,
     json: Option<PathBuf>,
@@ -184,6 +189,7 @@ impl Bench {
             quantize: self.quantize,
             compact_keys: self.compact_keys,
             sample: self.sample,
+            ragged: self.ragged,
             memory_rate: self.memory_rate,
             rows: Vec::new(),
         };
@@ -300,7 +306,10 @@ impl Bench {
             Some(Quantize::None) | None => bits,
         };
         let weights = weights_read(config, Gemma4Model::new(config, &self.device).num_params());
-        let keys = batch * keys_read(config, context, self.compact_keys);
+        let keys: usize = padding(batch, context, self.ragged)
+            .into_iter()
+            .map(|padding| keys_read(config, context - padding, self.compact_keys))
+            .sum();
         let read = weights as f64 * bits_of_weight + keys as f64 * bits;
         let floor = read / 8.0 / self.memory_rate;
         Ok(Measured {
@@ -356,9 +365,10 @@ impl Bench {
         forgettable: usize,
     ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
+        let padding = padding(batch, context, self.ragged);
         let cache = match self.compact_keys {
-            true => model.compact_cache(vec![0; batch]),
-            false => model.cache(vec![0; batch]),
+            true => model.compact_cache(padding),
+            false => model.cache(padding),
         };
         let mut cache = cache.forgetting(forgettable);
         loop {
@@ -379,6 +389,18 @@ impl Bench {
             }
         }
     }
+}
+
+/// The padding of each sequence: none, or up to half the context.
+fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
+    let of_row = |row| {
+        if ragged {
+            row * context / (2 * batch)
+        } else {
+            0
+        }
+    };
+    (0..batch).map(of_row).collect()
 }
 
 /// How tokens are chosen.
