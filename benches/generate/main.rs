@@ -1,6 +1,6 @@
 //! Times of generation with random weights: `cargo bench --bench generate`.
 //!
-//! Prefill: from a prompt on the host to the first token on the host. Decode: greedy, each token on the host before the
+//! Prefill: from a prompt on the host to the first token on the host. Decode: greedy or drawn, each token on the host before the
 //! next is asked for. The floor is what weights, keys and values take to come through memory once, at the rate of an
 //! elementwise operation over a large tensor.
 //!
@@ -26,7 +26,7 @@ use burn::{
     module::Module,
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Cache, Drafter, Gemma4Model, Logits, Next, Quantization};
+use burn_gemma4::{Cache, Drafter, Gemma4Model, Logits, Next, Quantization, Sampler, Sampling};
 use clap::Parser;
 use drafted::{Drafted, Forced};
 use launches::observe;
@@ -77,6 +77,12 @@ struct Cli {
     /// The probability that a guess is right where those before it are.
     #[arg(long, value_name = "PROBABILITY", default_value_t = 0.7)]
     acceptance: f64,
+    /// Draw tokens by temperature 1, top-k 64 and top-p 0.95 instead of taking the likeliest.
+    #[arg(long)]
+    sample: bool,
+    /// Give the sequences of a batch different lengths, from half the context up.
+    #[arg(long)]
+    ragged: bool,
     /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
     #[arg(long)]
     no_parts: bool,
@@ -137,6 +143,8 @@ fn run(cli: Cli) -> Result<bool, Error> {
         prefills: cli.prefills.max(1),
         launch_each: cli.launch_each,
         compact_keys: cli.compact_keys,
+        sample: cli.sample,
+        ragged: cli.ragged,
         parts: !cli.no_parts,
         forced: cli.draft_tokens.map(|tokens| Forced {
             tokens: tokens.into(),
@@ -165,6 +173,8 @@ struct Bench {
     prefills: usize,
     launch_each: bool,
     compact_keys: bool,
+    sample: bool,
+    ragged: bool,
     parts: bool,
     forced: Option<Forced>,
     json: Option<PathBuf>,
@@ -178,6 +188,8 @@ impl Bench {
             dtype: self.dtype,
             quantize: self.quantize,
             compact_keys: self.compact_keys,
+            sample: self.sample,
+            ragged: self.ragged,
             memory_rate: self.memory_rate,
             rows: Vec::new(),
         };
@@ -246,7 +258,12 @@ impl Bench {
             false => None,
         };
 
+        let mut choice = Choice::new(self.sample, batch);
+        let samplers: Vec<&Sampler> = choice.samplers.iter().collect();
         let mut decoder = model.decoder(&mut cache);
+        if self.sample {
+            decoder = decoder.with_samplers(&samplers)?;
+        }
         if self.launch_each {
             decoder = decoder.without_graph_capture();
         }
@@ -255,7 +272,7 @@ impl Bench {
         let mut times = Vec::with_capacity(warm_up + self.tokens);
         for _ in 0..warm_up + self.tokens {
             let start = Instant::now();
-            tokens = decoder.step(&tokens)?.argmax()?;
+            tokens = choice.of(decoder.step(&tokens)?)?;
             times.push(start.elapsed().as_secs_f64());
         }
         let mode = decoder.mode();
@@ -263,9 +280,9 @@ impl Bench {
         let times = &times[warm_up..];
         let (mut parts, mut token_launches) = (Parts::default(), None);
         if self.parts {
-            parts = parts::measure(&mut decoder, &mut tokens, &self.device)?;
+            parts = parts::measure(&mut decoder, &mut choice, &mut tokens, &self.device)?;
             let by_parts = || -> Result<Vec<u32>, Error> {
-                Ok(decoder.step_by_parts(&tokens, &mut |_| ())?.argmax()?)
+                choice.of(decoder.step_by_parts(&tokens, &mut |_| ())?)
             };
             let (read, launches) = observe(by_parts);
             read?;
@@ -289,7 +306,10 @@ impl Bench {
             Some(Quantize::None) | None => bits,
         };
         let weights = weights_read(config, Gemma4Model::new(config, &self.device).num_params());
-        let keys = batch * keys_read(config, context, self.compact_keys);
+        let keys: usize = padding(batch, context, self.ragged)
+            .into_iter()
+            .map(|padding| keys_read(config, context - padding, self.compact_keys))
+            .sum();
         let read = weights as f64 * bits_of_weight + keys as f64 * bits;
         let floor = read / 8.0 / self.memory_rate;
         Ok(Measured {
@@ -345,9 +365,10 @@ impl Bench {
         forgettable: usize,
     ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
+        let padding = padding(batch, context, self.ragged);
         let cache = match self.compact_keys {
-            true => model.compact_cache(vec![0; batch]),
-            false => model.cache(vec![0; batch]),
+            true => model.compact_cache(padding),
+            false => model.cache(padding),
         };
         let mut cache = cache.forgetting(forgettable);
         loop {
@@ -367,6 +388,50 @@ impl Bench {
                 return Ok((cache, Next::of(logits).argmax()?));
             }
         }
+    }
+}
+
+/// The padding of each sequence: none, or up to half the context.
+fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
+    let of_row = |row| {
+        if ragged {
+            row * context / (2 * batch)
+        } else {
+            0
+        }
+    };
+    (0..batch).map(of_row).collect()
+}
+
+/// How tokens are chosen.
+pub(crate) struct Choice {
+    /// One a sequence; none where the likeliest are taken.
+    samplers: Vec<Sampler>,
+}
+
+impl Choice {
+    fn new(sample: bool, batch: usize) -> Self {
+        let sampler = |seed| {
+            Sampler::new(&Sampling {
+                temperature: 1.0,
+                top_k: Some(64),
+                top_p: Some(0.95),
+                seed: Some(seed),
+                ..Sampling::greedy()
+            })
+        };
+        let batch = if sample { batch } else { 0 };
+        Self {
+            samplers: (0..batch as u64).map(sampler).collect(),
+        }
+    }
+
+    /// The next tokens, on the host.
+    pub(crate) fn of(&mut self, next: Next<'_>) -> Result<Vec<u32>, Error> {
+        Ok(match self.samplers.is_empty() {
+            true => next.argmax()?,
+            false => next.sample(&mut self.samplers)?,
+        })
     }
 }
 

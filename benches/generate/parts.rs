@@ -1,5 +1,6 @@
 //! Where a token's time goes: the parts that a decoder names, each with a wait for the device behind it.
 
+use crate::Choice;
 use attention_workspace::Error;
 use burn::tensor::Device;
 use burn_gemma4::{Decoder, Part};
@@ -24,6 +25,7 @@ const TOKENS: usize = 5;
 /// Goes on by a few tokens.
 pub fn measure(
     decoder: &mut Decoder<'_>,
+    choice: &mut Choice,
     tokens: &mut Vec<u32>,
     device: &Device,
 ) -> Result<Parts, Error> {
@@ -43,7 +45,7 @@ pub fn measure(
             *places += 1;
             start = Instant::now();
         };
-        *tokens = decoder.step_by_parts(tokens, &mut after)?.argmax()?;
+        *tokens = choice.of(decoder.step_by_parts(tokens, &mut after)?)?;
         if let Some(fault) = fault {
             return Err(fault.into());
         }

@@ -13,6 +13,10 @@ pub struct Report {
     pub quantize: Option<Quantize>,
     /// Whether keys that values are made of were kept in part.
     pub compact_keys: bool,
+    /// Whether tokens were drawn.
+    pub sample: bool,
+    /// Whether the sequences of a batch had different lengths.
+    pub ragged: bool,
     /// Bytes a second that an elementwise operation over a large tensor moves.
     pub memory_rate: f64,
     pub rows: Vec<Row>,

@@ -1,10 +1,11 @@
 //! A token at a time gives what reading them at once gives: by kernels or through the layers, captured or not, alone or several
-//! sequences at once, past the window, past the room that the buffers had, from either kind of cache.
+//! sequences at once, of one length or of several, past the window, past the room that the buffers had, from either kind of cache.
 
 use crate::devices::devices;
-use crate::fixture::{Fixture, assert_close, tokens, values};
+use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
 use burn::tensor::{DType, Device};
-use burn_gemma4::{Cache, DecodeMode, Gemma4, Logits};
+use burn_gemma4::{Cache, DecodeMode, Gemma4, GenerateOptions, Logits, Prompt, Sampling};
+use std::ops::ControlFlow;
 
 /// The fixtures without experts, which decoders have kernels for, with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
 const DENSE: [(&str, &[usize]); 3] = [
@@ -109,6 +110,111 @@ fn by_kernels_as_at_once() {
                     };
                     assert_eq!(modes.last(), Some(&expected), "{what}");
                 }
+            }
+        }
+    }
+}
+
+/// Sequences that begin with so many columns of padding each, which nothing must read: pads are read as tokens that differ.
+#[test]
+fn ragged_batches_by_kernels_as_alone() {
+    for device in devices() {
+        for (name, spare, compact) in [
+            ("dense-ple", 0, false),
+            ("dense-ple", 3, false),
+            ("dense-keqv", 0, true),
+        ] {
+            let fixture = Fixture::open(name);
+            let gemma = fixture.load(&device.device, DType::F32);
+            let model = gemma.model();
+            let whole = [&fixture.prompt[..], &fixture.generated].concat();
+            // Past the window, within it, and a text whose first token the decoder reads.
+            let prefix = whole.len() - 12;
+            let padding = [0, 3, prefix - 2, prefix];
+            let cache = match compact {
+                true => model.compact_cache(padding.to_vec()),
+                false => model.cache(padding.to_vec()),
+            };
+            let mut cache = cache.forgetting(spare);
+            let rows: Vec<Vec<u32>> = padding
+                .iter()
+                .map(|padding| [vec![7; *padding], whole[*padding..].to_vec()].concat())
+                .collect();
+            let columns = |range: std::ops::Range<usize>| {
+                let columns: Vec<&[u32]> = rows.iter().map(|row| &row[range.clone()]).collect();
+                tokens(&columns, &device.device)
+            };
+            let first = model.step(columns(0..prefix), &mut cache, Logits::None);
+            first.expect("a step");
+            let mut found: Vec<Vec<f32>> = Vec::new();
+            let mut modes = Vec::new();
+            // Layers in between find the columns where they left them.
+            for (start, end) in [(prefix, prefix + 6), (prefix + 7, whole.len())] {
+                let mut decoder = model.decoder(&mut cache);
+                for column in start..end {
+                    let column: Vec<u32> = rows.iter().map(|row| row[column]).collect();
+                    let next = decoder.step(&column).expect("a step");
+                    found.push(next.logits().expect("logits"));
+                    modes.push(decoder.mode());
+                }
+                if end < whole.len() {
+                    let logits = model.step(columns(end..end + 1), &mut cache, Logits::All);
+                    found.push(values(logits.expect("a step").expect("logits")));
+                }
+            }
+            let what = format!("{name} {} spare {spare}", device.name);
+            let vocabulary = gemma.config().vocab_size;
+            for (row, padding) in padding.into_iter().enumerate() {
+                let alone = model.forward(tokens(&[&whole[padding..]], &device.device));
+                let alone = values(alone.expect("tokens within"));
+                for (step, found) in found.iter().enumerate() {
+                    let found = &found[row * vocabulary..][..vocabulary];
+                    let expected = &alone[(prefix + step - padding) * vocabulary..][..vocabulary];
+                    assert_close(found, expected, &format!("{what} row {row} step {step}"));
+                }
+            }
+            let expected = match has_kernels(&device.device) {
+                true => DecodeMode::Graph,
+                false => DecodeMode::Layers,
+            };
+            assert_eq!(modes.last(), Some(&expected), "{what}");
+        }
+    }
+}
+
+/// Prompts of different lengths are answered as each alone, greedy or drawn.
+#[test]
+fn ragged_prompts_are_answered_as_alone() {
+    for device in devices() {
+        let fixture = Fixture::open("dense-ple");
+        let gemma = fixture.load(&device.device, DType::F32);
+        let prompts: Vec<Prompt> = [0, 9, 2]
+            .map(|left_out| fixture.prompt[left_out..].to_vec().into())
+            .to_vec();
+        let drawn = Sampling {
+            temperature: 1.5,
+            top_k: Some(40),
+            repetition_penalty: 1.2,
+            ..Sampling::greedy()
+        };
+        for sampling in [Sampling::greedy(), drawn] {
+            let options = |seed| GenerateOptions {
+                sampling: Sampling {
+                    seed: Some(seed),
+                    ..sampling.clone()
+                },
+                ..greedy(&gemma, 12)
+            };
+            let together = gemma.generate_batch(&prompts, &options(5)).expect("texts");
+            for (prompt, (seed, found)) in prompts.iter().zip((5..).zip(together)) {
+                let alone =
+                    gemma.generate(
+                        prompt.clone(),
+                        &options(seed),
+                        |_| ControlFlow::Continue(()),
+                    );
+                let alone = alone.expect("a text");
+                assert_eq!(found.tokens, alone.tokens, "{} {sampling:?}", device.name);
             }
         }
     }

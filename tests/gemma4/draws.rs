@@ -115,12 +115,12 @@ fn kernels_draw_as_the_definition() {
         for dtype in [DType::F32, DType::F16] {
             let (mut drawn, mut others) = (0, 0);
             // One stretch of a row, one that does not end with it, and several.
-            for columns in [1, 7, 300, 9_001] {
+            for columns in [1, 300, 9_001] {
                 let rows = rounded(&hostile(columns, &mut state), dtype);
                 for sampling in cuts() {
                     let mut by_kernels = samplers(&sampling, rows.len(), state);
                     let mut by_definition = by_kernels.clone();
-                    for _ in 0..3 {
+                    for _ in 0..2 {
                         let found = draw(&rows, &mut by_kernels, dtype, &device.device);
                         for ((row, sampler), found) in
                             rows.iter().zip(&mut by_definition).zip(found)
@@ -204,7 +204,7 @@ fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
 /// Weights that are nearly the same, so that every token that is kept is drawn.
 #[test]
 fn kernels_keep_what_the_definition_keeps() {
-    const DRAWS: usize = 1_500;
+    const DRAWS: usize = 1_000;
     let mut state = fresh();
     let nothing = f32::NEG_INFINITY;
     let spread: Vec<f32> = (0..90).map(|_| uniform(&mut state) - 0.5).collect();
@@ -221,7 +221,7 @@ fn kernels_keep_what_the_definition_keeps() {
         top_k,
         top_p,
         min_p,
-        ..sampling(1.0)
+        ..sampling(2.0)
     };
     for device in devices() {
         for logits in [&spread, &tied, &zeros, &alone] {
@@ -229,8 +229,8 @@ fn kernels_keep_what_the_definition_keeps() {
                 of(Some(12), None, None),
                 of(None, Some(0.3), None),
                 of(Some(30), Some(0.55), None),
-                of(Some(40), None, Some(0.7)),
-                of(None, Some(0.45), Some(0.75)),
+                of(Some(40), None, Some(0.8)),
+                of(None, Some(0.45), Some(0.85)),
             ] {
                 let mut samplers = samplers(&sampling, DRAWS, state);
                 let rows = vec![logits.clone(); DRAWS];
@@ -247,43 +247,44 @@ fn kernels_keep_what_the_definition_keeps() {
 #[test]
 fn draws_have_their_distribution() {
     const ROWS: usize = 2_500;
-    const LAUNCHES: usize = 40;
     let mut state = fresh();
     let logits: Vec<f32> = (0..48).map(|_| 4.0 * uniform(&mut state)).collect();
-    let sampling = Sampling {
-        top_k: Some(40),
-        top_p: Some(0.9),
+    let plain = Sampling {
+        min_p: Some(0.05),
         ..sampling(1.2)
     };
-    let kept = kept(&logits, &sampling);
+    let cut = Sampling {
+        top_k: Some(40),
+        top_p: Some(0.9),
+        ..plain.clone()
+    };
     let weight = |token: &u32| (f64::from(logits[*token as usize]) / 1.2).exp();
-    let all: f64 = kept.iter().map(weight).sum();
     for device in devices() {
-        let mut counts = vec![0u32; logits.len()];
-        let mut samplers = samplers(&sampling, ROWS, state);
-        let rows = vec![logits.clone(); ROWS];
-        for _ in 0..LAUNCHES {
-            for token in draw(&rows, &mut samplers, DType::F32, &device.device) {
-                counts[token as usize] += 1;
+        for (sampling, launches) in [(&plain, 40), (&cut, 4)] {
+            let mut counts = vec![0u32; logits.len()];
+            let mut samplers = samplers(sampling, ROWS, state);
+            let rows = vec![logits.clone(); ROWS];
+            for _ in 0..launches {
+                for token in draw(&rows, &mut samplers, DType::F32, &device.device) {
+                    counts[token as usize] += 1;
+                }
             }
+            let kept = kept(&logits, sampling);
+            let all: f64 = kept.iter().map(weight).sum();
+            let draws = (ROWS * launches) as f64;
+            let mut drawn = (0u32..).zip(&counts).filter(|(_, count)| **count > 0);
+            assert!(drawn.all(|(token, _)| kept.contains(&token)));
+            let terms = kept.iter().map(|token| {
+                let expected = draws * weight(token) / all;
+                (f64::from(counts[*token as usize]) - expected).powi(2) / expected
+            });
+            let statistic: f64 = terms.sum();
+            // Wilson's and Hilferty's approximation.
+            let freedom = (kept.len() - 1) as f64;
+            let spread = 2.0 / (9.0 * freedom);
+            let limit = freedom * (1.0 - spread + 4.75 * spread.sqrt()).powi(3);
+            assert!(statistic < limit, "{}: {statistic} of {limit}", device.name);
         }
-        let draws = (ROWS * LAUNCHES) as f64;
-        assert!(
-            counts
-                .iter()
-                .zip(0..)
-                .all(|(count, token)| *count == 0 || kept.contains(&token))
-        );
-        let terms = kept.iter().map(|token| {
-            let expected = draws * weight(token) / all;
-            (f64::from(counts[*token as usize]) - expected).powi(2) / expected
-        });
-        let statistic: f64 = terms.sum();
-        // Wilson's and Hilferty's approximation.
-        let freedom = (kept.len() - 1) as f64;
-        let spread = 2.0 / (9.0 * freedom);
-        let limit = freedom * (1.0 - spread + 4.75 * spread.sqrt()).powi(3);
-        assert!(statistic < limit, "{}: {statistic} of {limit}", device.name);
     }
 }
 
@@ -348,7 +349,7 @@ fn texts_are_those_that_the_host_draws() {
                     ..sampling(1.5)
                 },
                 graph_capture,
-                ..greedy(&gemma, 10)
+                ..greedy(&gemma, 7)
             };
             let prompts: Vec<Prompt> = vec![fixture.prompt.clone().into(); batch];
             let first = fixture.generated[0];

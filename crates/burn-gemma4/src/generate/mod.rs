@@ -356,13 +356,6 @@ fn is_accelerated(model: &Gemma4Model) -> bool {
     }
 }
 
-/// What reading leaves.
-enum Read {
-    Cancelled,
-    /// What the logits asked for are made of, `[batch, asked, hidden]`; nothing where none are.
-    Hidden(Option<Tensor<3>>),
-}
-
 /// Reads what is not yet in the cache of all prompts; what the logits after their last tokens are made of, `[batch, 1, hidden]`, nothing
 /// where it was cancelled.
 fn prefill(
@@ -373,10 +366,7 @@ fn prefill(
 ) -> Result<Option<Tensor<3>>, Gemma4Error> {
     let prompts: Vec<&[u32]> = sequences.iter().map(|one| &one.prompt[..]).collect();
     let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
-    match read(model, &prompts, longest, Logits::Last(1), cache, options)? {
-        Read::Cancelled => Ok(None),
-        Read::Hidden(hidden) => Ok(hidden),
-    }
+    read(model, &prompts, longest, Logits::Last(1), cache, options)
 }
 
 /// Reads the beginning of a prompt, up to a column, as a generation would.
@@ -390,8 +380,9 @@ pub(crate) fn read_beginning(
     read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
 }
 
-/// Reads prompts by chunks, from the cache's last column up to `longest`, the length of the longest of them. Of the last chunk are the
-/// logits that are asked for.
+/// Reads prompts by chunks, from the cache's last column up to `longest`, the length of the longest of them. What
+/// the logits that are asked for are made of, which are of the last chunk, `[batch, asked, hidden]`; nothing where none are, and where it
+/// was cancelled.
 fn read(
     model: &Gemma4Model,
     prompts: &[&[u32]],
@@ -399,7 +390,7 @@ fn read(
     asked: Logits,
     cache: &mut Cache,
     options: &GenerateOptions,
-) -> Result<Read, Gemma4Error> {
+) -> Result<Option<Tensor<3>>, Gemma4Error> {
     let device = model.device();
     let pad = model.config().pad_token;
     let chunk = options.prefill_chunk.unwrap_or_else(|| {
@@ -411,7 +402,7 @@ fn read(
     });
     loop {
         if options.is_cancelled() {
-            return Ok(Read::Cancelled);
+            return Ok(None);
         }
         let start = cache.len();
         let end = start.saturating_add(chunk).min(longest);
@@ -426,7 +417,7 @@ fn read(
             .collect();
         let tokens = Tokens::upload(tokens, [prompts.len(), end - start], &device);
         if end == longest {
-            return model.step_hidden(&tokens, cache, asked).map(Read::Hidden);
+            return model.step_hidden(&tokens, cache, asked);
         }
         model.step_hidden(&tokens, cache, Logits::None)?;
         if options.cancellation.is_some() || model.host_table.is_some() {

@@ -283,6 +283,8 @@ impl Gemma4Model {
                 reason: "has no positions".into(),
             });
         }
+        #[cfg(feature = "cube")]
+        cache.turn_back();
         let text = Text {
             positions: cache.positions(positions),
             segments: None,

@@ -44,7 +44,7 @@ impl fmt::Debug for GraphCapture {
 impl GraphCapture {
     /// `None` where the kernels do not serve the model or the cache.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
-        let serves = !cache.is_padded() && FewRows::serve(model, cache.batch());
+        let serves = FewRows::serve(model, cache.batch());
         serves.then_some(Self {
             may_capture: true,
             passes: BTreeMap::new(),
@@ -163,6 +163,8 @@ impl GraphCapture {
         let inputs = inputs(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
+        // No pass holds buffers that are still to be turned: what turns them back has released them.
+        cache.turn();
         match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
@@ -197,10 +199,9 @@ impl GraphCapture {
 /// `[2 · batch · positions]`: the tokens, sequence after sequence, then their positions.
 fn inputs(cache: &Cache, tokens: &[u32], device: &Device) -> Tensor<1, Int> {
     let count = tokens.len() / cache.batch();
-    let positions = (cache.len()..cache.len() + count).map(|position| position as i32);
     let mut inputs = integers(tokens);
-    for _ in 0..cache.batch() {
-        inputs.extend(positions.clone());
+    for first in cache.next_positions() {
+        inputs.extend((first..first + count).map(|position| position as i32));
     }
     let inputs = TensorData::new(inputs, [2 * tokens.len()]);
     Tensor::from_data(inputs, (device, DType::I32))
@@ -232,6 +233,7 @@ fn position(
     Position {
         targets: cache.targets(),
         batch: cache.batch(),
+        is_ragged: cache.is_padded(),
         ring: cache.ring(device),
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),

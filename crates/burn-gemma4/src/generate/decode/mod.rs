@@ -31,8 +31,8 @@ use std::marker::PhantomData;
 ///
 /// On CubeCL devices it runs kernels of its own, bound by the memory's rate, for up to 8 sequences, and where the device
 /// can, it captures their launches in a graph once and replays it. That holds for dense models whose parameters all have one of the
-/// dtypes f32, f16 and bf16, and for sequences without padding; all else goes through [`Gemma4Model::step`], which computes
-/// the same.
+/// dtypes f32, f16 and bf16; all else goes through [`Gemma4Model::step`], which computes the same. Sequences with padding are moved to
+/// their buffers' beginnings for it, once, and are as fast as others.
 ///
 /// A capture takes milliseconds, at the third or fourth token and whenever the cache has grown. On CUDA it concerns the
 /// whole process: another thread's call that waits for the device or allocates on it ends in an error meanwhile (CubeCL
@@ -128,7 +128,7 @@ impl<'a> Decoder<'a> {
         self.check(tokens)?;
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph
-            && !self.cache.is_empty()
+            && self.cache.has_begun()
         {
             return Ok(graph.step(self.model, self.cache, tokens).into());
         }
@@ -153,7 +153,7 @@ impl<'a> Decoder<'a> {
         }
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph
-            && !self.cache.is_empty()
+            && self.cache.has_begun()
         {
             // Kernels write all tokens before any of them looks: a ring must have slots for those after the first.
             if tokens.len() <= MOST_ROWS && tokens.len() <= 1 + self.cache.spare() {
@@ -253,7 +253,7 @@ impl<'a> Decoder<'a> {
         self.check(tokens)?;
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph
-            && !self.cache.is_empty()
+            && self.cache.has_begun()
         {
             return Ok(graph
                 .step_by_parts(self.model, self.cache, tokens, after)

@@ -28,6 +28,8 @@ pub(super) struct Position {
     /// Where every layer that has keys and values of its own writes them.
     pub targets: Vec<Target>,
     pub batch: usize,
+    /// Whether sequences are at different positions.
+    pub is_ragged: bool,
     pub ring: Ring,
     pub sliding: RotationTables,
     pub full: RotationTables,
@@ -143,9 +145,12 @@ impl Position {
         if self.ring.is_exact() && self.count() == 1 {
             return self.ring.visible_to_last(self.last(positions) + 1);
         }
-        // Without padding, all sequences are at the same positions.
-        let queries = positions.clone().narrow(0, 0, self.count());
-        let last = queries.clone().narrow(0, self.count() - 1, 1);
+        let queries = positions.clone().reshape([self.batch, self.count()]);
+        let queries = match self.is_ragged {
+            true => queries,
+            false => queries.narrow(0, 0, 1),
+        };
+        let last = queries.clone().narrow(1, self.count() - 1, 1);
         self.ring.visible(queries, last)
     }
 

@@ -72,7 +72,8 @@ impl Computation for Round {
         let token = self.inputs.clone().narrow(0, 0, 1);
         let position = self.inputs.clone().narrow(0, 1, 1);
         // The position's own key is not there yet.
-        let in_ring = self.ring.visible(position.clone(), position.clone() - 1);
+        let query = position.clone().unsqueeze::<2>();
+        let in_ring = self.ring.visible(query.clone(), query - 1);
         let in_full = Visible {
             lengths: Some(position.clone()),
             ..Visible::default()

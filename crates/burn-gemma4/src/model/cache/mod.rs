@@ -2,7 +2,8 @@
 //!
 //! Sliding layers keep a ring of one window, full layers a buffer that grows by blocks, layers that read an
 //! earlier layer's keys and values keep nothing. Sequences of a batch are aligned at their ends: a shorter one
-//! begins with padding, which nothing sees, so that every sequence writes the same column.
+//! begins with padding, which nothing sees, so that every sequence writes the same column. While kernels decode, it begins with its text
+//! instead, and every sequence writes at its own position.
 //!
 //! A cache that may forget its last columns has rings of as many slots more: a column that is forgotten has then overwritten
 //! nothing that the columns after it see.
@@ -15,6 +16,10 @@ pub(crate) mod compact;
 pub(crate) mod key_values;
 #[cfg(feature = "cube")]
 pub(crate) mod ring;
+#[cfg(feature = "cube")]
+mod room;
+#[cfg(feature = "cube")]
+mod turned;
 
 use crate::{Gemma4Config, Gemma4Error, LayerType, op::rope::Positions};
 use buffers::{Buffers, capacity, empty, extended, in_order, parts_in_order, write, write_ring};
@@ -25,10 +30,9 @@ use burn::{
 use compact::{CompactBuffer, CompactKeys, CompactLayout};
 use key_values::{KeyValues, Visible};
 #[cfg(feature = "cube")]
-use {
-    buffers::{BLOCK, grown},
-    ring::Ring,
-};
+use ring::Ring;
+#[cfg(feature = "cube")]
+pub(crate) use room::Target;
 
 /// Keys and values of a batch of sequences.
 #[derive(Debug)]
@@ -45,6 +49,9 @@ pub struct Cache {
     /// Leading columns of each sequence that are padding.
     padding: Vec<usize>,
     compact_keys: bool,
+    /// Whether each sequence's first token, rather than its padding, is in slot 0: see `turned`.
+    #[cfg(feature = "cube")]
+    turned: bool,
     /// See [`Self::room`].
     #[cfg(feature = "cube")]
     room: usize,
@@ -59,16 +66,6 @@ enum Store {
     Growing(Option<Buffers>),
     /// Column `c` is in slot `c`, which holds both key and value.
     Compact(CompactLayout, Option<Box<CompactBuffer>>),
-}
-
-/// Where a layer's next key and value are written.
-#[cfg(feature = "cube")]
-#[derive(Clone, Debug)]
-pub(crate) enum Target {
-    /// Each in a buffer of its own.
-    Apart(Box<Buffers>),
-    /// Both in the same slots.
-    Compact(Box<CompactBuffer>),
 }
 
 /// What all layers share in one call.
@@ -103,6 +100,8 @@ impl Cache {
             written: 0,
             padding,
             compact_keys,
+            #[cfg(feature = "cube")]
+            turned: false,
             #[cfg(feature = "cube")]
             room: 0,
         }
@@ -189,52 +188,6 @@ impl Cache {
         self.most_padding() > 0
     }
 
-    /// Columns up to which every buffer has slots.
-    #[cfg(feature = "cube")]
-    pub(crate) fn room(&self) -> usize {
-        self.room
-    }
-
-    /// Gets room for at least `count` more columns. Whoever writes a few columns at a time notices that buffers move, so they
-    /// grow by an eighth, and not by fewer than 1,024 columns.
-    #[cfg(feature = "cube")]
-    pub(crate) fn make_room(&mut self, count: usize) {
-        let columns = self.columns;
-        let room = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
-        let grow = |buffer: &mut Tensor<4>| *buffer = grown(buffer.clone(), room, columns);
-        for store in &mut self.stores {
-            match store {
-                Store::Growing(Some(buffers)) => {
-                    grow(&mut buffers.key);
-                    grow(&mut buffers.value);
-                }
-                Store::Compact(_, Some(buffer)) => grow(&mut buffer.slots),
-                Store::Ring(_) | Store::Growing(None) | Store::Compact(_, None) => {}
-            }
-        }
-        self.room = room;
-    }
-
-    /// Where every layer that has keys and values of its own writes the next ones.
-    ///
-    /// # Panics
-    /// If the cache is empty.
-    #[cfg(feature = "cube")]
-    pub(crate) fn targets(&self) -> Vec<Target> {
-        self.stores.iter().map(Store::target).collect()
-    }
-
-    /// Where the last layer of `kind` that has keys and values of its own keeps them; nothing where there is none.
-    ///
-    /// # Panics
-    /// If the cache is empty.
-    #[cfg(feature = "cube")]
-    pub(crate) fn last_target(&self, kind: LayerType) -> Option<Target> {
-        let is_of =
-            |store: &&Store| matches!(store, Store::Ring(_)) == (kind == LayerType::Sliding);
-        self.stores.iter().rfind(is_of).map(Store::target)
-    }
-
     /// Counts columns that were written into the buffers.
     pub(crate) fn advance_by(&mut self, count: usize) {
         self.columns += count;
@@ -296,8 +249,7 @@ impl Cache {
             false => Visible {
                 causal,
                 lengths: Some(lengths()),
-                // A buffer keeps the blocks that columns needed which are forgotten.
-                mask: self.mask(0..capacity(end.max(self.written)), device),
+                mask: self.mask(0..self.full_slots(end), device),
                 ..Visible::default()
             },
         };
@@ -417,6 +369,15 @@ impl Cache {
         self.advance_by(call.count);
     }
 
+    /// Slots of a full layer's buffer with columns up to `end`. It keeps the blocks that columns needed which are forgotten, and the
+    /// room that decoding by kernels has made.
+    fn full_slots(&self, end: usize) -> usize {
+        let slots = capacity(end.max(self.written));
+        #[cfg(feature = "cube")]
+        let slots = slots.max(self.room);
+        slots
+    }
+
     /// Whether a call's queries read the ring where it lies: a single query sees all of it, in any order, unless it has spare
     /// slots.
     fn reads_ring(&self, count: usize) -> bool {
@@ -466,22 +427,6 @@ impl Cache {
                 .collect();
             Tensor::from_data(TensorData::new(visible, shape), device)
         })
-    }
-}
-
-impl Store {
-    /// Where the layer's next key and value are written.
-    #[cfg(feature = "cube")]
-    fn target(&self) -> Target {
-        match self {
-            Self::Ring(Some(buffers)) | Self::Growing(Some(buffers)) => {
-                Target::Apart(Box::new(buffers.clone()))
-            }
-            Self::Compact(_, Some(buffer)) => Target::Compact(buffer.clone()),
-            Self::Ring(None) | Self::Growing(None) | Self::Compact(_, None) => {
-                panic!("an empty cache has no buffers")
-            }
-        }
     }
 }
 

@@ -35,21 +35,23 @@ impl Ring {
         }
     }
 
-    /// What queries at `positions`, `[queries]`, see of the columns up to `last`, `[1]`, where no later one is of their text: the newest
-    /// column of each slot, if there is one and it is in the window.
-    pub fn visible(&self, positions: Tensor<1, Int>, last: Tensor<1, Int>) -> Visible {
+    /// What queries at `positions`, `[sequences, queries]`, see of the columns up to `last`, `[sequences, 1]`, where no later one is of
+    /// their text: the newest column of each slot, if there is one and it is in the window. One sequence stands for all that are at
+    /// the same positions.
+    pub fn visible(&self, positions: Tensor<2, Int>, last: Tensor<2, Int>) -> Visible {
         let slots = self.numbers.dims()[0] as i64;
+        let numbers = self.numbers.clone().unsqueeze::<2>();
         // The last column's slot holds the newest column, the one before it the second newest.
-        let behind = (last.clone() + slots - self.numbers.clone()).remainder_scalar(slots);
-        let columns = last - behind;
-        let exists = columns.clone().greater_equal_elem(0).unsqueeze::<2>();
-        let before = positions.unsqueeze_dim::<2>(1) - columns.unsqueeze::<2>();
+        let behind = (last.clone() + slots - numbers).remainder_scalar(slots);
+        let columns = (last - behind).unsqueeze_dim::<3>(1);
+        let exists = columns.clone().greater_equal_elem(0);
+        let before = positions.unsqueeze_dim::<3>(2) - columns;
         let in_window = before
             .clone()
             .greater_equal_elem(0)
             .bool_and(before.lower_elem(self.window as i64));
         Visible {
-            mask: Some(in_window.bool_and(exists).unsqueeze::<4>()),
+            mask: Some(in_window.bool_and(exists).unsqueeze_dim::<4>(1)),
             ..Visible::default()
         }
     }
@@ -75,12 +77,13 @@ mod tests {
                 let positions: Vec<i32> = queries.clone().map(|position| position as i32).collect();
                 let upload = |values: Vec<i32>| {
                     let count = values.len();
-                    Tensor::<1, Int>::from_data(
-                        TensorData::new(values, [count]),
+                    Tensor::<2, Int>::from_data(
+                        TensorData::new(values, [1, count]),
                         (&device, DType::I32),
                     )
                 };
-                let visible = ring.visible(upload(positions), upload(vec![last as i32]));
+                let [positions, last] = [positions, vec![last as i32]];
+                let visible = ring.visible(upload(positions), upload(last));
                 let mask = visible.mask.expect("a mask");
                 assert_eq!(mask.dims(), [1, 1, queries.len(), slots]);
                 let expected: Vec<bool> = queries

@@ -138,12 +138,12 @@ pub(super) fn keep<E: Float>(
 #[cube]
 fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     let mut last = 0u32;
-    #[unroll]
-    for step in 0..comptime!(COLUMN_BITS) {
-        let next = last + comptime!(1u32 << (COLUMN_BITS - 1 - step));
-        if weight.times(next).is_below(need) {
-            last = next;
+    let mut bit = comptime!(1u32 << (COLUMN_BITS - 1)).runtime();
+    while bit > 0u32 {
+        if weight.times(last + bit).is_below(need) {
+            last += bit;
         }
+        bit /= 2u32;
     }
     last + 1u32
 }

@@ -90,9 +90,8 @@ pub(super) fn cube_sums(value: Wide, sums: &mut Shared<[u32]>) -> Sums {
     sums[own] = low;
     sums[own + 1] = high;
     sync_cube();
-    #[unroll]
-    for step in 0..comptime!(UNITS.ilog2()) {
-        let distance = comptime!(1u32 << step);
+    let mut distance = 1u32;
+    while distance < comptime!(UNITS as u32) {
         if UNIT_POS >= distance {
             let at = 2 * (UNIT_POS - distance) as usize;
             let other = Wide {
@@ -107,6 +106,7 @@ pub(super) fn cube_sums(value: Wide, sums: &mut Shared<[u32]>) -> Sums {
         sums[own] = low;
         sums[own + 1] = high;
         sync_cube();
+        distance *= 2u32;
     }
     Sums {
         to: Wide { low, high },
