@@ -9,8 +9,8 @@
 //! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` a 4-column step | `16 · rows_per_unit` |
 //! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` |
 //!
-//! On software drivers `direct.rs` does both products without shared memory for the operands; `fragments.rs` does them by the device's
-//! matrix units.
+//! On software drivers `direct.rs` does both products without shared memory for the operands; `fragments.rs` does them on the
+//! device's matrix units.
 //!
 //! What bounds it: shared-memory loads in the first product (0.3 loads an FMA at 2 rows a unit, 0.13 at 4),
 //! FMA in the second. Shared memory is `stage + P + row statistics`: [`UnitTiles::shared_memory`]. The
