@@ -144,7 +144,7 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
             "rank": cli.rank,
             "alpha": cli.alpha,
             "quantize": cli.form(),
-            "bytes of the weights": bytes,
+            "weights in bytes": bytes,
         }),
     );
     world.agree(&resume::of_all(&settings, begun))?;

@@ -145,7 +145,7 @@ fn the_program_tells_what_is_learned() {
     fs::write(&data, lines()).expect("a file");
     succeed(&mut finetune(&base, &data, &path("adapter"), &[]));
     let told = |arguments: &[&str]| -> Value {
-        let arguments = [arguments, &["--json"]].concat();
+        let arguments = [arguments, &["--length", "64", "--json"]].concat();
         report(&succeed(&mut evaluation(base.path(), &data, &arguments)))
     };
     let whole = told(&[]);

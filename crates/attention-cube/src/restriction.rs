@@ -2,8 +2,9 @@
 //!
 //! `ATTENTION_ENGINES` names the engines that may serve, such as `unit` or `wgmma,unit`; the reference, which serves everything, comes last
 //! in any case. `ATTENTION_SHARED_MEMORY` is the bytes of shared memory that a cube may take at most, such as 101376, which are a
-//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply in place of what the device has: `none`, or a shape, which is then
-//! emulated, such as `16x16x16`, or `8x8x8:f32` for operands that are widened. All are read once, when a device is first asked.
+//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply: `device` for what the device has, which nobody has seen to be right yet;
+//! `none`; or a shape, which is then emulated, such as `16x16x16`, or `8x8x8:f32` for operands that are widened. All are read once, when a
+//! device is first asked.
 
 use crate::device::FragmentSupport;
 use crate::engine::Engine;
@@ -18,9 +19,21 @@ pub(crate) struct Restriction {
     /// The engines that may serve, if not all.
     engines: Option<Vec<Engine>>,
     shared_memory: Option<usize>,
-    /// What planes multiply, if not what the device has.
-    fragments: Option<Vec<Fragments>>,
+    /// What planes multiply.
+    fragments: Option<Asked>,
 }
+
+/// The fragments that are asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Asked {
+    /// The device's own.
+    Device,
+    /// In place of these: none, or emulated ones.
+    These(Vec<Fragments>),
+}
+
+/// Why a device's own fragments are not taken unless they are asked for.
+const UNTRIED: &str = "its products have run on no matrix unit yet; ATTENTION_FRAGMENTS=device has it take this device's";
 
 /// Units of a plane that emulates a product of `m × n` elements: a vector of 4 of them for each, but of the sizes that planes have.
 fn emulated_plane(fragments: &Fragments) -> usize {
@@ -96,7 +109,7 @@ impl Restriction {
     /// What planes multiply, on a device that has what it `own`s.
     pub(crate) fn fragments(&self, own: impl FnOnce() -> FragmentSupport) -> FragmentSupport {
         match &self.fragments {
-            Some(kinds) => {
+            Some(Asked::These(kinds)) => {
                 let plane = kinds.first().map_or(0, emulated_plane);
                 FragmentSupport {
                     kinds: kinds.clone(),
@@ -104,7 +117,12 @@ impl Restriction {
                     fault: None,
                 }
             }
-            None => own(),
+            Some(Asked::Device) => own(),
+            None => {
+                let own = own();
+                let fault = own.fault.or(Some(UNTRIED));
+                FragmentSupport { fault, ..own }
+            }
         }
     }
 
@@ -114,11 +132,14 @@ impl Restriction {
     }
 }
 
-/// Nothing, or the emulated fragments of a shape, of f16 and of bf16, or of f32.
-fn parse_fragments(text: &str) -> Result<Vec<Fragments>, String> {
-    let wrong = || format!("ATTENTION_FRAGMENTS: {text:?} is neither none nor like 16x16x16");
-    if text.trim() == "none" {
-        return Ok(Vec::new());
+/// The device's, nothing, or the emulated fragments of a shape, of f16 and of bf16, or of f32.
+fn parse_fragments(text: &str) -> Result<Asked, String> {
+    let wrong =
+        || format!("ATTENTION_FRAGMENTS: {text:?} is neither device nor none nor like 16x16x16");
+    match text.trim() {
+        "device" => return Ok(Asked::Device),
+        "none" => return Ok(Asked::These(Vec::new())),
+        _ => (),
     }
     let (shape, dtypes): (_, &[DType]) = match text.trim().strip_suffix(":f32") {
         Some(shape) => (shape, &[DType::F32]),
@@ -136,7 +157,7 @@ fn parse_fragments(text: &str) -> Result<Vec<Fragments>, String> {
         dtype: *dtype,
         emulated: true,
     });
-    Ok(kinds.collect())
+    Ok(Asked::These(kinds.collect()))
 }
 
 #[cfg(test)]
@@ -175,7 +196,8 @@ mod tests {
             let restriction = Restriction::parse(None, None, text).expect("a shape, or none");
             restriction.fragments(own)
         };
-        assert_eq!(of(None), own());
+        assert_eq!(of(Some("device")), own());
+        assert_eq!(of(None).fault, Some(UNTRIED));
         assert_eq!(of(Some("none")).kinds, []);
         let emulated = |dtype| Fragments {
             m: 16,
