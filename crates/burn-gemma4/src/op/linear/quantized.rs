@@ -423,31 +423,6 @@ mod tests {
                 let gradient = Tensor::<2>::random([10, outputs], Distribution::Default, &device);
                 let expected = values(gradient.clone().matmul(whole));
                 let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
-<<<<<<< HEAD
-                let check = |found: Vec<f64>, what: &str| {
-                    assert_eq!(found.len(), expected.len(), "{what}");
-                    for (found, expected) in found.into_iter().zip(&expected) {
-                        let error = (found - expected).abs() / scale;
-                        assert!(error < 1e-5, "{what}: {found}, not {expected}");
-                    }
-                };
-                check(values(columns(gradient.clone(), &matrix)), "at once");
-                if device != Device::flex() {
-                    continue;
-                }
-                for numbers in [1, TILE * layout.columns, 2 * TILE * layout.columns] {
-                    let gradient = gradient.clone().try_into_primitive::<Flex>();
-                    let words = matrix.words.clone().try_into_primitive::<Flex>();
-                    let part = columns_in_slices::<Flex>(
-                        gradient.expect("of the processor"),
-                        words.expect("of the processor"),
-                        layout,
-                        numbers,
-                        Flex::float_matmul,
-                    );
-                    let found = Tensor::<2>::from_primitive::<Flex>(part);
-                    check(values(found), "in slices");
-=======
                 let found = values(columns(gradient, &matrix));
                 assert_eq!(found.len(), expected.len());
                 for (found, expected) in found.into_iter().zip(expected) {
@@ -456,7 +431,6 @@ mod tests {
                         error < 1e-5,
                         "{layout:?} on {device:?}: {found}, not {expected}"
                     );
->>>>>>> qlora
                 }
             }
         }
