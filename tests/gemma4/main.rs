@@ -16,6 +16,7 @@ mod configurations;
 mod decode;
 mod drafter;
 mod drafts;
+mod draws;
 mod endings;
 #[cfg(feature = "training")]
 mod evaluation;

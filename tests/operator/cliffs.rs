@@ -3,7 +3,7 @@
 use crate::case::Case;
 use crate::dense::read;
 use crate::devices::devices;
-use attention_cube::device::{DeviceProfile, Feature};
+use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::division::HeldTiles;
 use attention_cube::engine::{
     Engine, Kernel, Plan,
@@ -44,6 +44,7 @@ pub(crate) fn hopper() -> DeviceProfile {
         multiprocessors: Some(132),
         features: vec![Feature::Wgmma, Feature::Tma],
         largest_buffer: 1 << 30,
+        fragments: FragmentSupport::default(),
         left_out: vec![],
     }
 }

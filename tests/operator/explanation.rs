@@ -1,7 +1,7 @@
 //! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::device::{DeviceProfile, Feature};
+use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::engine::{Engine, Kernel, Plan};
 use attention_cube::select::{Layouts, Operands, Pass, Refusal, Selection, Warning, select};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
@@ -34,6 +34,7 @@ fn profile() -> DeviceProfile {
         processors: None,
         multiprocessors: None,
         features: vec![],
+        fragments: FragmentSupport::default(),
         left_out: vec![],
     }
 }

@@ -21,6 +21,7 @@ mod determinism;
 mod empty_rows;
 mod errors;
 mod explanation;
+mod fragments;
 mod fusion;
 mod gradcheck;
 mod gradients;

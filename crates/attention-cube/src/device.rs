@@ -4,6 +4,7 @@ use crate::engine::Engine;
 #[cfg(feature = "cube")]
 use crate::restriction::Restriction;
 use crate::select::Refusal;
+use crate::tile::fragment_tiles::Fragments;
 use burn::tensor::DType;
 #[cfg(feature = "cube")]
 use burn::{backend::cubecl::dtype_to_storage_type, tensor::Device};
@@ -14,7 +15,7 @@ use cubecl::client::Client;
 #[cfg(feature = "cube")]
 use cubecl::ir::features::{MmaConfig, Tma, TypeUsage};
 #[cfg(feature = "cube")]
-use cubecl::ir::{DeviceProperties, FloatKind};
+use cubecl::ir::{DeviceProperties, FloatKind, PciVendor};
 #[cfg(feature = "cube")]
 use std::{num::NonZero, sync::OnceLock, thread::available_parallelism};
 
@@ -48,8 +49,21 @@ pub struct DeviceProfile {
     pub multiprocessors: Option<usize>,
     /// What it has beyond these, in no order.
     pub features: Vec<Feature>,
+    /// Matrices that its planes multiply in a layout of their own.
+    pub fragments: FragmentSupport,
     /// Engines that are not asked: none, but in tests of the others.
     pub left_out: Vec<Engine>,
+}
+
+/// The matrices that a device's planes multiply in a layout of their own (`cubecl::cmma`), as far as sums are in f32.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FragmentSupport {
+    /// What it multiplies, in no order.
+    pub kinds: Vec<Fragments>,
+    /// Units of a plane, at least and at most.
+    pub plane_sizes: (usize, usize),
+    /// Why its driver's products are not to be trusted, if they are not.
+    pub fault: Option<&'static str>,
 }
 
 /// What an engine may need that not every device has.
@@ -62,6 +76,11 @@ pub enum Feature {
     /// Matrices of this dtype from shared memory into the registers of these products.
     #[error("matrices of {0:?} loaded by a plane (ldmatrix)")]
     LoadMatrix(DType),
+    /// Matrices of this dtype, or of f32 to which it is widened, that a plane multiplies in a layout of their own, summed in f32.
+    #[error(
+        "matrix products of {0:?} by a plane in fragments, 16×16×16, 16×8×16 or 8×8×8, summed in f32 (cmma)"
+    )]
+    Fragments(DType),
     /// Copies into shared memory that nobody waits for.
     #[error("copies that run beside a kernel's threads (copy_async)")]
     CopyAsync,
@@ -127,6 +146,7 @@ impl DeviceProfile {
                 .num_streaming_multiprocessors
                 .map(|count| count as usize),
             features: features(properties, is_hopper(client)),
+            fragments: restriction.fragments(|| fragments(client)),
             left_out: restriction.left_out(),
         }
     }
@@ -165,6 +185,36 @@ fn features(properties: &DeviceProperties, has_wgmma: bool) -> Vec<Feature> {
         .filter(|(_, is_there)| *is_there)
         .map(|(feature, _)| feature)
         .collect()
+}
+
+/// What CubeCL says of the fragments of the device behind a client.
+#[cfg(feature = "cube")]
+fn fragments(client: &Client) -> FragmentSupport {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let dtypes = [DType::F32, DType::F16, DType::BF16];
+    let of_dtype = |config: &MmaConfig| {
+        let is_left = |dtype: &DType| config.a_type == dtype_to_storage_type(*dtype);
+        let dtype = dtypes.into_iter().find(is_left)?;
+        let sums = config.cd_type == FloatKind::F32.into();
+        (sums && config.b_type == config.a_type).then_some(Fragments {
+            m: config.m as usize,
+            n: config.n as usize,
+            k: config.k as usize,
+            dtype,
+            emulated: false,
+        })
+    };
+    let physical = properties.identity.physical.as_ref();
+    let is_intel = physical.and_then(|card| card.vendor) == Some(PciVendor::Intel);
+    FragmentSupport {
+        kinds: properties.features.matmul.cmma.iter().filter_map(of_dtype).collect(),
+        plane_sizes: (hardware.plane_size_min as usize, hardware.plane_size_max as usize),
+        // <https://github.com/tracel-ai/cubecl/issues/1444>; nothing that the runtime says tells the generations apart.
+        fault: is_intel.then_some(
+            "Intel's Vulkan driver loads the first tile of shared memory, whichever is asked for, on some of its cards",
+        ),
+    }
 }
 
 /// Threads of this machine's processor.

@@ -2,9 +2,13 @@
 //!
 //! `ATTENTION_ENGINES` names the engines that may serve, such as `unit` or `wgmma,unit`; the reference, which serves everything, comes last
 //! in any case. `ATTENTION_SHARED_MEMORY` is the bytes of shared memory that a cube may take at most, such as 101376, which are a
-//! consumer card's. Both are read once, when a device is first asked.
+//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply in place of what the device has: `none`, or a shape, which is then
+//! emulated, such as `16x16x16`, or `8x8x8:f32` for operands that are widened. All are read once, when a device is first asked.
 
+use crate::device::FragmentSupport;
 use crate::engine::Engine;
+use crate::tile::fragment_tiles::Fragments;
+use burn::tensor::DType;
 use std::env;
 use std::sync::OnceLock;
 
@@ -14,6 +18,16 @@ pub(crate) struct Restriction {
     /// The engines that may serve, if not all.
     engines: Option<Vec<Engine>>,
     shared_memory: Option<usize>,
+    /// What planes multiply, if not what the device has.
+    fragments: Option<Vec<Fragments>>,
+}
+
+/// Units of a plane that emulates a product of `m × n` elements: a vector of 4 of them for each, but of the sizes that planes have.
+fn emulated_plane(fragments: &Fragments) -> usize {
+    match fragments.m * fragments.n / 4 {
+        0..=32 => 32,
+        _ => 64,
+    }
 }
 
 impl Restriction {
@@ -28,12 +42,17 @@ impl Restriction {
             Self::parse(
                 variable("ATTENTION_ENGINES").as_deref(),
                 variable("ATTENTION_SHARED_MEMORY").as_deref(),
+                variable("ATTENTION_FRAGMENTS").as_deref(),
             )
             .unwrap_or_else(|error| panic!("{error}"))
         })
     }
 
-    fn parse(engines: Option<&str>, shared_memory: Option<&str>) -> Result<Self, String> {
+    fn parse(
+        engines: Option<&str>,
+        shared_memory: Option<&str>,
+        fragments: Option<&str>,
+    ) -> Result<Self, String> {
         let engine = |word: &str| {
             let known = || {
                 Engine::WITH_KERNELS
@@ -55,6 +74,7 @@ impl Restriction {
         Ok(Self {
             engines: engines.transpose()?,
             shared_memory: shared_memory.map(bytes).transpose()?,
+            fragments: fragments.map(parse_fragments).transpose()?,
         })
     }
 
@@ -73,10 +93,50 @@ impl Restriction {
         }
     }
 
+    /// What planes multiply, on a device that has what it `own`s.
+    pub(crate) fn fragments(&self, own: impl FnOnce() -> FragmentSupport) -> FragmentSupport {
+        match &self.fragments {
+            Some(kinds) => {
+                let plane = kinds.first().map_or(0, emulated_plane);
+                FragmentSupport {
+                    kinds: kinds.clone(),
+                    plane_sizes: (plane, plane),
+                    fault: None,
+                }
+            }
+            None => own(),
+        }
+    }
+
     /// Of a device's shared memory, what may be taken.
     pub(crate) fn shared_memory(&self, bytes: usize) -> usize {
         self.shared_memory.map_or(bytes, |most| most.min(bytes))
     }
+}
+
+/// Nothing, or the emulated fragments of a shape, of f16 and of bf16, or of f32.
+fn parse_fragments(text: &str) -> Result<Vec<Fragments>, String> {
+    let wrong = || format!("ATTENTION_FRAGMENTS: {text:?} is neither none nor like 16x16x16");
+    if text.trim() == "none" {
+        return Ok(Vec::new());
+    }
+    let (shape, dtypes): (_, &[DType]) = match text.trim().strip_suffix(":f32") {
+        Some(shape) => (shape, &[DType::F32]),
+        None => (text.trim(), &[DType::F16, DType::BF16]),
+    };
+    let sizes: Result<Vec<usize>, _> = shape.split('x').map(str::parse).collect();
+    let [m, n, k] = sizes
+        .ok()
+        .and_then(|sizes| <[usize; 3]>::try_from(sizes).ok())
+        .ok_or_else(wrong)?;
+    let kinds = dtypes.iter().map(|dtype| Fragments {
+        m,
+        n,
+        k,
+        dtype: *dtype,
+        emulated: true,
+    });
+    Ok(kinds.collect())
 }
 
 #[cfg(test)]
@@ -85,19 +145,47 @@ mod tests {
 
     #[test]
     fn engines_and_bytes() {
-        let none = Restriction::parse(None, None).expect("nothing is restricted");
+        let none = Restriction::parse(None, None, None).expect("nothing is restricted");
         assert_eq!((none.left_out(), none.shared_memory(9)), (vec![], 9));
-        let some = Restriction::parse(Some("unit, reference"), Some("7")).expect("two engines");
+        let some =
+            Restriction::parse(Some("unit, reference"), Some("7"), None).expect("two engines");
         let others = Engine::WITH_KERNELS.iter().copied();
         let others = Vec::from_iter(others.filter(|engine| *engine != Engine::Unit));
         assert_eq!(some.left_out(), others);
         assert_eq!((some.shared_memory(9), some.shared_memory(5)), (7, 5));
-        for (engines, bytes) in [
-            (Some("units"), None),
-            (Some(""), None),
-            (None, Some("99 KB")),
+        for (engines, bytes, fragments) in [
+            (Some("units"), None, None),
+            (Some(""), None, None),
+            (None, Some("99 KB"), None),
+            (None, None, Some("")),
+            (None, None, Some("16x16")),
+            (None, None, Some("8x8x8:f64")),
         ] {
-            Restriction::parse(engines, bytes).expect_err("a test would prove nothing");
+            Restriction::parse(engines, bytes, fragments).expect_err("a test would prove nothing");
         }
+    }
+
+    #[test]
+    fn fragments_are_the_devices_none_or_emulated() {
+        let own = || FragmentSupport {
+            plane_sizes: (64, 64),
+            ..FragmentSupport::default()
+        };
+        let of = |text| {
+            let restriction = Restriction::parse(None, None, text).expect("a shape, or none");
+            restriction.fragments(own)
+        };
+        assert_eq!(of(None), own());
+        assert_eq!(of(Some("none")).kinds, []);
+        let emulated = |dtype| Fragments {
+            m: 16,
+            n: 8,
+            k: 4,
+            dtype,
+            emulated: true,
+        };
+        let halves = [DType::F16, DType::BF16].map(emulated);
+        assert_eq!(of(Some("16x8x4")).kinds, halves);
+        assert_eq!(of(Some("16x8x4:f32")).kinds, [emulated(DType::F32)]);
     }
 }

@@ -147,6 +147,19 @@ pub enum Refusal {
         /// Columns of values.
         value_dim: usize,
     },
+    /// Planes of several sizes: a kernel divides fragments among them, and has to know how many there are.
+    #[error(
+        "a plane has {least} to {most} units on this device, and it needs all to have 32 or 64"
+    )]
+    PlaneSizes {
+        /// The fewest units of a plane.
+        least: usize,
+        /// The most.
+        most: usize,
+    },
+    /// A driver is known to compute wrong results.
+    #[error("{0}")]
+    Fault(&'static str),
     /// The dtype cannot be read or written by kernels there.
     #[error("kernels on this device have no {0:?}")]
     Dtype(DType),

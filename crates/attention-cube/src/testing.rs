@@ -7,7 +7,7 @@ mod devices;
 pub(crate) use self::devices::{cube_device, device};
 
 use crate::AttentionProblem;
-use crate::device::DeviceProfile;
+use crate::device::{DeviceProfile, FragmentSupport};
 use burn::tensor::DType;
 
 /// A problem in bf16 without options, whose keys and values are equally wide.
@@ -53,6 +53,7 @@ pub(crate) fn card(shared_memory: usize) -> DeviceProfile {
         processors: None,
         multiprocessors: None,
         features: Vec::new(),
+        fragments: FragmentSupport::default(),
         left_out: Vec::new(),
     }
 }

@@ -1,6 +1,7 @@
 //! The engines, each a folder with its plan, its tiles, its kernels and their launch. A new engine is a folder, its module here, and
 //! its place in the list.
 
+pub mod cmma;
 pub mod mma;
 pub mod unit;
 pub mod wgmma;
@@ -225,5 +226,6 @@ macro_rules! engines {
 engines! {
     wgmma::Wgmma if "cuda",
     mma::Mma if "cuda",
+    cmma::Cmma if "cube",
     unit::Unit if "cube",
 }

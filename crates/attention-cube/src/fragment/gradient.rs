@@ -10,6 +10,7 @@ use crate::fragment::scoring::Scoring;
 use crate::fragment::softcap::capped;
 use crate::fragment::view::View;
 use crate::fragment::{FragmentKind, Known, RowPair, known, own_column, pair_of, shown};
+use crate::math::gradient::F16_P_SCALE;
 use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::side::Side;
 use crate::math::visibility::Extent;
@@ -311,12 +312,10 @@ fn probability(
     }
 }
 
-/// What P is multiplied with before it is rounded to half precision, and the values' gradient divided by. In f16 a probability
-/// below 2^-14, as many keys or a large sink leave, would have fewer bits than the others; by 2^12 those from 2^-26 on have all of
-/// theirs, and there is room for what rounding of large scores makes of a probability of 1.
+/// What P is multiplied with before it is rounded to half precision, and the values' gradient divided by.
 pub(crate) const fn p_scale(half: Half) -> f32 {
     match half {
-        Half::F16 => 4096.0,
+        Half::F16 => F16_P_SCALE,
         Half::Bf16 => 1.0,
     }
 }

@@ -3,6 +3,11 @@
 use super::score::{Place, ScoreKind, Scoring, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
+/// What P is multiplied with before it is rounded to f16, and the values' gradient divided by. A probability below 2^-14, as many keys or
+/// a large sink leave, would have fewer bits than the others; by 2^12 those from 2^-26 on have all of theirs, and there is room for what
+/// rounding of large scores makes of a probability of 1.
+pub(crate) const F16_P_SCALE: f32 = 4096.0;
+
 /// What the backward knows of a query beforehand, in `[batch, q_heads, 3, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -21,11 +26,12 @@ pub(crate) struct ScoreGradient {
     pub p: f32,
     /// `d loss / d score`, after bias and softcap: the bias's gradient.
     pub ds: f32,
-    /// `d loss / d (q·k)`.
+    /// `d loss / d (q·k)`, or that without the scale.
     pub ddot: f32,
 }
 
-/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are.
+/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are. What is rounded to half precision has to be
+/// taken without the scale, if not `scaled`: it may make them vanish.
 #[cube]
 pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,
@@ -35,6 +41,7 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
     scoring: &Scoring<'_, '_, '_, M, F>,
     place: &Place,
     #[comptime] kind: ScoreKind,
+    #[comptime] scaled: bool,
 ) -> ScoreGradient {
     let mut p = 0.0f32;
     let mut ds = 0.0f32;
@@ -46,7 +53,7 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
         p = probability(score, terms.reference, terms.logarithm);
         if p != 0.0f32 {
             ds = p * (dp - terms.delta);
-            ddot = ds * slope(capped, arguments, kind);
+            ddot = ds * slope(capped, arguments, kind, scaled);
         }
     }
     ScoreGradient { p, ds, ddot }

@@ -126,10 +126,18 @@ pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     select(ratio.abs() < NEAR, near, far)
 }
 
-/// `d score / d dot`, from the score without bias.
+/// `d score / d dot`, from the score without bias; without the scale, if not `scaled`.
 #[cube]
-pub(crate) fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    let mut slope = arguments.scale;
+pub(crate) fn slope(
+    capped: f32,
+    arguments: &ScoreArguments,
+    #[comptime] kind: ScoreKind,
+    #[comptime] scaled: bool,
+) -> f32 {
+    let mut slope = f32::new(1.0);
+    if comptime!(scaled) {
+        slope = arguments.scale;
+    }
     if comptime!(kind.softcap) {
         let tanh = capped / arguments.softcap;
         slope *= 1.0f32 - tanh * tanh;

@@ -3,7 +3,7 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, score_kind, structure};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
-use crate::math::score::ScoreKind;
+use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::visibility::Structure;
 use crate::passes::bias_gradient::plan::BiasGradientPlan;
 use crate::passes::delta::rows_of_queries;
@@ -17,7 +17,7 @@ use burn_cubecl::CubeBackend;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::address_type;
-use cubecl::prelude::{AddressType, TensorArg};
+use cubecl::prelude::*;
 
 /// What a backward kernel is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,6 +25,17 @@ pub(crate) struct BackwardKind {
     pub tiles: UnitTiles,
     pub structure: Structure,
     pub score: ScoreKind,
+}
+
+/// What the gradients of queries and keys are multiplied by at the end: the scale where half precision has had those of the scores
+/// without it.
+#[cube]
+pub(crate) fn late_scale(score: &ScoreArguments, #[comptime] tiles: UnitTiles) -> f32 {
+    let mut scale = f32::new(1.0);
+    if comptime!(tiles.has_fragments()) {
+        scale = score.scale;
+    }
+    scale
 }
 
 /// The blocks of the bias's gradient, which come last, if it is asked for.

@@ -9,25 +9,90 @@
 //! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` a 4-column step | `16 · rows_per_unit` |
 //! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` |
 //!
-//! On software drivers `direct.rs` does both products without shared memory for the operands.
+//! On software drivers `direct.rs` does both products without shared memory for the operands; `fragments.rs` does them by the device's
+//! matrix units.
 //!
 //! What bounds it: shared-memory loads in the first product (0.3 loads an FMA at 2 rows a unit, 0.13 at 4),
 //! FMA in the second. Shared memory is `stage + P + row statistics`: [`UnitTiles::shared_memory`]. The
 //! operands are read again for every block of the other side, from L2: `rows` FMA an element.
 
-use super::direct;
+use super::cmma::SumFragment;
+use super::fragments::FragmentStage;
+use super::{direct, fragments, staged};
 use crate::math::layout::{Operand, Rows, row_offset};
-use crate::math::rounding::rounded;
-use crate::tile::tiles::UnitTiles;
+use crate::math::rounding::{rounded, rounded_vector};
+use crate::tile::tiles::{Products, UnitTiles};
 use cubecl::prelude::*;
 
-/// Columns that a dot product sums by themselves, and then their sums. One chain over 512 columns would lose two more bits, which
-/// shows where the backward subtracts Δ from dP. Every staged tile sums alike, whatever its depth: the backward's scores are then
-/// the forward's bit by bit, which shows where scores are so large that their last bit changes a probability.
-const SUM: usize = 16;
+/// Four elements, the unit of every shared-memory access.
+pub(crate) type Four<C> = Vector<C, Const<4>>;
 
-/// Four f32, the unit of every shared-memory access.
-pub(crate) type Vec4 = Vector<f32, Const<4>>;
+/// Four f32.
+pub(crate) type Vec4 = Four<f32>;
+
+/// Where the operands of a product are in shared memory, in the elements that are multiplied.
+#[expect(
+    dead_code,
+    reason = "made by the functions that CubeCL's macros write beside it"
+)]
+#[derive(CubeType)]
+pub(crate) enum Stage<C: Float> {
+    /// Units multiply f32.
+    Units(Shared<[Vec4]>),
+    /// Planes multiply fragments.
+    Fragments(FragmentStage<C>),
+}
+
+/// A tile of S's shape in shared memory, the left operand of the second product.
+#[expect(
+    dead_code,
+    reason = "made by the functions that CubeCL's macros write beside it"
+)]
+#[derive(CubeType)]
+pub(crate) enum LeftTile<C: Float> {
+    /// Units multiply f32.
+    Units(Shared<[Vec4]>),
+    /// Planes multiply fragments.
+    Fragments(Shared<[Four<C>]>),
+}
+
+/// The sums of the second product.
+#[expect(
+    dead_code,
+    reason = "made by the functions that CubeCL's macros write beside it"
+)]
+#[derive(CubeType)]
+pub(crate) enum TileOutput {
+    /// A unit's: `[k · output_vectors + v]` is the row `unit_row + k · output_row_units`, the vector of columns
+    /// `unit_column + v · output_units`.
+    Units(Array<Vec4>),
+    /// A plane's: `[r · output_fragments + c]`, see `fragments.rs`.
+    Fragments(Sequence<SumFragment>),
+}
+
+/// Shared memory for the operands.
+#[cube]
+pub(crate) fn new_stage<C: Float>(#[comptime] tiles: UnitTiles) -> Stage<C> {
+    match comptime!(tiles.products) {
+        Products::Fragments(_) => Stage::new_Fragments(fragments::new_stage::<C>(tiles)),
+        _ => Stage::new_Units(Shared::new_slice(comptime!(tiles.stage_vectors()))),
+    }
+}
+
+/// Shared memory for a tile of S's shape.
+#[cube]
+pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
+    match comptime!(tiles.products) {
+        Products::Fragments(_) => LeftTile::new_Fragments(fragments::new_tile::<C>(tiles)),
+        _ => LeftTile::new_Units(Shared::new_slice(comptime!(tiles.tile_vectors()))),
+    }
+}
+
+/// Four zeros.
+#[cube]
+pub(super) fn zeros<C: Float>() -> Four<C> {
+    Four::<C>::cast_from(0.0f32)
+}
 
 /// Four columns of a row from `column` on, in f32; zero where there are none.
 #[cube]
@@ -37,14 +102,25 @@ pub(crate) fn load_vec4<E: Float, N: Size>(
     offset: usize,
     column: u32,
 ) -> Vec4 {
+    load_four::<E, f32, N>(source, rows, offset, column)
+}
+
+/// Four columns of a row from `column` on; zero where there are none.
+#[cube]
+pub(super) fn load_four<E: Float, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    offset: usize,
+    column: u32,
+) -> Four<C> {
     let vector_size = source.vector_size();
-    let mut values = Vec4::new(0.0);
+    let mut values = zeros::<C>();
     if comptime!(vector_size == 4) {
         if column < rows.columns {
             let loaded = source[(offset + column as usize) / 4];
             #[unroll]
             for lane in 0..4usize {
-                values.insert(lane, f32::cast_from(loaded.extract(lane)));
+                values.insert(lane, C::cast_from(loaded.extract(lane)));
             }
         }
     } else {
@@ -52,53 +128,11 @@ pub(crate) fn load_vec4<E: Float, N: Size>(
         for lane in 0..4usize {
             if column + (lane as u32) < rows.columns {
                 let index = offset + (column as usize + lane) * rows.column_stride;
-                values.insert(lane, f32::cast_from(source[index].extract(0usize)));
+                values.insert(lane, C::cast_from(source[index].extract(0usize)));
             }
         }
     }
     values
-}
-
-/// Copies `count` rows from `first_row` on, `vectors` vectors of each from `first_column` on, into
-/// `stage[at..]`, `pitch` vectors apart. With `interleaved > 0`, slot `s` holds row
-/// `(s % interleaved) · 4 + s / interleaved`: a unit's four columns of S then lie `interleaved` slots
-/// apart, and neighbouring units read neighbouring slots.
-#[cube]
-pub(crate) fn stage_rows<E: Float, N: Size>(
-    source: &Tensor<Vector<E, N>>,
-    rows: &Rows,
-    first_row: i32,
-    first_column: u32,
-    stage: &mut Shared<[Vec4]>,
-    #[comptime] at: usize,
-    #[comptime] count: usize,
-    #[comptime] vectors: usize,
-    #[comptime] pitch: usize,
-    #[comptime] interleaved: usize,
-    #[comptime] packed: bool,
-    #[comptime] units: usize,
-) {
-    let total = comptime!(count * vectors);
-    #[unroll]
-    for step in 0..comptime!(total.div_ceil(units)) {
-        let index = UNIT_POS as usize + step * units;
-        let whole = comptime!((step + 1) * units <= total);
-        if whole || index < total {
-            let slot = index / vectors;
-            let vector = index % vectors;
-            let mut within = slot;
-            if comptime!(interleaved > 0) {
-                within = (slot % interleaved) * 4 + slot / interleaved;
-            }
-            let row = first_row + within as i32;
-            let mut values = Vec4::new(0.0);
-            if row >= rows.first && row < rows.end {
-                let offset = row_offset(rows, row as u32, packed);
-                values = load_vec4(source, rows, offset, first_column + (vector * 4) as u32);
-            }
-            stage[at + slot * pitch + vector] = values;
-        }
-    }
 }
 
 /// `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`: S of unit `(y, x)` at
@@ -106,112 +140,25 @@ pub(crate) fn stage_rows<E: Float, N: Size>(
 ///
 /// Where there is no such row, S is anything.
 #[cube]
-pub(crate) fn multiply_transposed<E: Float, N: Size>(
+pub(crate) fn multiply_transposed<E: Float, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
     a_first: i32,
     b: &Operand<'_, E, N>,
     b_first: i32,
-    stage: &mut Shared<[Vec4]>,
+    stage: &mut Stage<C>,
     s: &mut Array<f32>,
     #[comptime] tiles: UnitTiles,
     #[comptime] a_packed: bool,
 ) {
-    if comptime!(tiles.direct) {
-        direct::multiply_transposed(a, a_first, b, b_first, s, tiles, a_packed);
-    } else {
-        multiply_staged(a, a_first, b, b_first, stage, s, tiles, a_packed);
-    }
-}
-
-/// [`multiply_transposed`] out of shared memory. Ends with the stage still being read.
-#[cube]
-fn multiply_staged<E: Float, N: Size>(
-    a: &Operand<'_, E, N>,
-    a_first: i32,
-    b: &Operand<'_, E, N>,
-    b_first: i32,
-    stage: &mut Shared<[Vec4]>,
-    s: &mut Array<f32>,
-    #[comptime] tiles: UnitTiles,
-    #[comptime] a_packed: bool,
-) {
-    comptime!(assert!(tiles.depth.is_multiple_of(SUM), "{tiles:?}"));
-    let pitch = comptime!(tiles.depth_pitch());
-    let b_at = comptime!(tiles.rows * tiles.depth_pitch());
-    let vectors = comptime!(tiles.depth / 4);
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    #[unroll]
-    for index in 0..comptime!(4 * tiles.rows_per_unit()) {
-        s[index] = 0.0f32;
-    }
-    let chunks = a.rows.columns.div_ceil(comptime!(tiles.depth as u32));
-    for chunk in 0..chunks {
-        let column = chunk * comptime!(tiles.depth as u32);
-        sync_cube();
-        stage_rows(
-            a.tensor,
-            &a.rows,
-            a_first,
-            column,
-            stage,
-            0usize,
-            tiles.rows,
-            vectors,
-            pitch,
-            0usize,
-            a_packed,
-            tiles.units,
-        );
-        stage_rows(
-            b.tensor,
-            &b.rows,
-            b_first,
-            column,
-            stage,
-            b_at,
-            comptime!(tiles.columns()),
-            vectors,
-            pitch,
-            tiles.column_units,
-            false,
-            tiles.units,
-        );
-        sync_cube();
-        #[unroll]
-        for group in 0..comptime!(tiles.depth / SUM) {
-            let mut part = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
-            #[unroll]
-            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
-                part[index] = 0.0f32;
-            }
-            for step in 0..comptime!(SUM / 4) {
-                let vector = comptime!(group * SUM / 4) + step;
-                let mut b_values = Array::<Vec4>::new(4usize);
-                #[unroll]
-                for c in 0..4usize {
-                    b_values[c] = stage
-                        [b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
-                }
-                #[unroll]
-                for k in 0..comptime!(tiles.rows_per_unit()) {
-                    let a_value =
-                        stage[(unit_row + k * comptime!(tiles.row_units())) * pitch + vector];
-                    #[unroll]
-                    for c in 0..4usize {
-                        let b_value = b_values[c];
-                        let mut sum = part[k * 4 + c];
-                        #[unroll]
-                        for lane in 0..4usize {
-                            sum += a_value.extract(lane) * b_value.extract(lane);
-                        }
-                        part[k * 4 + c] = sum;
-                    }
-                }
-            }
-            #[unroll]
-            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
-                s[index] += part[index];
+    match stage {
+        Stage::Fragments(stage) => {
+            fragments::multiply_transposed(a, a_first, b, b_first, stage, s, tiles, a_packed);
+        }
+        Stage::Units(stage) => {
+            if comptime!(tiles.is_direct()) {
+                direct::multiply_transposed(a, a_first, b, b_first, s, tiles, a_packed);
+            } else {
+                staged::multiply_transposed(a, a_first, b, b_first, stage, s, tiles, a_packed);
             }
         }
     }
@@ -235,7 +182,7 @@ pub(crate) fn tile_row(
     #[comptime] k: usize,
     #[comptime] tiles: UnitTiles,
 ) -> usize {
-    if comptime!(tiles.direct) {
+    if comptime!(tiles.is_direct()) {
         (unit_row + comptime!(k / 4 * tiles.row_units())) * 4 + comptime!(k % 4)
     } else {
         unit_row + k * comptime!(tiles.row_units())
@@ -244,7 +191,24 @@ pub(crate) fn tile_row(
 
 /// Writes a unit's part of a tile of S's shape to shared memory.
 #[cube]
-pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] tiles: UnitTiles) {
+pub(crate) fn store_tile<C: Float>(
+    s: &Array<f32>,
+    tile: &mut LeftTile<C>,
+    #[comptime] tiles: UnitTiles,
+) {
+    match tile {
+        LeftTile::Units(tile) => store_rounded::<f32>(s, tile, tiles),
+        LeftTile::Fragments(tile) => store_rounded::<C>(s, tile, tiles),
+    }
+}
+
+/// [`store_tile`], rounded to the tile's elements.
+#[cube]
+pub(crate) fn store_rounded<C: Float>(
+    s: &Array<f32>,
+    tile: &mut Shared<[Four<C>]>,
+    #[comptime] tiles: UnitTiles,
+) {
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     #[unroll]
@@ -258,14 +222,19 @@ pub(crate) fn store_tile(s: &Array<f32>, tile: &mut Shared<[Vec4]>, #[comptime] 
                 values.insert(c, s[comptime!(k * tiles.columns_per_unit() + 4 * quad + c)]);
             }
             let column = unit_column + comptime!(quad * tiles.column_units);
-            tile[row * comptime!(tiles.tile_pitch()) + column] = values;
+            tile[row * comptime!(tiles.tile_pitch()) + column] =
+                rounded_vector::<C, Const<4>>(values);
         }
     }
 }
 
 /// Marks the columns of the tile that hold anything but zeros. Between two syncs.
 #[cube]
-fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles: UnitTiles) {
+pub(super) fn mark_used<C: Float>(
+    tile: &Shared<[Four<C>]>,
+    used: &mut Shared<[u32]>,
+    #[comptime] tiles: UnitTiles,
+) {
     sync_cube();
     #[unroll]
     for step in 0..comptime!(tiles.columns().div_ceil(tiles.units)) {
@@ -276,7 +245,7 @@ fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles:
                 let values = tile[row * comptime!(tiles.tile_pitch()) + column / 4];
                 #[unroll]
                 for lane in 0..4usize {
-                    if lane == column % 4 && values.extract(lane) != 0.0f32 {
+                    if lane == column % 4 && values.extract(lane) != C::from_int(0) {
                         any = 1u32;
                     }
                 }
@@ -287,176 +256,184 @@ fn mark_used(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles:
     sync_cube();
 }
 
-/// `O += P B` for the tile P in shared memory and the block's rows of `b`. O of a unit at
-/// `[k · output_vectors + v]` is the row `unit_row + k · output_row_units`, the vector of columns
-/// `unit_column + v · output_units`. Starts before the tile is visible to all units.
+/// `O += P B` for the tile P in shared memory and the block's rows of `b`. Starts before the tile is visible to all units, and ends with
+/// tile and stage still being read.
 ///
 /// Where the tile `has_masked`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
-pub(crate) fn accumulate<E: Float, N: Size>(
-    tile: &Shared<[Vec4]>,
+pub(crate) fn accumulate<E: Float, C: Float, N: Size>(
+    tile: &LeftTile<C>,
     b: &Operand<'_, E, N>,
     b_first: i32,
-    stage: &mut Shared<[Vec4]>,
+    stage: &mut Stage<C>,
     used: &mut Shared<[u32]>,
-    output: &mut Array<Vec4>,
+    output: &mut TileOutput,
     #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
-    if comptime!(has_masked) {
-        mark_used(tile, used, tiles);
-    }
-    if comptime!(tiles.direct) {
-        if comptime!(!has_masked) {
-            sync_cube();
-        }
-        direct::accumulate(tile, b, b_first, used, output, has_masked, tiles);
-    } else {
-        accumulate_staged(tile, b, b_first, stage, used, output, has_masked, tiles);
+    match output {
+        TileOutput::Fragments(output) => match tile {
+            LeftTile::Fragments(tile) => match stage {
+                Stage::Fragments(stage) => {
+                    fragments::accumulate(tile, b, b_first, stage, used, output, has_masked, tiles)
+                }
+                Stage::Units(_) => panic!("units have no fragments"),
+            },
+            LeftTile::Units(_) => panic!("units have no fragments"),
+        },
+        TileOutput::Units(output) => match tile {
+            LeftTile::Units(tile) => {
+                if comptime!(has_masked) {
+                    mark_used::<f32>(tile, used, tiles);
+                }
+                if comptime!(tiles.is_direct()) {
+                    if comptime!(!has_masked) {
+                        sync_cube();
+                    }
+                    direct::accumulate(tile, b, b_first, used, output, has_masked, tiles);
+                } else {
+                    match stage {
+                        Stage::Units(stage) => staged::accumulate(
+                            tile, b, b_first, stage, &*used, output, has_masked, tiles,
+                        ),
+                        Stage::Fragments(_) => panic!("fragments have no units"),
+                    }
+                }
+            }
+            LeftTile::Fragments(_) => panic!("fragments have no units"),
+        },
     }
 }
 
-/// [`accumulate`] out of shared memory. Ends with the stage still being read.
+/// Multiplies the rows of O by their factors: brings it to other references. `moved` tells whether any row of a group has a factor other
+/// than 1 where planes have O in fragments, and need not be visible yet to all units.
 #[cube]
-fn accumulate_staged<E: Float, N: Size>(
-    tile: &Shared<[Vec4]>,
-    b: &Operand<'_, E, N>,
-    b_first: i32,
-    stage: &mut Shared<[Vec4]>,
-    used: &mut Shared<[u32]>,
-    output: &mut Array<Vec4>,
-    #[comptime] has_masked: bool,
+pub(crate) fn rescale<C: Float>(
+    output: &mut TileOutput,
+    factors: &Shared<[f32]>,
+    moved: &Shared<[u32]>,
+    stage: &mut Stage<C>,
     #[comptime] tiles: UnitTiles,
 ) {
-    let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
-    let width = comptime!(tiles.staged_width());
-    let total = comptime!(tiles.streamed_rows * tiles.staged_width());
-    for chunk in 0..comptime!(tiles.columns() / tiles.streamed_rows) {
-        let chunk_row = chunk * tiles.streamed_rows;
-        #[unroll]
-        for part in 0..comptime!(tiles.output_vectors / tiles.staged_vectors) {
-            let first_vector = comptime!(part * tiles.staged_width());
-            sync_cube();
+    match output {
+        TileOutput::Units(output) => {
+            let row = UNIT_POS as usize / comptime!(tiles.output_units);
             #[unroll]
-            for step in 0..comptime!(total.div_ceil(tiles.units)) {
-                let index = UNIT_POS as usize + step * tiles.units;
-                let whole = comptime!((step + 1) * tiles.units <= total);
-                if whole || index < total {
-                    let slot = index / width;
-                    let vector = first_vector + index % width;
-                    let row = b_first + (chunk_row + slot) as i32;
-                    let mut values = Vec4::new(0.0);
-                    let mut wanted = row >= b.rows.first && row < b.rows.end;
-                    if comptime!(has_masked) {
-                        wanted = wanted && used[chunk_row + slot] != 0u32;
-                    }
-                    if wanted {
-                        let offset = row_offset(&b.rows, row as u32, false);
-                        values = load_vec4(b.tensor, &b.rows, offset, (vector * 4) as u32);
-                    }
-                    stage[index] = values;
-                }
-            }
-            sync_cube();
-            for quad in 0..comptime!(tiles.streamed_rows / 4) {
-                let mut p = Array::<Vec4>::new(comptime!(tiles.output_rows()));
+            for k in 0..comptime!(tiles.output_rows()) {
+                let factor =
+                    Vec4::cast_from(factors[row + k * comptime!(tiles.output_row_units())]);
                 #[unroll]
-                for k in 0..comptime!(tiles.output_rows()) {
-                    let row = unit_row + k * comptime!(tiles.output_row_units());
-                    p[k] = tile[row * comptime!(tiles.tile_pitch()) + chunk_row / 4 + quad];
-                }
-                #[unroll]
-                for lane in 0..4usize {
-                    #[unroll]
-                    for v in 0..tiles.staged_vectors {
-                        let b_value =
-                            stage[(quad * 4 + lane) * width + unit_column + v * tiles.output_units];
-                        #[unroll]
-                        for k in 0..comptime!(tiles.output_rows()) {
-                            let index = comptime!(
-                                k * tiles.output_vectors + part * tiles.staged_vectors + v
-                            );
-                            output[index] += Vec4::cast_from(p[k].extract(lane)) * b_value;
-                        }
-                    }
+                for v in 0..tiles.output_vectors {
+                    output[comptime!(k * tiles.output_vectors + v)] *= factor;
                 }
             }
         }
+        TileOutput::Fragments(output) => match stage {
+            Stage::Fragments(stage) => fragments::rescale(output, factors, moved, stage, tiles),
+            Stage::Units(_) => panic!("units have no fragments"),
+        },
     }
 }
 
 /// A zero O.
 #[cube]
-pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> Array<Vec4> {
-    let count = comptime!(tiles.output_rows() * tiles.output_vectors);
-    let mut output = Array::<Vec4>::new(count);
-    #[unroll]
-    for index in 0..count {
-        output[index] = Vec4::new(0.0);
+pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
+    match comptime!(tiles.products) {
+        Products::Fragments(_) => TileOutput::new_Fragments(fragments::zero_output(tiles)),
+        _ => {
+            let count = comptime!(tiles.output_rows() * tiles.output_vectors);
+            let mut output = Array::<Vec4>::new(count);
+            #[unroll]
+            for index in 0..count {
+                output[index] = Vec4::new(0.0);
+            }
+            TileOutput::new_Units(output)
+        }
     }
-    output
 }
 
-/// Factors of 1 in shared memory, for an O that is written as it is. A sync makes them visible.
+/// The same factor for all rows in shared memory. A sync makes it visible.
 #[cube]
-pub(crate) fn unit_factors(#[comptime] tiles: UnitTiles) -> Shared<[f32]> {
+pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     #[unroll]
     for step in 0..comptime!(tiles.row_steps()) {
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
-            factors[row] = 1.0f32;
+            factors[row] = factor;
         }
     }
     factors
 }
 
-/// Writes a unit's part of O, each row times its factor in shared memory, to the rows of a contiguous
-/// tensor. A row whose factor is 0 is 0, whatever was summed up in it: others of its tile may have seen NaN.
+/// Writes O, each row times its factor in shared memory, to the rows of a contiguous tensor. A row whose factor is 0 is 0, whatever was
+/// summed up in it: others of its tile may have seen NaN. Starts after the factors and the stage are visible to all units.
 #[cube]
-pub(crate) fn store_output<E: Float, N: Size>(
-    output: &Array<Vec4>,
+pub(crate) fn store_output<E: Float, C: Float, N: Size>(
+    output: &TileOutput,
     factors: &Shared<[f32]>,
+    stage: &mut Stage<C>,
     target: &mut Tensor<Vector<E, N>>,
     rows: &Rows,
     first_row: i32,
     #[comptime] packed: bool,
     #[comptime] tiles: UnitTiles,
 ) {
-    let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
-    let vector_size = target.vector_size();
-    #[unroll]
-    for k in 0..comptime!(tiles.output_rows()) {
-        let tile_row = unit_row + k * comptime!(tiles.output_row_units());
-        let row = first_row + tile_row as i32;
-        if row < rows.end {
-            let offset = row_offset(rows, row as u32, packed);
-            let factor = factors[tile_row];
+    match output {
+        TileOutput::Units(output) => {
+            let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
+            let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
             #[unroll]
-            for v in 0..tiles.output_vectors {
-                let values = output[comptime!(k * tiles.output_vectors + v)];
-                let column = (unit_column + v * tiles.output_units) * 4;
-                if comptime!(vector_size == 4) {
-                    if (column as u32) < rows.columns {
-                        let mut stored = Vector::<E, N>::empty();
-                        #[unroll]
-                        for lane in 0..4usize {
-                            stored.insert(lane, rounded::<E>(scaled(values.extract(lane), factor)));
-                        }
-                        target[(offset + column) / 4] = stored;
-                    }
-                } else {
+            for k in 0..comptime!(tiles.output_rows()) {
+                let tile_row = unit_row + k * comptime!(tiles.output_row_units());
+                let row = first_row + tile_row as i32;
+                if row < rows.end {
+                    let offset = row_offset(rows, row as u32, packed);
+                    let factor = factors[tile_row];
                     #[unroll]
-                    for lane in 0..4usize {
-                        if ((column + lane) as u32) < rows.columns {
-                            target[offset + column + lane] = Vector::cast_from(rounded::<E>(
-                                scaled(values.extract(lane), factor),
-                            ));
-                        }
+                    for v in 0..tiles.output_vectors {
+                        let values = output[comptime!(k * tiles.output_vectors + v)];
+                        let column = (unit_column + v * tiles.output_units) * 4;
+                        store_scaled(values, factor, target, rows, offset, column);
                     }
                 }
+            }
+        }
+        TileOutput::Fragments(output) => match stage {
+            Stage::Fragments(stage) => fragments::store_output(
+                output, factors, stage, target, rows, first_row, packed, tiles,
+            ),
+            Stage::Units(_) => panic!("units have no fragments"),
+        },
+    }
+}
+
+/// Writes four columns of a row that starts at `offset`, from `column` on, as far as there are so many.
+#[cube]
+pub(super) fn store_scaled<E: Float, N: Size>(
+    values: Vec4,
+    factor: f32,
+    target: &mut Tensor<Vector<E, N>>,
+    rows: &Rows,
+    offset: usize,
+    column: usize,
+) {
+    let vector_size = target.vector_size();
+    if comptime!(vector_size == 4) {
+        if (column as u32) < rows.columns {
+            let mut stored = Vector::<E, N>::empty();
+            #[unroll]
+            for lane in 0..4usize {
+                stored.insert(lane, rounded::<E>(scaled(values.extract(lane), factor)));
+            }
+            target[(offset + column) / 4] = stored;
+        }
+    } else {
+        #[unroll]
+        for lane in 0..4usize {
+            if ((column + lane) as u32) < rows.columns {
+                target[offset + column + lane] =
+                    Vector::cast_from(rounded::<E>(scaled(values.extract(lane), factor)));
             }
         }
     }

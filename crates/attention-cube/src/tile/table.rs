@@ -2,7 +2,7 @@
 
 use crate::device::DeviceProfile;
 use crate::select::Refusal;
-use crate::tile::tiles::UnitTiles;
+use crate::tile::tiles::{Products, UnitTiles};
 
 /// The part of [`UnitTiles`] that is chosen; the rest follows from the output's width.
 pub(crate) struct Shape {
@@ -137,7 +137,10 @@ pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
         column_units,
         column_vectors,
         depth,
-        direct,
+        products: match direct {
+            true => Products::Direct,
+            false => Products::Staged,
+        },
         output_units,
         output_vectors,
         staged_vectors: output_vectors,

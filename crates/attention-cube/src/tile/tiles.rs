@@ -1,5 +1,19 @@
 //! The numbers of a tile, and what follows from them.
 
+use super::fragment_tiles::FragmentTiles;
+use burn::tensor::DType;
+
+/// Who multiplies, and out of what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Products {
+    /// Units, of operands that are read where they lie. `depth` and the numbers about stages mean nothing then.
+    Direct,
+    /// Units, of operands in shared memory.
+    Staged,
+    /// Planes, of fragments from shared memory. The numbers about the output's units and vectors mean nothing then.
+    Fragments(FragmentTiles),
+}
+
 /// How a cube divides a tile among its units. `product.rs` opens with what it costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnitTiles {
@@ -13,9 +27,8 @@ pub struct UnitTiles {
     pub column_vectors: usize,
     /// Columns of the operands multiplied at a time in the first product.
     pub depth: usize,
-    /// The operands are read where they lie, and not copied to shared memory before. `depth` and the
-    /// numbers about stages mean nothing then.
-    pub direct: bool,
+    /// Who multiplies, and out of what.
+    pub products: Products,
     /// Units side by side in the second product.
     pub output_units: usize,
     /// Vectors of 4 output columns of a unit in the second product.
@@ -29,6 +42,38 @@ pub struct UnitTiles {
 }
 
 impl UnitTiles {
+    /// Whether operands are read where they lie.
+    pub const fn is_direct(&self) -> bool {
+        matches!(self.products, Products::Direct)
+    }
+
+    /// Whether planes multiply fragments.
+    pub const fn has_fragments(&self) -> bool {
+        matches!(self.products, Products::Fragments(_))
+    }
+
+    /// The dtype in which the operands of the products are in shared memory, and P is.
+    pub const fn product_dtype(&self) -> DType {
+        match self.products {
+            Products::Fragments(tiles) => tiles.fragments.dtype,
+            Products::Direct | Products::Staged => DType::F32,
+        }
+    }
+
+    /// Bytes of a vector of 4 operands of the products.
+    const fn vector_bytes(&self) -> usize {
+        match self.product_dtype() {
+            DType::F32 => 16,
+            _ => 8,
+        }
+    }
+
+    /// Vectors that 16 bytes have, by which rows in shared memory are further apart than they are long, so that they start in
+    /// different banks.
+    const fn padding(&self) -> usize {
+        16 / self.vector_bytes()
+    }
+
     /// Streamed rows of a block: the columns of S.
     pub const fn columns(&self) -> usize {
         self.column_units * self.columns_per_unit()
@@ -69,14 +114,14 @@ impl UnitTiles {
         self.rows / self.output_row_units()
     }
 
-    /// Vectors from one staged row of the first product to the next; odd, so that rows start in different banks.
+    /// Vectors from one staged row of the first product to the next.
     pub const fn depth_pitch(&self) -> usize {
-        self.depth / 4 + 1
+        self.depth / 4 + self.padding()
     }
 
-    /// Vectors from one row of P to the next; odd likewise.
+    /// Vectors from one row of P to the next.
     pub const fn tile_pitch(&self) -> usize {
-        self.column_units * self.column_vectors + 1
+        self.column_units * self.column_vectors + self.padding()
     }
 
     /// Floats from one row's partial statistics to the next's; odd likewise.
@@ -86,7 +131,20 @@ impl UnitTiles {
 
     /// Vectors of a streamed row in shared memory at a time.
     pub const fn staged_width(&self) -> usize {
-        self.output_units * self.staged_vectors
+        match self.products {
+            Products::Fragments(tiles) => {
+                tiles.staged_fragments * self.plane_columns() * tiles.fragments.n / 4
+            }
+            Products::Direct | Products::Staged => self.output_units * self.staged_vectors,
+        }
+    }
+
+    /// Vectors from one streamed row in shared memory to the next.
+    pub const fn staged_pitch(&self) -> usize {
+        match self.products {
+            Products::Fragments(_) => self.staged_width() + self.padding(),
+            Products::Direct | Products::Staged => self.staged_width(),
+        }
     }
 
     /// Vectors of shared memory that the first product's operands take.
@@ -96,11 +154,11 @@ impl UnitTiles {
 
     /// Vectors of shared memory that the operands of either product take.
     pub const fn stage_vectors(&self) -> usize {
-        if self.direct {
+        if self.is_direct() {
             // None, but there is no such thing as shared memory of no size.
             return 1;
         }
-        let streamed = self.streamed_rows * self.staged_width();
+        let streamed = self.streamed_rows * self.staged_pitch();
         if self.transposed_vectors() > streamed {
             self.transposed_vectors()
         } else {
@@ -127,15 +185,21 @@ impl UnitTiles {
     /// sum over these, and as much again where operands are copied to shared memory before.
     pub(crate) fn block_iterations(&self, columns: usize) -> usize {
         let products = columns.div_ceil(4) + self.columns() + 8;
-        products * if self.direct { 1 } else { 2 }
+        match self.products {
+            Products::Direct => products,
+            Products::Staged => 2 * products,
+            Products::Fragments(_) => self.fragment_iterations(columns) + 2 * products,
+        }
     }
 
     /// Bytes of shared memory of the largest kernel.
     pub const fn shared_memory(&self) -> usize {
-        let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns());
-        let with_tile = 16 * (self.stage_vectors() + self.tile_vectors()) + rows;
+        let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns() + self.row_groups());
+        let operands = self.vector_bytes() * (self.stage_vectors() + self.tile_vectors());
+        let with_tile = operands + 16 * self.score_vectors() + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
-        if with_tile > with_sums {
+        // The bias's gradient is units' work.
+        if with_tile > with_sums || self.has_fragments() {
             with_tile
         } else {
             with_sums

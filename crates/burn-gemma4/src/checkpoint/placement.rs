@@ -274,7 +274,9 @@ impl Loader<'_, '_> {
                     let shape = [range.len(), columns];
                     let target = form.target();
                     let words = upload_words(&source, range, target, layout, device, PORTION);
-                    Weight::Quantized(QuantizedWeight::new(words, layout, self.dtype, shape))
+                    Weight::Quantized(Box::new(QuantizedWeight::new(
+                        words, layout, self.dtype, shape,
+                    )))
                 }
                 None => {
                     let numbers = upload(&source, range, self.dtype, device, PORTION);

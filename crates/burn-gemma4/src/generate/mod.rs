@@ -19,7 +19,7 @@ use crate::{
 };
 use burn::tensor::{Device, Tensor};
 use draft::{DraftCounts, Drafts, Guesser};
-use sequence::{Chosen, Sequence};
+use sequence::{Chosen, Sequence, samplers};
 use serde::Serialize;
 use std::{
     ops::ControlFlow,
@@ -84,6 +84,11 @@ impl GenerateOptions {
             Drafts::None => 0,
             _ => draft::MOST_DRAFT_TOKENS,
         }
+    }
+
+    /// Whether tokens are drawn, and nothing but their numbers asked for.
+    fn draws_all(&self) -> bool {
+        !self.sampling.takes_the_largest() && self.logprobs.is_none()
     }
 
     fn is_cancelled(&self) -> bool {
@@ -277,6 +282,9 @@ pub(crate) fn run(
     if let (Drafts::Drafter, Some(drafter)) = (options.drafts, drafter) {
         decoder = decoder.with_drafter(drafter)?;
     }
+    if guesser.is_none() && options.draws_all() {
+        decoder = decoder.with_samplers(&samplers(&sequences))?;
+    }
     for (sequence, token) in sequences.iter_mut().zip(&next) {
         sequence.take(*token, max_tokens, options, on_token)?;
     }
@@ -318,7 +326,7 @@ fn choose(
     next: Next<'_>,
     options: &GenerateOptions,
 ) -> Result<Vec<u32>, Gemma4Error> {
-    let chosen = Chosen::of(next, options)?;
+    let chosen = Chosen::of(next, sequences, options)?;
     let rows = sequences.iter_mut().enumerate();
     rows.map(|(row, sequence)| match sequence.finished {
         Some(_) => Ok(0),

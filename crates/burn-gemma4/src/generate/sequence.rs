@@ -8,21 +8,33 @@ use crate::{
     text::{parts::Parts, stop::StopStrings},
 };
 
-/// What the host reads of logits to choose tokens by. Only what is needed leaves the device: numbers of tokens where all are greedy
+/// What the host reads of logits to choose tokens by. Only what is needed leaves the device: numbers of tokens where it chooses them
 /// and nothing else of the logits is asked for.
 pub(super) enum Chosen {
-    /// The likeliest token of each row, if there is one, of so many.
-    Likeliest(Vec<Option<u32>>, usize),
+    /// The token of each row that the device has chosen, if there is one, of so many.
+    Tokens(Vec<Option<u32>>, usize),
     /// The logits of rows of so many tokens.
     Logits(Vec<f32>, usize),
 }
 
 impl Chosen {
-    pub fn of(next: Next<'_>, options: &GenerateOptions) -> Result<Self, Gemma4Error> {
+    /// For sequences that have a row each, or one whose rows come after one another.
+    pub fn of(
+        next: Next<'_>,
+        sequences: &[Sequence<'_>],
+        options: &GenerateOptions,
+    ) -> Result<Self, Gemma4Error> {
         let vocabulary = next.vocabulary();
-        match options.sampling.takes_the_largest() && options.logprobs.is_none() {
-            true => Ok(Self::Likeliest(next.likeliest()?, vocabulary)),
-            false => Ok(Self::Logits(next.logits()?, vocabulary)),
+        if options.logprobs.is_some() {
+            return Ok(Self::Logits(next.logits()?, vocabulary));
+        }
+        if options.sampling.takes_the_largest() {
+            return Ok(Self::Tokens(next.likeliest()?, vocabulary));
+        }
+        let samplers = samplers(sequences);
+        match next.draw(&samplers) {
+            Some(tokens) => Ok(Self::Tokens(tokens?, vocabulary)),
+            None => Ok(Self::Logits(next.logits()?, vocabulary)),
         }
     }
 
@@ -34,8 +46,10 @@ impl Chosen {
         options: &GenerateOptions,
     ) -> Result<u32, Gemma4Error> {
         match self {
-            Self::Likeliest(tokens, vocabulary) => {
-                tokens[row].ok_or_else(|| Gemma4Error::no_number(*vocabulary))
+            Self::Tokens(tokens, vocabulary) => {
+                let token = tokens[row].ok_or_else(|| Gemma4Error::no_number(*vocabulary))?;
+                sequence.sampler.read(&[token]);
+                Ok(token)
             }
             Self::Logits(logits, vocabulary) => {
                 let logits = &logits[row * vocabulary..][..*vocabulary];
@@ -48,6 +62,11 @@ impl Chosen {
             }
         }
     }
+}
+
+/// The samplers of sequences.
+pub(super) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
+    sequences.iter().map(|sequence| &sequence.sampler).collect()
 }
 
 /// One sequence on its way.

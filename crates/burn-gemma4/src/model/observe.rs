@@ -72,6 +72,6 @@ pub enum Part {
     Norms,
     /// Logits.
     Head,
-    /// The likeliest token.
-    Argmax,
+    /// The next token.
+    Choice,
 }

@@ -14,7 +14,8 @@ use burn::{
     tensor::{FloatDType, Shape, Tensor},
 };
 
-/// `value` `[1]` as it is, of which `gradient` is the gradient by `source`, beside those that it has already.
+/// `value` `[1]` as it is, of which `gradient` is the gradient by `source`, beside those that it has already. It may be in a wider dtype
+/// than `source`: what comes after `value` scales it before it is rounded.
 pub(crate) fn attach<const D: usize>(
     value: Tensor<1>,
     source: Tensor<D>,
@@ -56,8 +57,8 @@ impl AttachBackend for burn::backend::Flex {}
 struct AttachBackward;
 
 impl<B: AttachBackend> Backward<B, 2> for AttachBackward {
-    /// The gradient by the source.
-    type State = FloatTensor<B>;
+    /// The gradient by the source, and the source's dtype.
+    type State = (FloatTensor<B>, FloatDType);
 
     fn backward(
         self,
@@ -68,11 +69,17 @@ impl<B: AttachBackend> Backward<B, 2> for AttachBackward {
         let [value, source] = ops.parents;
         let after = gradients.consume::<B>(&ops.node);
         if let Some(source) = source {
-            let dtype: FloatDType = ops.state.dtype().into();
+            let (gradient, of_source) = ops.state;
+            let dtype: FloatDType = gradient.dtype().into();
             let factor = B::float_cast(after.clone(), dtype);
-            let ones = vec![1; ops.state.shape().num_dims()];
+            let ones = vec![1; gradient.shape().num_dims()];
             let factor = B::float_reshape(factor, Shape::from(ones));
-            gradients.register::<B>(source.id, B::float_mul(ops.state, factor));
+            let scaled = B::float_mul(gradient, factor);
+            let scaled = match dtype == of_source {
+                true => scaled,
+                false => B::float_cast(scaled, of_source),
+            };
+            gradients.register::<B>(source.id, scaled);
         }
         if let Some(value) = value {
             gradients.register::<B>(value.id, after);
@@ -86,13 +93,15 @@ impl<B: AttachBackend, C: CheckpointStrategy> AttachBackend for Autodiff<B, C> {
         source: FloatTensor<Self>,
         gradient: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
+        let of_source: FloatDType = source.dtype().into();
         match AttachBackward
             .prepare::<C>([value.node(), source.node()])
             .compute_bound()
             .stateful()
         {
             OpsKind::Tracked(preparation) => {
-                preparation.finish(gradient.into_primitive(), value.into_primitive())
+                let state = (gradient.into_primitive(), of_source);
+                preparation.finish(state, value.into_primitive())
             }
             OpsKind::UnTracked(preparation) => preparation.finish(value.into_primitive()),
         }

@@ -15,6 +15,7 @@ pub(crate) mod norm;
 pub(crate) mod overwrite;
 pub(crate) mod residual;
 pub(crate) mod rope;
+pub(crate) mod sample;
 
 #[cfg(feature = "cube")]
 mod launch;

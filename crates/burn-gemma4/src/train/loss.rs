@@ -172,7 +172,12 @@ fn in_chunks(
     }
 
     let mean = |gradient: Tensor<2>, dtype: DType| {
-        (gradient.cast(DType::F32) * share.clone().unsqueeze::<2>()).cast(dtype)
+        let mean = gradient.cast(DType::F32) * share.clone().unsqueeze::<2>();
+        match dtype {
+            // Of thousands of positions, a share is nothing in f16 before the loss's scale.
+            DType::F16 => mean,
+            _ => mean.cast(dtype),
+        }
     };
     let mut loss = loss * share.clone();
     if !of_hidden.is_empty() {
@@ -359,6 +364,33 @@ mod tests {
                         assert_close(values(gradient), expected.clone(), &what);
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn small_shares_outlive_f16() {
+        let gradients = |dtype| {
+            let device = Device::flex().autodiff();
+            // The head's numbers are what a position's gradient is made of.
+            let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
+            let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
+            let times = 1 << 10;
+            let [hidden, head] =
+                [hidden.repeat_dim(0, times), head].map(|leaf| leaf.autodiff().require_grad());
+            let targets = targets(&device).repeat_dim(0, times);
+            let loss = in_chunks(hidden.clone(), head.clone(), targets, Some(30.0), 1 << 12);
+            let gradients = (loss * 65536.0).backward();
+            [hidden, head].map(|leaf| values(leaf.grad(&gradients).expect("a gradient")))
+        };
+        let (found, expected) = (gradients(DType::F16), gradients(DType::F32));
+        for (found, expected) in found.into_iter().zip(expected) {
+            let largest = expected
+                .iter()
+                .fold(0.0f32, |most, value| most.max(value.abs()));
+            for (found, expected) in found.into_iter().zip(expected) {
+                let error = (found - expected).abs();
+                assert!(error < 4e-3 * largest, "{found} instead of {expected}");
             }
         }
     }

@@ -9,7 +9,7 @@
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
 //! partial output with its logsumexp, in two numbers, which `passes/combine/kernel.rs` joins.
 
-use crate::engine::unit::softmax::{advance, row_statistics, total};
+use crate::engine::unit::softmax::{advance, row_statistics, tell_moved, total};
 use crate::math::layout::{group_rows, head_operand, operand};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible, scoring};
@@ -18,8 +18,8 @@ use crate::math::visibility::{
     Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
 use crate::tile::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    zero_output,
+    accumulate, multiply_transposed, new_stage, new_tile, rescale, store_output, store_tile,
+    tile_column, tile_row, zero_output,
 };
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
@@ -37,7 +37,7 @@ pub(crate) struct ForwardKind {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Size>(
+pub(crate) fn forward<E: Float, C: Float, O: Float, M: Numeric, F: Float, S: Float, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
@@ -55,6 +55,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     value_dim: u32,
     #[comptime] kind: ForwardKind,
     #[define(E)] _element: ElemType,
+    #[define(C)] _product_element: ElemType,
     #[define(O)] _output_element: ElemType,
     #[define(M)] _mask_element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -136,8 +137,8 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
     let value = head_operand(value, batch, kv_head, keys.first, keys.end, value_dim);
 
-    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
-    let mut p_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
+    let mut stage = new_stage::<C>(tiles);
+    let mut p_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     let mut statistics = row_statistics(tiles);
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -149,7 +150,6 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     let mut o = zero_output(tiles);
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    let output_row = UNIT_POS as usize / comptime!(tiles.output_units);
 
     while block < end_block {
         let visited = segments_meet(
@@ -209,16 +209,16 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
             }
             advance(&mut s, &mut sums, &mut statistics, tiles);
             store_tile(&s, &mut p_tile, tiles);
-            #[unroll]
-            for k in 0..comptime!(tiles.output_rows()) {
-                let factor = Vec4::cast_from(
-                    statistics.factor[output_row + k * comptime!(tiles.output_row_units())],
-                );
-                #[unroll]
-                for v in 0..tiles.output_vectors {
-                    o[comptime!(k * tiles.output_vectors + v)] *= factor;
-                }
+            if comptime!(tiles.has_fragments()) {
+                tell_moved(&mut statistics, tiles);
             }
+            rescale(
+                &mut o,
+                &statistics.factor,
+                &statistics.moved,
+                &mut stage,
+                tiles,
+            );
             accumulate(
                 &p_tile,
                 &value,
@@ -287,6 +287,7 @@ pub(crate) fn forward<E: Float, O: Float, M: Numeric, F: Float, S: Float, N: Siz
     store_output(
         &o,
         &statistics.factor,
+        &mut stage,
         output,
         &output_rows,
         first_row,

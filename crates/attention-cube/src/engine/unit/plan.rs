@@ -80,7 +80,11 @@ const MAX_PARTS: usize = 4;
 const CUBES_PER_MULTIPROCESSOR: usize = 2;
 
 /// Refuses what no kernel of the engine takes.
-fn check(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> Result<(), Refusal> {
+pub(crate) fn check(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    pass: Pass,
+) -> Result<(), Refusal> {
     if !device.dtypes.contains(&problem.dtype) {
         return Err(Refusal::Dtype(problem.dtype));
     }
@@ -119,7 +123,38 @@ pub(super) fn forward(
     layouts: Layouts,
 ) -> Result<ForwardPlan, Refusal> {
     check(problem, device, Pass::Forward)?;
-    let plan = forward_tiles(problem, device, layouts.vector(problem))?;
+    let vector = layouts.vector(problem);
+    let width = problem.value_dim;
+    forward_by(
+        problem,
+        device,
+        |rows| choose(DECODE, width, rows, device, vector),
+        || choose(SINGLE, width, 0, device, vector),
+    )
+}
+
+/// The forward by the tiles that are chosen for few rows, of so many, or where there are none, or more rows, by the others; refused where a
+/// software driver would end it before its end.
+pub(crate) fn forward_by(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    few_rows: impl FnOnce(usize) -> Result<UnitTiles, Refusal>,
+    tiles: impl FnOnce() -> Result<UnitTiles, Refusal>,
+) -> Result<ForwardPlan, Refusal> {
+    let rows = problem.q_len * problem.group();
+    let decode = (rows <= DECODE_ROWS).then(|| few_rows(rows).ok()).flatten();
+    let plan = match decode {
+        Some(tiles) => ForwardPlan {
+            tiles,
+            packed: true,
+            splits: splits(problem, device, &tiles),
+        },
+        None => ForwardPlan {
+            tiles: tiles()?,
+            packed: false,
+            splits: 1,
+        },
+    };
     let blocks = problem.kv_len.div_ceil(plan.tiles.columns());
     let needed = blocks.div_ceil(plan.splits) * plan.tiles.block_iterations(problem.head_dim);
     check_iterations(needed, device)?;
@@ -142,12 +177,24 @@ pub(super) fn backward(
         Some(tiles) => tiles,
         None => choose(DOUBLE, width, 0, device, vector)?,
     };
-    let plan = BackwardPlan {
-        query,
-        key_value,
-        parts,
-        bias: BiasGradientPlan::new(problem, device, vector)?,
-    };
+    backward_by(
+        problem,
+        device,
+        BackwardPlan {
+            query,
+            key_value,
+            parts,
+            bias: BiasGradientPlan::new(problem, device, vector)?,
+        },
+    )
+}
+
+/// The plan, refused where a software driver would end it before its end.
+pub(crate) fn backward_by(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    plan: BackwardPlan,
+) -> Result<BackwardPlan, Refusal> {
     check_iterations(backward_iterations(problem, &plan), device)?;
     Ok(plan)
 }
@@ -175,38 +222,15 @@ fn backward_iterations(problem: &AttentionProblem, plan: &BackwardPlan) -> usize
     bias.max(separate)
 }
 
-/// Tiles of the forward, and how its keys are split.
-fn forward_tiles(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    vector: usize,
-) -> Result<ForwardPlan, Refusal> {
-    let width = problem.value_dim;
-    let rows = problem.q_len * problem.group();
-    let decode = if rows <= DECODE_ROWS {
-        choose(DECODE, width, rows, device, vector).ok()
-    } else {
-        None
-    };
-    let Some(tiles) = decode else {
-        return Ok(ForwardPlan {
-            tiles: choose(SINGLE, width, 0, device, vector)?,
-            packed: false,
-            splits: 1,
-        });
-    };
+/// Parts of the keys where the heads of a group share a tile: as many as occupy the card, as far as there are blocks.
+fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> usize {
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
     let blocks = problem
         .visible_keys(problem.q_len)
         .div_ceil(tiles.columns())
         .max(1);
-    let splits = (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks);
-    Ok(ForwardPlan {
-        tiles,
-        packed: true,
-        splits,
-    })
+    (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks)
 }
 
 /// Parts of the query's gradient where one kernel gives all three: as many as keep a software driver's

@@ -3,21 +3,29 @@
 //!
 //! A row's running maximum and the factor that brings older results to it live in shared memory and are
 //! updated by one unit a row; each unit sums the numerators of its own columns and the sums meet at the end.
+//!
+//! Where planes have the output in fragments, which only by way of shared memory are multiplied by the rows' factors, a row's reference is
+//! held: it moves to the maximum only when that has outgrown it by 2^8. P stays below 2^8 then, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, numerator};
 use crate::tile::product::tile_row;
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
+/// What a maximum may outgrow a held reference by: 8 powers of two.
+const HELD: f32 = 5.545_177;
+
 /// What units share about the rows.
 #[derive(CubeType)]
 pub(crate) struct RowStatistics {
     /// Partial maxima or sums: `column_units` a row, one float apart from the next row's.
     pub partial: Shared<[f32]>,
-    /// Running maximum of each row.
+    /// Running maximum of each row, or the reference that is held for it.
     pub maximum: Shared<[f32]>,
     /// The factor on older results after a block; at the end, on the output.
     pub factor: Shared<[f32]>,
+    /// Whether the older results of any row of a group have to be multiplied by another factor than 1, where references are held.
+    pub moved: Shared<[u32]>,
 }
 
 /// Statistics of rows that have seen no score. A sync makes them visible.
@@ -27,6 +35,7 @@ pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
         partial: Shared::new_slice(comptime!(tiles.partial_floats())),
         maximum: Shared::new_slice(tiles.rows),
         factor: Shared::new_slice(tiles.rows),
+        moved: Shared::new_slice(comptime!(tiles.row_groups())),
     };
     if UNIT_POS < comptime!(tiles.rows as u32) {
         statistics.maximum[UNIT_POS as usize] = f32::new(LOWEST);
@@ -71,8 +80,17 @@ pub(crate) fn advance(
         for x in 0..tiles.column_units {
             largest = max(largest, statistics.partial[row * pitch + x]);
         }
-        statistics.maximum[row] = largest;
-        statistics.factor[row] = (before - largest).exp();
+        if comptime!(tiles.has_fragments()) {
+            let outgrown = largest > before + HELD;
+            let reference = select(outgrown, largest, before);
+            statistics.maximum[row] = reference;
+            // Before the first score there is nothing to multiply.
+            let has_older = outgrown && before > f32::new(LOWEST);
+            statistics.factor[row] = select(has_older, (before - reference).exp(), 1.0f32);
+        } else {
+            statistics.maximum[row] = largest;
+            statistics.factor[row] = (before - largest).exp();
+        }
     }
     sync_cube();
     #[unroll]
@@ -87,6 +105,22 @@ pub(crate) fn advance(
             sum += p;
         }
         sums[k] = sum;
+    }
+}
+
+/// Tells which groups of rows have a factor other than 1, where references are held. A sync makes it visible.
+#[cube]
+pub(crate) fn tell_moved(statistics: &mut RowStatistics, #[comptime] tiles: UnitTiles) {
+    if UNIT_POS < comptime!(tiles.row_groups() as u32) {
+        let mut any = 0u32;
+        #[unroll]
+        for row in 0..comptime!(tiles.group_rows()) {
+            if statistics.factor[UNIT_POS as usize * comptime!(tiles.group_rows()) + row] != 1.0f32
+            {
+                any = 1u32;
+            }
+        }
+        statistics.moved[UNIT_POS as usize] = any;
     }
 }
 

@@ -14,7 +14,7 @@ use crate::math::score::{Place, ScoreArguments, is_visible, scoring};
 use crate::math::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
-use crate::tile::product::{Vec4, multiply_transposed, tile_column, tile_row};
+use crate::tile::product::{multiply_transposed, new_stage, tile_column, tile_row};
 use cubecl::prelude::*;
 
 /// The dimensions that the bias is broadcast along, known when the kernel is compiled.
@@ -82,7 +82,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
         summed *= batches;
     }
 
-    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
+    let mut stage = new_stage::<f32>(tiles);
     let mut partial = Shared::<[f32]>::new_slice(comptime!(tiles.sum_floats()));
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -158,6 +158,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                         &scoring,
                         &place,
                         kind.score,
+                        true,
                     );
                     sum[comptime!(k * tiles.columns_per_unit() + c)] += gradient.ds;
                 }

@@ -8,6 +8,7 @@ use super::{
 };
 use crate::{
     Cache, Drafter, Gemma4Model, Guesses, LayerType,
+    generate::sampling::device::DeviceSampler,
     model::few_rows::FewRows,
     op::overwrite::{overwrite, overwrite_floats},
 };
@@ -24,6 +25,8 @@ pub(super) struct GraphCapture {
     passes: BTreeMap<usize, Recorded<Position>>,
     /// By the tokens that a round guesses.
     rounds: BTreeMap<usize, Recorded<Round>>,
+    /// Who draws each sequence's next token in passes that read one of each.
+    sampler: Option<DeviceSampler>,
     /// Whether the last pass was replayed.
     replayed: bool,
 }
@@ -46,17 +49,23 @@ impl GraphCapture {
             may_capture: true,
             passes: BTreeMap::new(),
             rounds: BTreeMap::new(),
+            sampler: None,
             replayed: false,
         })
     }
 
-    pub fn without_graph_capture(self) -> Self {
+    pub fn without_graph_capture(mut self) -> Self {
+        self.release();
         Self {
             may_capture: false,
-            passes: BTreeMap::new(),
-            rounds: BTreeMap::new(),
-            replayed: false,
+            ..self
         }
+    }
+
+    /// With another sampler.
+    pub fn with_sampler(mut self, sampler: Option<DeviceSampler>) -> Self {
+        self.release();
+        Self { sampler, ..self }
     }
 
     /// Forgets what a drafter has guessed by.
@@ -165,7 +174,11 @@ impl GraphCapture {
             }
             Entry::Vacant(place) => {
                 let from_host = from_host.map(own);
-                let position = position(model, cache, inputs, from_host, &device);
+                let sampler = self.sampler.clone().filter(|_| count == 1);
+                let position = Position {
+                    sampler,
+                    ..position(model, cache, inputs, from_host, &device)
+                };
                 place.insert(Recorded::new(position))
             }
         }
@@ -225,5 +238,6 @@ fn position(
         model: model.clone(),
         inputs,
         from_host,
+        sampler: None,
     }
 }

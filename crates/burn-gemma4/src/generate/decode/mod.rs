@@ -10,17 +10,21 @@ mod recorded;
 mod round;
 
 use crate::{
-    Cache, Drafter, Gemma4Error, Gemma4Model, Guesses,
+    Cache, Drafter, Gemma4Error, Gemma4Model, Guesses, Sampler,
     model::{Logits, observe::Part, per_layer::Tokens},
     op::{argmax::argmax, flat_rows},
 };
 #[cfg(feature = "cube")]
-use crate::{model::few_rows::FewRows, op::linear::few_rows::MOST_ROWS};
+use crate::{
+    generate::sampling::device::{DeviceSampler, upload},
+    model::few_rows::FewRows,
+    op::linear::few_rows::MOST_ROWS,
+};
 use burn::tensor::{DType, Int, Tensor};
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
 #[cfg(feature = "cube")]
-use position::Outputs;
+use position::{Choice, Outputs};
 use std::marker::PhantomData;
 
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
@@ -86,8 +90,9 @@ pub struct Decoder<'a> {
 pub struct Next<'a> {
     /// `[tokens, vocabulary]`.
     logits: Tensor<2>,
-    /// `[tokens]`.
-    argmax: Option<Tensor<1, Int>>,
+    /// What is known of the next tokens already.
+    #[cfg(feature = "cube")]
+    chosen: Option<Choice>,
     /// `[tokens, hidden]`, normalised: what the logits are made of, where that is known.
     hidden: Option<Tensor<2>>,
     /// The next step may write over them.
@@ -173,6 +178,26 @@ impl<'a> Decoder<'a> {
             drafter: Some(drafter),
             ..self
         })
+    }
+
+    /// With samplers, one a sequence, that have read what the cache holds and the token after it: where the device draws, each
+    /// [`step`](Self::step) draws the next tokens with what else it computes, for [`Next::sample`] to read. They count on being given what
+    /// they have drawn.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where there is not one for each of the cache's sequences.
+    pub fn with_samplers(self, samplers: &[&Sampler]) -> Result<Self, Gemma4Error> {
+        check_samplers(samplers.len(), self.cache.batch())?;
+        #[cfg(feature = "cube")]
+        {
+            let model = self.model;
+            let (vocabulary, device) = (model.config().vocab_size, model.device());
+            let sampler = DeviceSampler::new(samplers, vocabulary, model.dtype(), &device);
+            let graph = self.graph.map(|graph| graph.with_sampler(sampler));
+            Ok(Self { graph, ..self })
+        }
+        #[cfg(not(feature = "cube"))]
+        Ok(self)
     }
 
     /// Has the [drafter](Self::with_drafter) guess `count` tokens after `token`, which comes after what was read and has not been read
@@ -303,7 +328,8 @@ impl Next<'_> {
     pub fn of(logits: Tensor<3>) -> Self {
         Self {
             logits: flat_rows(logits),
-            argmax: None,
+            #[cfg(feature = "cube")]
+            chosen: None,
             hidden: None,
             _until_the_next: PhantomData,
         }
@@ -340,13 +366,66 @@ impl Next<'_> {
 
     /// As [`argmax`](Self::argmax), with nothing where no token is the likeliest.
     pub(crate) fn likeliest(self) -> Result<Vec<Option<u32>>, Gemma4Error> {
-        let tokens = match self.argmax {
-            Some(tokens) => tokens,
-            None => argmax(self.logits),
-        };
-        let tokens = tokens.try_into_data().map_err(failed)?;
-        let tokens = tokens.iter::<i64>();
-        Ok(tokens.map(|token| u32::try_from(token).ok()).collect())
+        #[cfg(feature = "cube")]
+        if let Some(Choice::Largest(tokens)) = self.chosen {
+            return numbers(tokens);
+        }
+        numbers(argmax(self.logits))
+    }
+
+    /// The next token of each sequence, by its sampler, which reads it: on the device where kernels serve and all samplers have the same
+    /// options but for their seeds, so that only the tokens' numbers leave it; else on the host. A token that a decoder
+    /// [with samplers](Decoder::with_samplers) has drawn in its step is that one.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where there is not one sampler for each of the logits' rows, and where every logit of a sequence, by its
+    /// penalty and suppressed tokens, is NaN or −∞; [`Gemma4Error::Device`] where the device failed.
+    pub fn sample(self, samplers: &mut [Sampler]) -> Result<Vec<u32>, Gemma4Error> {
+        let [rows, vocabulary] = self.logits.dims();
+        check_samplers(samplers.len(), rows)?;
+        let of_rows: Vec<&Sampler> = samplers.iter().collect();
+        if let Some(drawn) = self.draw(&of_rows) {
+            let number =
+                |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
+            let tokens: Vec<u32> = drawn?.into_iter().map(number).collect::<Result<_, _>>()?;
+            for (sampler, token) in samplers.iter_mut().zip(&tokens) {
+                sampler.read(&[*token]);
+            }
+            return Ok(tokens);
+        }
+        let logits = self.logits()?;
+        let rows = samplers.iter_mut().zip(logits.chunks_exact(vocabulary));
+        rows.map(|(sampler, logits)| sampler.sample(logits))
+            .collect()
+    }
+
+    /// The next token of each row, drawn on the device by its sampler, which does not read it; nothing for a row where none can be.
+    /// `None` where the device does not draw.
+    pub(crate) fn draw(
+        &self,
+        samplers: &[&Sampler],
+    ) -> Option<Result<Vec<Option<u32>>, Gemma4Error>> {
+        #[cfg(feature = "cube")]
+        {
+            if let Some(Choice::Drawn(tokens)) = &self.chosen {
+                return Some(numbers(tokens.clone()));
+            }
+            let (device, dtype) = (self.logits.device(), self.logits.dtype());
+            let [rows, vocabulary] = self.logits.dims();
+            if samplers.len() == rows
+                && let Some(sampler) = DeviceSampler::new(samplers, vocabulary, dtype, &device)
+            {
+                // Of the tokens that were read last.
+                let positions = samplers
+                    .iter()
+                    .map(|sampler| (sampler.position() as u32).wrapping_sub(1));
+                let positions = upload(positions, &device);
+                let tokens = sampler.choose(self.logits.clone(), None, positions);
+                return Some(numbers(tokens));
+            }
+        }
+        let _ = samplers;
+        None
     }
 
     /// The logits, `[tokens · vocabulary]`, on the host.
@@ -368,10 +447,28 @@ impl From<Outputs> for Next<'_> {
     fn from(outputs: Outputs) -> Self {
         Self {
             logits: outputs.logits,
-            argmax: Some(outputs.argmax),
+            chosen: Some(outputs.chosen),
             hidden: Some(outputs.hidden),
             _until_the_next: PhantomData,
         }
+    }
+}
+
+/// Tokens' numbers, on the host; nothing for those that are none.
+fn numbers(tokens: Tensor<1, Int>) -> Result<Vec<Option<u32>>, Gemma4Error> {
+    let tokens = tokens.try_into_data().map_err(failed)?;
+    let tokens = tokens.iter::<i64>();
+    Ok(tokens.map(|token| u32::try_from(token).ok()).collect())
+}
+
+/// Refuses another number of samplers than there are sequences.
+fn check_samplers(samplers: usize, sequences: usize) -> Result<(), Gemma4Error> {
+    match samplers == sequences {
+        true => Ok(()),
+        false => Err(Gemma4Error::Argument {
+            argument: "samplers",
+            reason: format!("are {samplers}, but there are {sequences} sequences"),
+        }),
     }
 }
 

@@ -6,6 +6,7 @@
 use super::recorded::Computation;
 use crate::{
     Gemma4Model,
+    generate::sampling::device::DeviceSampler,
     model::{
         cache::{
             Target,
@@ -34,6 +35,8 @@ pub(super) struct Position {
     pub inputs: Tensor<1, Int>,
     /// `[rows · layers · columns]`: of a table of per-layer embeddings on the host, the tokens' rows.
     pub from_host: Option<Tensor<1>>,
+    /// Who draws the next tokens, where it is not their argmax.
+    pub sampler: Option<DeviceSampler>,
 }
 
 /// What comes of a few positions.
@@ -41,10 +44,18 @@ pub(super) struct Position {
 pub(super) struct Outputs {
     /// `[rows, vocabulary]`.
     pub logits: Tensor<2>,
-    /// `[rows]`: the likeliest tokens.
-    pub argmax: Tensor<1, Int>,
+    pub chosen: Choice,
     /// `[rows, hidden]`, normalised: what the logits are made of.
     pub hidden: Tensor<2>,
+}
+
+/// The next tokens, `[rows]`.
+#[derive(Clone, Debug)]
+pub(crate) enum Choice {
+    /// The likeliest.
+    Largest(Tensor<1, Int>),
+    /// Those that a [`DeviceSampler`] has drawn.
+    Drawn(Tensor<1, Int>),
 }
 
 impl Computation for Position {
@@ -65,8 +76,10 @@ impl Position {
         let model = &self.model;
         let config = model.config();
         let rows = self.inputs.dims()[0] / 2;
-        let tokens = self.inputs.clone().narrow(0, 0, rows).reshape([rows, 1]);
+        let read = self.inputs.clone().narrow(0, 0, rows);
+        let tokens = read.clone().reshape([rows, 1]);
         let positions = self.inputs.clone().narrow(0, rows, rows);
+        let read_at = positions.clone();
 
         let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
         let project = |input, weight| few_rows::project(input, weight, None);
@@ -99,11 +112,14 @@ impl Position {
         let logits =
             few_rows::project(hidden.clone(), model.head(), config.final_logit_softcapping);
         after(Part::Head);
-        let argmax = argmax(logits.clone());
-        after(Part::Argmax);
+        let chosen = match &self.sampler {
+            Some(sampler) => Choice::Drawn(sampler.choose(logits.clone(), Some(read), read_at)),
+            None => Choice::Largest(argmax(logits.clone())),
+        };
+        after(Part::Choice);
         Outputs {
             logits,
-            argmax,
+            chosen,
             hidden,
         }
     }

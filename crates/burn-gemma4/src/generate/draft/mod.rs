@@ -17,6 +17,7 @@ use burn::tensor::Tensor;
 use lookup::Lookup;
 use pace::{Cost, Pace};
 use serde::Serialize;
+use std::slice;
 
 /// Tokens that are drafted for one pass at most.
 pub(crate) const MOST_DRAFT_TOKENS: usize = 8;
@@ -180,7 +181,7 @@ pub(super) fn decode(
         let read = [&[last], &drafts[..]].concat();
         let next = decoder.read(&read)?;
         let hidden = next.hidden();
-        let chosen = Chosen::of(next, options)?;
+        let chosen = Chosen::of(next, slice::from_ref(sequence), options)?;
         let mut taken = 0;
         for (row, drafted) in drafts.iter().map(Some).chain([None]).enumerate() {
             let token = chosen.token(row, sequence, options)?;

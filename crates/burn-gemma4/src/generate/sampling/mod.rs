@@ -1,5 +1,7 @@
 //! How the next token is drawn from the logits: the options, and what of them makes sense.
 
+#[cfg(feature = "cube")]
+pub(crate) mod device;
 pub(crate) mod sampler;
 
 use crate::Gemma4Error;
@@ -40,7 +42,7 @@ pub struct Sampling {
     pub repetition_penalty: f32,
     /// Tokens that are never drawn. Those that the vocabulary lacks are none to suppress.
     pub suppress_tokens: Vec<u32>,
-    /// The same seed draws the same tokens from the same logits; without one, every run draws others. In a batch,
+    /// The same seed draws the same tokens from the same logits at the same positions; without one, every run draws others. In a batch,
     /// the first sequence draws from this seed, the second from the next number, and so on.
     pub seed: Option<u64>,
 }

@@ -1,16 +1,17 @@
 //! Draws tokens: penalty and suppressed tokens, then temperature, top-k, top-p, min-p, each over what the last has left.
 
 use super::Sampling;
-use crate::Gemma4Error;
-use rand::{Rng, SeedableRng, rngs::StdRng};
+use crate::{Gemma4Error, op::sample::random::random_bits};
 use std::cmp::Ordering;
 use std::collections::HashSet;
 
-/// Draws tokens by a [`Sampling`]. One draws for one text: each draw moves its random numbers on.
+/// Draws tokens by a [`Sampling`]. One draws for one text: a draw's random number is its seed's for the token's position.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     sampling: Sampling,
-    random: StdRng,
+    seed: u64,
+    /// Tokens of the text.
+    position: usize,
     /// The tokens that the text has, where they are penalized.
     seen: HashSet<u32>,
     /// Kept from draw to draw, to allocate once.
@@ -20,14 +21,12 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler at the start of its random numbers.
+    /// A sampler of a text that has no tokens yet.
     pub fn new(sampling: &Sampling) -> Self {
         Self {
             sampling: sampling.clone(),
-            random: match sampling.seed {
-                Some(seed) => StdRng::seed_from_u64(seed),
-                None => StdRng::from_os_rng(),
-            },
+            seed: sampling.seed.unwrap_or_else(rand::random),
+            position: 0,
             seen: HashSet::new(),
             candidates: Vec::new(),
             changed: Vec::new(),
@@ -36,6 +35,7 @@ impl Sampler {
 
     /// Tokens that the text has without this sampler having drawn them: its prompt's.
     pub fn read(&mut self, tokens: &[u32]) {
+        self.position += tokens.len();
         if self.sampling.repetition_penalty != 1.0 {
             self.seen.extend(tokens);
         }
@@ -47,7 +47,9 @@ impl Sampler {
     /// [`Gemma4Error::Argument`] where every logit is NaN or −∞, so that there is no token to draw.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         if !self.sampling.changes_logits() {
-            return self.choose(logits);
+            let token = self.choose(logits)?;
+            self.read(&[token]);
+            return Ok(token);
         }
         let mut changed = std::mem::take(&mut self.changed);
         changed.clear();
@@ -57,6 +59,27 @@ impl Sampler {
         self.changed = changed;
         self.read(&[token]);
         Ok(token)
+    }
+
+    #[cfg(feature = "cube")]
+    pub(crate) fn sampling(&self) -> &Sampling {
+        &self.sampling
+    }
+
+    #[cfg(feature = "cube")]
+    pub(crate) fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Of the token that is drawn next.
+    #[cfg(feature = "cube")]
+    pub(crate) fn position(&self) -> usize {
+        self.position
+    }
+
+    #[cfg(feature = "cube")]
+    pub(crate) fn seen(&self) -> &HashSet<u32> {
+        &self.seen
     }
 
     /// Applies the penalty and the suppressed tokens.
@@ -114,7 +137,6 @@ impl Sampler {
             .select_nth_unstable_by(top_k - 1, Candidate::order);
         let last = last.logit;
         self.candidates.retain(|candidate| candidate.logit >= last);
-        self.candidates.sort_unstable_by(Candidate::order);
     }
 
     /// Keeps the likeliest, until their probabilities reach `top_p`. Few usually do, so the rest of a
@@ -142,9 +164,13 @@ impl Sampler {
         }
     }
 
-    /// One of the candidates by their weights; none where rounding passes over the last one.
+    /// One of the candidates by their weights, in the tokens' order; none where rounding passes over the last one.
     fn draw(&mut self) -> Option<u32> {
-        let mut left = self.random.random::<f64>() * sum(&self.candidates);
+        self.candidates
+            .sort_unstable_by_key(|candidate| candidate.token);
+        // As many of the bits as the number holds.
+        let bits = random_bits(self.seed, self.position as u32) >> 11;
+        let mut left = bits as f64 * 2f64.powi(-53) * sum(&self.candidates);
         let drawn = self.candidates.iter().find(|candidate| {
             left -= f64::from(candidate.weight);
             left < 0.0
@@ -323,6 +349,7 @@ mod tests {
         for (temperature, top_p) in [(0.2, 0.3), (1.0, 0.5), (5.0, 0.9), (5.0, 0.999)] {
             let mut sampler = Sampler::new(&sampling(temperature, None, Some(top_p)));
             sampler.sample(&logits).expect("a token");
+            sampler.candidates.sort_by(Candidate::order);
             let kept: Vec<u32> = sampler.candidates.iter().map(|kept| kept.token).collect();
             assert!(
                 kept.len() > 8 && kept.len() < logits.len(),

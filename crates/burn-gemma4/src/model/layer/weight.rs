@@ -24,7 +24,7 @@ pub enum Weight<const D: usize = 2> {
     /// Codes of a few bits and scales, as a checkpoint has them or as
     /// [`LoadOptions::quantization`](crate::LoadOptions::quantization) makes them. Products make numbers of them on their way. They are not
     /// trained, but a low-rank adapter over them is.
-    Quantized(QuantizedWeight<D>),
+    Quantized(Box<QuantizedWeight<D>>),
 }
 
 /// The words of quantized rows.
@@ -183,7 +183,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
             Self::Whole(weight) => weight.lazy_shape().dims(),
             Self::Quantized(weight) => weight.shape,
         };
-        *self = Self::Quantized(QuantizedWeight::new(words, layout, dtype, shape));
+        *self = Self::Quantized(Box::new(QuantizedWeight::new(words, layout, dtype, shape)));
     }
 
     fn dequantize(&mut self) {
@@ -245,35 +245,35 @@ impl<const D: usize> Module for Weight<D> {
     fn fork(self, device: &Device) -> Self {
         match self {
             Self::Whole(weight) => Self::Whole(weight.fork(device)),
-            Self::Quantized(weight) => Self::Quantized(weight.fork(device)),
+            Self::Quantized(weight) => Self::Quantized(Box::new(weight.fork(device))),
         }
     }
 
     fn to_device(self, device: &Device) -> Self {
         match self {
             Self::Whole(weight) => Self::Whole(weight.to_device(device)),
-            Self::Quantized(weight) => Self::Quantized(weight.to_device(device)),
+            Self::Quantized(weight) => Self::Quantized(Box::new(weight.to_device(device))),
         }
     }
 
     fn train(self) -> Self {
         match self {
             Self::Whole(weight) => Self::Whole(weight.train()),
-            Self::Quantized(weight) => Self::Quantized(weight.train()),
+            Self::Quantized(weight) => Self::Quantized(Box::new(weight.train())),
         }
     }
 
     fn valid(&self) -> Self {
         match self {
             Self::Whole(weight) => Self::Whole(weight.valid()),
-            Self::Quantized(weight) => Self::Quantized(weight.valid()),
+            Self::Quantized(weight) => Self::Quantized(Box::new(weight.valid())),
         }
     }
 
     fn materialize(self) -> Self {
         match self {
             Self::Whole(weight) => Self::Whole(weight.materialize()),
-            Self::Quantized(weight) => Self::Quantized(weight.materialize()),
+            Self::Quantized(weight) => Self::Quantized(Box::new(weight.materialize())),
         }
     }
 
@@ -287,7 +287,7 @@ impl<const D: usize> Module for Weight<D> {
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
         match self {
             Self::Whole(weight) => Self::Whole(Module::map(weight, mapper)),
-            Self::Quantized(weight) => Self::Quantized(weight.map(mapper)),
+            Self::Quantized(weight) => Self::Quantized(Box::new(weight.map(mapper))),
         }
     }
 }

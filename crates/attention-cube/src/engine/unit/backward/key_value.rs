@@ -12,16 +12,16 @@ use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, Sight, is_whole, segments_meet, sight, visible_queries, within_segments,
 };
-use crate::passes::backward::BackwardKind;
+use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    unit_factors, zero_output,
+    Stage, accumulate, multiply_transposed, new_stage, new_tile, row_factors, store_output,
+    store_tile, tile_column, tile_row, zero_output,
 };
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
+pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
@@ -40,6 +40,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     value_dim: u32,
     #[comptime] kind: BackwardKind,
     #[define(E)] _element: ElemType,
+    #[define(C)] _product_element: ElemType,
     #[define(M)] _mask_element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(N)] _vector: usize,
@@ -68,10 +69,11 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let key = head_operand(key, batch, kv_head, first_row, exist, head_dim);
     let value = head_operand(value, batch, kv_head, first_row, exist, value_dim);
 
-    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
-    let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
+    let mut stage = new_stage::<C>(tiles);
+    let mut tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let ones = unit_factors(tiles);
+    let shares = row_factors(f32::new(comptime!(1.0 / tiles.p_scale())), tiles);
+    let scales = row_factors(late_scale(&score, tiles), tiles);
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dk = zero_output(tiles);
@@ -155,7 +157,7 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                     comptime!(kind.score.leaves_masked(&kind.structure)),
                     tiles,
                 );
-                if comptime!(tiles.direct) {
+                if comptime!(tiles.is_direct()) {
                     // Before the next block's tile takes this one's place.
                     sync_cube();
                 }
@@ -167,7 +169,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let key_gradient_rows = head_rows(&*key_gradient, batch, kv_head, first_row, end_row, head_dim);
     store_output(
         &dk,
-        &ones,
+        &scales,
+        &mut stage,
         key_gradient,
         &key_gradient_rows,
         first_row,
@@ -184,7 +187,8 @@ pub(crate) fn key_value_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     );
     store_output(
         &dv,
-        &ones,
+        &shares,
+        &mut stage,
         value_gradient,
         &value_gradient_rows,
         first_row,
@@ -206,9 +210,9 @@ pub(super) struct Pair {
     pub whole: bool,
 }
 
-/// P and `d loss / d (q·k)` of a pair, in the places of S and dP.
+/// P and `d loss / d (q·k)` of a pair, in the places of S and dP: as they are rounded, where planes multiply fragments.
 #[cube]
-pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
+pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     query: &Operand<'_, E, N>,
     key: &Operand<'_, E, N>,
     value: &Operand<'_, E, N>,
@@ -217,7 +221,7 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
     scoring: &Scoring<'_, '_, '_, M, F>,
     sight: &Sight,
     pair: &Pair,
-    stage: &mut Shared<[Vec4]>,
+    stage: &mut Stage<C>,
     s: &mut Array<f32>,
     dp: &mut Array<f32>,
     #[comptime] kind: BackwardKind,
@@ -265,8 +269,13 @@ pub(super) fn block_scores<E: Float, M: Numeric, F: Float, N: Size>(
                 scoring,
                 &place,
                 kind.score,
+                comptime!(!tiles.has_fragments()),
             );
-            s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.p;
+            let mut p = gradient.p;
+            if comptime!(tiles.has_fragments()) {
+                p *= f32::new(comptime!(tiles.p_scale()));
+            }
+            s[comptime!(k * tiles.columns_per_unit() + c)] = p;
             dp[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
         }
     }

@@ -13,17 +13,17 @@ use crate::math::side::Side;
 use crate::math::visibility::{
     Extent, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
-use crate::passes::backward::BackwardKind;
+use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::is_blind;
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
-    Vec4, accumulate, multiply_transposed, store_output, store_tile, tile_column, tile_row,
-    zero_output,
+    accumulate, multiply_transposed, new_stage, new_tile, store_output, store_tile, tile_column,
+    tile_row, zero_output,
 };
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
+pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     query: &Tensor<Vector<E, N>>,
     key: &Tensor<Vector<E, N>>,
     value: &Tensor<Vector<E, N>>,
@@ -41,6 +41,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     value_dim: u32,
     #[comptime] kind: BackwardKind,
     #[define(E)] _element: ElemType,
+    #[define(C)] _product_element: ElemType,
     #[define(M)] _mask_element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(N)] _vector: usize,
@@ -69,17 +70,18 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
     let value = head_operand(value, batch, kv_head, keys.first, keys.end, value_dim);
 
-    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
-    let mut ds_tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
+    let mut stage = new_stage::<C>(tiles);
+    let mut ds_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     // Of a query that sees nothing the gradient is 0, whatever others of its tile have seen. A sync makes them visible.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
+    let scale = late_scale(&score, tiles);
     #[unroll]
     for step in 0..comptime!(tiles.row_steps()) {
         let row = UNIT_POS as usize + step * tiles.units;
         if row < tiles.rows {
             let terms = row_terms_of(rows, batch, head, first_row + row as i32, extent.q_len);
-            factors[row] = select(is_blind(terms.reference), 0.0f32, 1.0f32);
+            factors[row] = select(is_blind(terms.reference), 0.0f32, scale);
         }
     }
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -159,6 +161,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                         &scoring,
                         &place,
                         kind.score,
+                        comptime!(!tiles.has_fragments()),
                     );
                     s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
                 }
@@ -174,7 +177,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
                 comptime!(kind.score.leaves_masked(&kind.structure)),
                 tiles,
             );
-            if comptime!(tiles.direct) {
+            if comptime!(tiles.is_direct()) {
                 // Before the next block's tile takes this one's place.
                 sync_cube();
             }
@@ -186,6 +189,7 @@ pub(crate) fn query_gradient<E: Float, M: Numeric, F: Float, N: Size>(
     store_output(
         &dq,
         &factors,
+        &mut stage,
         gradient,
         &gradient_rows,
         first_row,

@@ -28,7 +28,7 @@ use crate::math::visibility::{
 };
 use crate::passes::backward::BackwardKind;
 use crate::tile::direct::{Division, add_iterations, add_transposed, store_transposed};
-use crate::tile::product::{Vec4, store_tile};
+use crate::tile::product::{Vec4, new_stage, store_rounded};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
@@ -112,7 +112,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     let kv_head = work_tile.head;
     let sight = sight(extent, lengths_and_ids, batch, kind.structure);
 
-    let mut stage = Shared::<[Vec4]>::new_slice(comptime!(tiles.stage_vectors()));
+    let mut stage = new_stage::<f32>(tiles);
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns().max(tiles.rows)));
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -243,7 +243,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     if product < 2u32 {
                         store_transposed(&s, &mut tile, tiles);
                     } else {
-                        store_tile(&s, &mut tile, tiles);
+                        store_rounded::<f32>(&s, &mut tile, tiles);
                     }
                     #[unroll]
                     for index in 0..comptime!(tiles.scores_per_unit()) {

@@ -107,6 +107,7 @@ pub(crate) fn launch(
             value_dim as u32,
             kind,
             dtype_to_storage_type(problem.dtype),
+            dtype_to_storage_type(tiles.product_dtype()),
             dtype_to_storage_type(output_dtype),
             extras.mask_element,
             extras.bias_element,

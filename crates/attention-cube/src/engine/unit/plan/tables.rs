@@ -52,7 +52,7 @@ pub(super) const DECODE: &[Shape] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::DeviceProfile;
+    use crate::device::{DeviceProfile, FragmentSupport};
     use crate::tile::table::{SINGLE, choose, tiles};
 
     fn device(shared_memory: usize) -> DeviceProfile {
@@ -67,6 +67,7 @@ mod tests {
             processors: None,
             multiprocessors: None,
             features: vec![],
+            fragments: FragmentSupport::default(),
             left_out: vec![],
         }
     }
@@ -101,10 +102,10 @@ mod tests {
                         "{context}"
                     );
                     assert!(
-                        !tiles.direct || tiles.rows_per_unit().is_multiple_of(4),
+                        !tiles.is_direct() || tiles.rows_per_unit().is_multiple_of(4),
                         "{context}"
                     );
-                    assert!(tiles.direct || tiles.column_vectors == 1, "{context}");
+                    assert!(tiles.is_direct() || tiles.column_vectors == 1, "{context}");
                     // The softmax takes a row a unit; all gradients together need none.
                     let row_a_unit = tiles.rows <= tiles.units && tiles.columns() <= tiles.units;
                     assert!(row_a_unit || only_software, "{context}");

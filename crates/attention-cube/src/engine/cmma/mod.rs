@@ -1,0 +1,75 @@
+//! The cmma engine: the kernels of the unit engine with their products in fragments, which the matrix units of most cards have through
+//! `cubecl::cmma`: Vulkan, Metal, HIP, and NVIDIA's older than Ampere.
+
+pub mod plan;
+
+use crate::AttentionProblem;
+#[cfg(feature = "cube")]
+use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+use crate::device::DeviceProfile;
+use crate::engine::AttentionEngine;
+#[cfg(feature = "cube")]
+use crate::engine::Launch;
+#[cfg(feature = "cube")]
+use crate::engine::unit::launch;
+use crate::engine::unit::plan::{BackwardPlan, ForwardPlan};
+#[cfg(feature = "cube")]
+use crate::select::BackwardRequest;
+use crate::select::{Layouts, Pass, Refusal, Warning};
+use burn::tensor::DType;
+#[cfg(feature = "cube")]
+use burn_cubecl::CubeBackend;
+
+/// The cmma engine.
+pub struct Cmma;
+
+impl AttentionEngine for Cmma {
+    type Forward = ForwardPlan;
+    type Backward = BackwardPlan;
+
+    fn plan_forward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<ForwardPlan, Refusal> {
+        plan::forward(problem, device, layouts)
+    }
+
+    fn plan_backward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<BackwardPlan, Refusal> {
+        plan::backward(problem, device, layouts)
+    }
+
+    fn splits(plan: &ForwardPlan) -> usize {
+        plan.splits
+    }
+
+    fn warnings(problem: &AttentionProblem, pass: Pass) -> Vec<Warning> {
+        let in_f16 = pass == Pass::Backward && problem.dtype == DType::F16;
+        Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16))
+    }
+}
+
+#[cfg(feature = "cube")]
+impl Launch for Cmma {
+    fn forward(
+        plan: ForwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        problem: &AttentionProblem,
+    ) -> AttentionOutput<CubeBackend> {
+        launch::forward::launch(inputs, problem, plan)
+    }
+
+    fn backward(
+        plan: BackwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        problem: &AttentionProblem,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend> {
+        launch::backward::launch(inputs, saved, problem, plan, request)
+    }
+}

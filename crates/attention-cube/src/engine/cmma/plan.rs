@@ -1,0 +1,196 @@
+//! The cmma engine's plan: the device's fragments, and tiles from tables by the width of the output and the device's shared memory.
+
+mod tables;
+
+use self::tables::{DECODE, DOUBLE, SINGLE, Shape};
+use crate::AttentionProblem;
+use crate::device::{DeviceProfile, Feature};
+use crate::division::check_sizes;
+use crate::engine::unit::plan::{BackwardPlan, ForwardPlan, backward_by, check, forward_by};
+use crate::passes::bias_gradient::plan::BiasGradientPlan;
+use crate::select::{Layouts, Pass, Refusal};
+use crate::tile::fragment_tiles::{FragmentTiles, Fragments};
+use crate::tile::tiles::{Products, UnitTiles};
+use burn::tensor::DType;
+
+/// The shapes that there are tiles for, the largest first.
+const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
+
+/// The sizes of planes that there are tiles for.
+const PLANES: [usize; 2] = [32, 64];
+
+/// What tiles are chosen by.
+#[derive(Clone, Copy)]
+struct Choice<'a> {
+    device: &'a DeviceProfile,
+    fragments: Fragments,
+    /// Units of a plane.
+    plane: usize,
+    /// Columns of the operands of the scores: the widest.
+    depth: usize,
+    /// Elements of a global load.
+    vector: usize,
+}
+
+/// What tiles are chosen by, or why there are none.
+fn choice<'a>(
+    problem: &AttentionProblem,
+    device: &'a DeviceProfile,
+    layouts: Layouts,
+    pass: Pass,
+) -> Result<Choice<'a>, Refusal> {
+    let dtype = problem.dtype;
+    if !matches!(dtype, DType::F16 | DType::BF16) {
+        return Err(Refusal::NotHalf(dtype));
+    }
+    check(problem, device, pass)?;
+    check_sizes(problem)?;
+    let support = &device.fragments;
+    // Half precision is in f32 as it is, so that f32 serves where sums of products of half precision are no better than these.
+    let wanted = [dtype, DType::F32];
+    let wanted = wanted
+        .iter()
+        .flat_map(|dtype| SHAPES.map(|shape| (*dtype, shape)));
+    let kind = |(dtype, shape)| {
+        let is_wanted =
+            |kind: &&Fragments| kind.dtype == dtype && [kind.m, kind.n, kind.k] == shape;
+        support.kinds.iter().find(is_wanted)
+    };
+    let fragments = wanted.into_iter().find_map(kind);
+    let fragments = *fragments.ok_or(Refusal::MissingFeature(Feature::Fragments(dtype)))?;
+    if let Some(fault) = support.fault {
+        return Err(Refusal::Fault(fault));
+    }
+    let (least, most) = support.plane_sizes;
+    if least != most || !PLANES.contains(&least) {
+        return Err(Refusal::PlaneSizes { least, most });
+    }
+    Ok(Choice {
+        device,
+        fragments,
+        plane: least,
+        depth: match pass {
+            Pass::Forward => problem.head_dim,
+            Pass::Backward => problem.head_dim.max(problem.value_dim),
+        },
+        vector: layouts.vector(problem),
+    })
+}
+
+impl Choice<'_> {
+    /// The first row of the table for `width` columns and at least `min_rows` rows that fits the device and its fragments.
+    fn tiles(&self, table: &[Shape], width: usize, min_rows: usize) -> Result<UnitTiles, Refusal> {
+        table
+            .iter()
+            .filter(|shape| width <= shape.width && min_rows <= shape.rows)
+            .filter_map(|shape| self.complete(shape, width))
+            .find(|tiles| {
+                tiles.shared_memory() <= self.device.shared_memory
+                    && tiles.units <= self.device.units_per_cube
+            })
+            .ok_or(Refusal::Tiles {
+                width,
+                shared_memory: self.device.shared_memory,
+                units: self.device.units_per_cube,
+            })
+    }
+
+    /// Completes a row of the table, if planes can divide its fragments: as much of a block in shared memory at a time as the first
+    /// product's operands take.
+    fn complete(&self, shape: &Shape, width: usize) -> Option<UnitTiles> {
+        let Fragments { m, n, k, .. } = self.fragments;
+        let Shape {
+            units,
+            rows,
+            columns,
+            depth,
+            ..
+        } = *shape;
+        let planes = units / self.plane;
+        let above = rows / m;
+        // Metal's compiler errs where a cube is one plane: <https://github.com/tracel-ai/cubecl/issues/1636>.
+        let divides = rows.is_multiple_of(m)
+            && columns.is_multiple_of(n)
+            && columns.is_multiple_of(k)
+            && planes > 1
+            && units.is_multiple_of(self.plane)
+            && (above.is_multiple_of(planes) || planes.is_multiple_of(above));
+        if !divides {
+            return None;
+        }
+        let across = planes / above.min(planes);
+        let output_fragments = width.div_ceil(n).div_ceil(across);
+        let with_staged = |staged_fragments| {
+            Products::Fragments(FragmentTiles {
+                fragments: self.fragments,
+                plane: self.plane,
+                output_fragments,
+                staged_fragments,
+            })
+        };
+        let mut tiles = UnitTiles {
+            units,
+            rows,
+            column_units: columns / 4,
+            column_vectors: 1,
+            depth: depth.min(self.depth.next_power_of_two()).max(k),
+            products: with_staged(1),
+            output_units: 1,
+            output_vectors: 1,
+            staged_vectors: 1,
+            streamed_rows: k,
+            vector: self.vector,
+        };
+        let room = tiles.transposed_vectors();
+        for staged in
+            (1..=output_fragments).filter(|staged| output_fragments.is_multiple_of(*staged))
+        {
+            let wider = UnitTiles {
+                products: with_staged(staged),
+                ..tiles
+            };
+            if wider.streamed_rows * wider.staged_pitch() <= room {
+                tiles = wider;
+            }
+        }
+        while columns.is_multiple_of(2 * tiles.streamed_rows)
+            && 2 * tiles.streamed_rows * tiles.staged_pitch() <= room
+        {
+            tiles.streamed_rows *= 2;
+        }
+        Some(tiles)
+    }
+}
+
+/// The kernel of the forward of `problem`, or why there is none.
+pub(super) fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<ForwardPlan, Refusal> {
+    let choice = choice(problem, device, layouts, Pass::Forward)?;
+    let width = problem.value_dim;
+    forward_by(
+        problem,
+        device,
+        |rows| choice.tiles(DECODE, width, rows),
+        || choice.tiles(SINGLE, width, 0),
+    )
+}
+
+/// The kernels of the backward of `problem`, or why there are none.
+pub(super) fn backward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<BackwardPlan, Refusal> {
+    let choice = choice(problem, device, layouts, Pass::Backward)?;
+    let width = problem.head_dim.max(problem.value_dim);
+    let plan = BackwardPlan {
+        query: choice.tiles(SINGLE, problem.head_dim, 0)?,
+        key_value: choice.tiles(DOUBLE, width, 0)?,
+        parts: None,
+        bias: BiasGradientPlan::new(problem, device, choice.vector)?,
+    };
+    backward_by(problem, device, plan)
+}

@@ -1,0 +1,84 @@
+//! The cmma engine's tables of tiles. None of their rows has been measured: they are for as few registers and as much of the stationary side as
+//! fit. The first row that is wide enough and fits the device is taken.
+
+/// The part of a tile that is chosen; the rest follows from the device's fragments and the output's width.
+pub(super) struct Shape {
+    /// The widest output it is for.
+    pub width: usize,
+    pub units: usize,
+    /// Stationary rows.
+    pub rows: usize,
+    /// Streamed rows of a block.
+    pub columns: usize,
+    /// Columns of the operands of S that are multiplied at a time, at most.
+    pub depth: usize,
+}
+
+const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: usize) -> Shape {
+    Shape {
+        width,
+        units,
+        rows,
+        columns,
+        depth,
+    }
+}
+
+/// Output in registers once: the forward, and the query's gradient.
+pub(super) const SINGLE: &[Shape] = &[
+    // 99 KB
+    shape(128, 256, 128, 64, 64),
+    // 64 KB
+    shape(256, 256, 64, 64, 64),
+    shape(512, 512, 64, 64, 64),
+    // 48 KB
+    shape(256, 256, 64, 64, 32),
+    shape(512, 512, 64, 64, 32),
+    // 32 KB
+    shape(128, 128, 32, 64, 32),
+    shape(512, 256, 32, 64, 32),
+    shape(1024, 512, 32, 64, 32),
+    shape(1024, 256, 16, 64, 32),
+    // 32 KB, operands widened to f32
+    shape(512, 256, 32, 32, 32),
+    shape(1024, 256, 16, 64, 32),
+    // 16 KB
+    shape(128, 128, 16, 32, 32),
+    shape(1024, 256, 16, 64, 32),
+];
+
+/// Output in registers twice: the gradients of keys and values.
+pub(super) const DOUBLE: &[Shape] = &[
+    // 64 KB
+    shape(128, 256, 64, 64, 64),
+    shape(256, 512, 64, 64, 64),
+    // 48 KB
+    shape(128, 256, 64, 64, 32),
+    shape(256, 512, 64, 64, 32),
+    // 32 KB
+    shape(128, 128, 32, 64, 32),
+    shape(256, 256, 32, 64, 32),
+    shape(512, 512, 32, 64, 32),
+    shape(1024, 512, 16, 128, 32),
+    shape(512, 256, 16, 64, 32),
+    // 32 KB, operands widened to f32
+    shape(256, 256, 32, 32, 32),
+    shape(1024, 256, 16, 64, 32),
+    // 16 KB
+    shape(128, 128, 16, 32, 32),
+    shape(1024, 256, 16, 64, 32),
+];
+
+/// Few rows: decoding, where reading the keys bounds everything.
+pub(super) const DECODE: &[Shape] = &[
+    shape(512, 128, 16, 64, 64),
+    shape(1024, 256, 16, 64, 64),
+    shape(512, 256, 32, 64, 32),
+    shape(1024, 512, 32, 64, 32),
+    // 32 KB, operands widened to f32
+    shape(1024, 256, 16, 64, 32),
+    shape(512, 256, 32, 32, 32),
+    // 16 KB
+    shape(128, 128, 16, 32, 32),
+    shape(1024, 256, 16, 64, 32),
+];

@@ -1,0 +1,148 @@
+//! How planes divide the fragments of a tile.
+
+use super::tiles::{Products, UnitTiles};
+#[cfg(feature = "cube")]
+use crate::math::gradient::F16_P_SCALE;
+use burn::tensor::DType;
+
+/// Matrices that a plane multiplies, in a layout that is the device's own: `m × k` by `k × n`, summed in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fragments {
+    /// Rows of the sum.
+    pub m: usize,
+    /// Columns of the sum.
+    pub n: usize,
+    /// Columns of the left operand.
+    pub k: usize,
+    /// Of the operands.
+    pub dtype: DType,
+    /// The device does not have them: they are pieces of shared memory, and products are loops.
+    pub emulated: bool,
+}
+
+/// The fragments of a tile, and how planes divide them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FragmentTiles {
+    /// What a plane multiplies.
+    pub fragments: Fragments,
+    /// Units of a plane.
+    pub plane: usize,
+    /// Fragments of the output side by side that a plane has.
+    pub output_fragments: usize,
+    /// Of those, how many have their operand in shared memory at a time.
+    pub staged_fragments: usize,
+}
+
+/// Rows whose movement one number tells.
+const ROW_GROUP: usize = 8;
+
+impl UnitTiles {
+    /// The fragments.
+    ///
+    /// # Panics
+    /// Where units multiply.
+    pub const fn fragment_tiles(&self) -> FragmentTiles {
+        match self.products {
+            Products::Fragments(tiles) => tiles,
+            Products::Direct | Products::Staged => panic!("units multiply this tile"),
+        }
+    }
+
+    /// Rows, columns and depth of a product of fragments.
+    pub const fn fragment_shape(&self) -> [usize; 3] {
+        let Fragments { m, n, k, .. } = self.fragment_tiles().fragments;
+        [m, n, k]
+    }
+
+    /// What probabilities are multiplied with before they are rounded to the operands' dtype, so that small ones do not vanish.
+    #[cfg(feature = "cube")]
+    pub(crate) const fn p_scale(&self) -> f32 {
+        match self.product_dtype() {
+            DType::F16 => F16_P_SCALE,
+            _ => 1.0,
+        }
+    }
+
+    /// Planes of a cube.
+    pub const fn planes(&self) -> usize {
+        self.units / self.fragment_tiles().plane
+    }
+
+    /// Planes one above the other.
+    pub const fn plane_rows(&self) -> usize {
+        let fragments = self.rows / self.fragment_shape()[0];
+        if fragments < self.planes() {
+            fragments
+        } else {
+            self.planes()
+        }
+    }
+
+    /// Planes side by side.
+    pub const fn plane_columns(&self) -> usize {
+        self.planes() / self.plane_rows()
+    }
+
+    /// Fragments one above the other that a plane has: its own row of planes, and every [`plane_rows`](Self::plane_rows)-th below.
+    pub const fn row_fragments(&self) -> usize {
+        self.rows / self.fragment_shape()[0] / self.plane_rows()
+    }
+
+    /// Fragments of S side by side.
+    pub const fn score_columns(&self) -> usize {
+        self.columns() / self.fragment_shape()[1]
+    }
+
+    /// Fragments of S side by side that a plane has, at most.
+    pub const fn score_fragments(&self) -> usize {
+        self.score_columns().div_ceil(self.plane_columns())
+    }
+
+    /// Vectors of 4 sums of a fragment.
+    pub const fn fragment_vectors(&self) -> usize {
+        let [m, n, _] = self.fragment_shape();
+        m * n / 4
+    }
+
+    /// Vectors from one row of S in shared memory to the next; odd, so that rows start in different banks.
+    pub const fn score_pitch(&self) -> usize {
+        self.columns() / 4 + 1
+    }
+
+    /// Vectors of shared memory for S, or for a fragment of each plane's output.
+    pub const fn score_vectors(&self) -> usize {
+        if !self.has_fragments() {
+            return 0;
+        }
+        let scores = self.rows * self.score_pitch();
+        let of_planes = self.planes() * self.fragment_vectors();
+        if scores > of_planes {
+            scores
+        } else {
+            of_planes
+        }
+    }
+
+    /// Numbers that tell whether rows have outgrown their references.
+    pub const fn row_groups(&self) -> usize {
+        match self.has_fragments() {
+            true => self.rows.div_ceil(ROW_GROUP),
+            false => 1,
+        }
+    }
+
+    /// Rows of a group.
+    pub const fn group_rows(&self) -> usize {
+        self.rows / self.row_groups()
+    }
+
+    /// Iterations of the loops of emulated products for a block.
+    pub(crate) const fn fragment_iterations(&self, columns: usize) -> usize {
+        let tiles = self.fragment_tiles();
+        let [_, _, k] = self.fragment_shape();
+        let of_product = self.fragment_vectors().div_ceil(tiles.plane) * (k / 4 + 1) + 1;
+        let scores = columns.div_ceil(k) * self.score_fragments();
+        let output = self.columns() / k * tiles.output_fragments;
+        (scores + output) * self.row_fragments() * of_product
+    }
+}

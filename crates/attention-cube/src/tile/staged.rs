@@ -1,0 +1,246 @@
+//! The tile products of the unit engine where operands are copied to shared memory, and the copies. `product.rs` opens with what they cost.
+
+use super::product::{Four, Vec4, load_four, zeros};
+use crate::math::layout::{Operand, Rows, row_offset};
+use crate::tile::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// Columns that a dot product sums by themselves, and then their sums. One chain over 512 columns would lose two more bits, which
+/// shows where the backward subtracts Δ from dP. Every staged tile sums alike, whatever its depth: the backward's scores are then
+/// the forward's bit by bit, which shows where scores are so large that their last bit changes a probability.
+const SUM: usize = 16;
+
+/// Copies `count` rows from `first_row` on, `vectors` vectors of each from `first_column` on, into
+/// `stage[at..]`, `pitch` vectors apart. With `interleaved > 0`, slot `s` holds row
+/// `(s % interleaved) · 4 + s / interleaved`: a unit's four columns of S then lie `interleaved` slots
+/// apart, and neighbouring units read neighbouring slots.
+#[cube]
+pub(super) fn stage_rows<E: Float, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    first_row: i32,
+    first_column: u32,
+    stage: &mut Shared<[Four<C>]>,
+    #[comptime] at: usize,
+    #[comptime] count: usize,
+    #[comptime] vectors: usize,
+    #[comptime] pitch: usize,
+    #[comptime] interleaved: usize,
+    #[comptime] packed: bool,
+    #[comptime] units: usize,
+) {
+    let total = comptime!(count * vectors);
+    #[unroll]
+    for step in 0..comptime!(total.div_ceil(units)) {
+        let index = UNIT_POS as usize + step * units;
+        let whole = comptime!((step + 1) * units <= total);
+        if whole || index < total {
+            let slot = index / vectors;
+            let vector = index % vectors;
+            let mut within = slot;
+            if comptime!(interleaved > 0) {
+                within = (slot % interleaved) * 4 + slot / interleaved;
+            }
+            let row = first_row + within as i32;
+            let mut values = zeros::<C>();
+            if row >= rows.first && row < rows.end {
+                let offset = row_offset(rows, row as u32, packed);
+                values =
+                    load_four::<E, C, N>(source, rows, offset, first_column + (vector * 4) as u32);
+            }
+            stage[at + slot * pitch + vector] = values;
+        }
+    }
+}
+
+/// Copies the rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to the stage, `staged_width` vectors of each from `first_vector`
+/// on. Where the tile `has_masked`, rows that nothing but zeros meet are zero.
+#[cube]
+pub(super) fn stage_streamed<E: Float, C: Float, N: Size>(
+    b: &Operand<'_, E, N>,
+    b_first: i32,
+    chunk_row: usize,
+    first_vector: usize,
+    stage: &mut Shared<[Four<C>]>,
+    used: &Shared<[u32]>,
+    #[comptime] has_masked: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    let width = comptime!(tiles.staged_width());
+    let pitch = comptime!(tiles.staged_pitch());
+    let total = comptime!(tiles.streamed_rows * tiles.staged_width());
+    #[unroll]
+    for step in 0..comptime!(total.div_ceil(tiles.units)) {
+        let index = UNIT_POS as usize + step * tiles.units;
+        let whole = comptime!((step + 1) * tiles.units <= total);
+        if whole || index < total {
+            let slot = index / width;
+            let vector = index % width;
+            let row = b_first + (chunk_row + slot) as i32;
+            let mut values = zeros::<C>();
+            let mut wanted = row >= b.rows.first && row < b.rows.end;
+            if comptime!(has_masked) {
+                wanted = wanted && used[chunk_row + slot] != 0u32;
+            }
+            if wanted {
+                let offset = row_offset(&b.rows, row as u32, false);
+                let column = ((first_vector + vector) * 4) as u32;
+                values = load_four::<E, C, N>(b.tensor, &b.rows, offset, column);
+            }
+            stage[slot * pitch + vector] = values;
+        }
+    }
+}
+
+/// [`multiply_transposed`](super::product::multiply_transposed) out of shared memory. Ends with the stage still being read.
+#[cube]
+pub(super) fn multiply_transposed<E: Float, N: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    b: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut Shared<[Vec4]>,
+    s: &mut Array<f32>,
+    #[comptime] tiles: UnitTiles,
+    #[comptime] a_packed: bool,
+) {
+    comptime!(assert!(tiles.depth.is_multiple_of(SUM), "{tiles:?}"));
+    let pitch = comptime!(tiles.depth_pitch());
+    let b_at = comptime!(tiles.rows * tiles.depth_pitch());
+    let vectors = comptime!(tiles.depth / 4);
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    #[unroll]
+    for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+        s[index] = 0.0f32;
+    }
+    let chunks = a.rows.columns.div_ceil(comptime!(tiles.depth as u32));
+    for chunk in 0..chunks {
+        let column = chunk * comptime!(tiles.depth as u32);
+        sync_cube();
+        stage_rows(
+            a.tensor,
+            &a.rows,
+            a_first,
+            column,
+            stage,
+            0usize,
+            tiles.rows,
+            vectors,
+            pitch,
+            0usize,
+            a_packed,
+            tiles.units,
+        );
+        stage_rows(
+            b.tensor,
+            &b.rows,
+            b_first,
+            column,
+            stage,
+            b_at,
+            comptime!(tiles.columns()),
+            vectors,
+            pitch,
+            tiles.column_units,
+            false,
+            tiles.units,
+        );
+        sync_cube();
+        #[unroll]
+        for group in 0..comptime!(tiles.depth / SUM) {
+            let mut part = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+            #[unroll]
+            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+                part[index] = 0.0f32;
+            }
+            for step in 0..comptime!(SUM / 4) {
+                let vector = comptime!(group * SUM / 4) + step;
+                let mut b_values = Array::<Vec4>::new(4usize);
+                #[unroll]
+                for c in 0..4usize {
+                    b_values[c] = stage
+                        [b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
+                }
+                #[unroll]
+                for k in 0..comptime!(tiles.rows_per_unit()) {
+                    let a_value =
+                        stage[(unit_row + k * comptime!(tiles.row_units())) * pitch + vector];
+                    #[unroll]
+                    for c in 0..4usize {
+                        let b_value = b_values[c];
+                        let mut sum = part[k * 4 + c];
+                        #[unroll]
+                        for lane in 0..4usize {
+                            sum += a_value.extract(lane) * b_value.extract(lane);
+                        }
+                        part[k * 4 + c] = sum;
+                    }
+                }
+            }
+            #[unroll]
+            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+                s[index] += part[index];
+            }
+        }
+    }
+}
+
+/// [`accumulate`](super::product::accumulate) out of shared memory. Ends with the stage still being read.
+#[cube]
+pub(super) fn accumulate<E: Float, N: Size>(
+    tile: &Shared<[Vec4]>,
+    b: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut Shared<[Vec4]>,
+    used: &Shared<[u32]>,
+    output: &mut Array<Vec4>,
+    #[comptime] has_masked: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
+    let width = comptime!(tiles.staged_width());
+    for chunk in 0..comptime!(tiles.columns() / tiles.streamed_rows) {
+        let chunk_row = chunk * tiles.streamed_rows;
+        #[unroll]
+        for part in 0..comptime!(tiles.output_vectors / tiles.staged_vectors) {
+            let first_vector = comptime!(part * tiles.staged_width());
+            sync_cube();
+            stage_streamed(
+                b,
+                b_first,
+                chunk_row,
+                first_vector,
+                stage,
+                used,
+                has_masked,
+                tiles,
+            );
+            sync_cube();
+            for quad in 0..comptime!(tiles.streamed_rows / 4) {
+                let mut p = Array::<Vec4>::new(comptime!(tiles.output_rows()));
+                #[unroll]
+                for k in 0..comptime!(tiles.output_rows()) {
+                    let row = unit_row + k * comptime!(tiles.output_row_units());
+                    p[k] = tile[row * comptime!(tiles.tile_pitch()) + chunk_row / 4 + quad];
+                }
+                #[unroll]
+                for lane in 0..4usize {
+                    #[unroll]
+                    for v in 0..tiles.staged_vectors {
+                        let b_value =
+                            stage[(quad * 4 + lane) * width + unit_column + v * tiles.output_units];
+                        #[unroll]
+                        for k in 0..comptime!(tiles.output_rows()) {
+                            let index = comptime!(
+                                k * tiles.output_vectors + part * tiles.staged_vectors + v
+                            );
+                            output[index] += Vec4::cast_from(p[k].extract(lane)) * b_value;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Logits with their penalty and without suppressed tokens, and the tokens that a text has, one bit each.
+//!
+//! Budget: no shared memory, a logit a unit. Bound by memory: reads and writes the logits once.
+
+use cubecl::prelude::*;
+
+/// Units of a cube.
+pub(super) const UNITS: usize = 256;
+
+/// Whether a token's bit is set in its word.
+#[cube]
+fn is_set(word: i32, token: u32) -> bool {
+    (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32
+}
+
+/// Divides logits of tokens that a text has by the penalty where they are positive, multiplies those that are negative, and makes
+/// suppressed ones −∞.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn change_logits<E: Float>(
+    logits: &Tensor<E>,
+    seen: ComptimeOption<&Tensor<i32>>,
+    suppressed: ComptimeOption<&Tensor<i32>>,
+    changed: &mut Tensor<f32>,
+    penalty: f32,
+    columns: u32,
+    rows: u32,
+    #[define(E)] _element: ElemType,
+) {
+    if ABSOLUTE_POS >= columns as usize * rows as usize {
+        terminate!();
+    }
+    let row = (ABSOLUTE_POS / columns as usize) as u32;
+    let token = (ABSOLUTE_POS % columns as usize) as u32;
+    let words = columns.div_ceil(32u32);
+    let mut logit = f32::cast_from(logits[ABSOLUTE_POS]);
+    #[comptime]
+    match &seen {
+        ComptimeOption::Some(seen) => {
+            let at = (row * words + token / 32u32) as usize;
+            if is_set(seen[at], token) {
+                logit = select(logit < 0.0f32, logit * penalty, logit / penalty);
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    #[comptime]
+    match &suppressed {
+        ComptimeOption::Some(suppressed) => {
+            if is_set(suppressed[(token / 32u32) as usize], token) {
+                logit = f32::reinterpret(0xFF80_0000u32.runtime());
+            }
+        }
+        ComptimeOption::None => {}
+    }
+    changed[ABSOLUTE_POS] = logit;
+}
+
+/// Sets the bit of one more token of each row.
+#[cube(launch_unchecked)]
+pub(super) fn mark(seen: &mut Tensor<i32>, tokens: &Tensor<i32>, words: u32, rows: u32) {
+    if ABSOLUTE_POS < rows as usize {
+        let token = u32::reinterpret(tokens[ABSOLUTE_POS]);
+        let at = ABSOLUTE_POS * words as usize + (token / 32u32) as usize;
+        let bit = 1u32 << (token % 32u32);
+        seen[at] = i32::reinterpret(u32::reinterpret(seen[at]) | bit);
+    }
+}

@@ -1,0 +1,284 @@
+//! Launches the draws of tokens.
+
+use super::{
+    change::{self, change_logits, mark},
+    device::{Draw, SampleBackend},
+    draw::{COLUMN_BITS, SUMMARY, draw, keep},
+    search::{Cuts, LimitsLaunch, RECORD, Step, count, largest_keys},
+    wide::UNITS,
+};
+use burn::{
+    backend::{
+        CubeDevice,
+        cubecl::dtype_to_storage_type,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, Shape},
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cubecl::{
+    ir::{Type, features::AtomicUsage},
+    prelude::{CubeDim, Scalar},
+};
+
+/// Columns of a stretch, but for rows that have more than the stretches would.
+const STRETCH: usize = 32 * UNITS;
+/// Stretches of a row at most: every cube reads what all of a row have counted.
+const MOST_STRETCHES: usize = 32;
+
+/// Whether the device has what the kernels need, and sums of weights fit their words.
+pub(super) fn serves(device: &CubeDevice, columns: usize) -> bool {
+    let client = device.client();
+    let atomics = client
+        .properties()
+        .atomic_type_usage(Type::atomic(u32::elem_type_native()));
+    [AtomicUsage::Add, AtomicUsage::LoadStore]
+        .into_iter()
+        .all(|usage| atomics.contains(usage))
+        && columns < 1 << COLUMN_BITS
+}
+
+impl SampleBackend for CubeBackend {
+    fn draw(
+        logits: FloatTensor<Self>,
+        seeds: IntTensor<Self>,
+        positions: IntTensor<Self>,
+        options: Draw,
+    ) -> IntTensor<Self> {
+        let row = Rows::of(into_contiguous(logits), options);
+        let cuts = Cuts {
+            top_k: options.top_k.is_some(),
+            top_p: options.top_p.is_some(),
+        };
+        let largest = row.largest();
+        let mut records = None;
+        for weighed in [false, true] {
+            let is_asked = match weighed {
+                false => cuts.top_k,
+                true => cuts.top_p,
+            };
+            for digit in (0..4).filter(|_| is_asked) {
+                records = Some(row.count(&largest, records, Step { digit, weighed }));
+            }
+        }
+        let summaries = row.keep(&largest, records, cuts);
+        row.draw(&largest, summaries, seeds, positions, cuts)
+    }
+
+    fn penalize(
+        logits: FloatTensor<Self>,
+        seen: IntTensor<Self>,
+        penalty: f32,
+    ) -> FloatTensor<Self> {
+        changed(logits, Some(seen), None, penalty)
+    }
+
+    fn suppress(logits: FloatTensor<Self>, suppressed: IntTensor<Self>) -> FloatTensor<Self> {
+        changed(logits, None, Some(suppressed), 1.0)
+    }
+
+    fn mark(seen: IntTensor<Self>, tokens: IntTensor<Self>) -> IntTensor<Self> {
+        let client = seen.client.clone();
+        let [rows] = [tokens.meta.shape()[0]];
+        let words = seen.meta.shape()[0] / rows;
+        integers([&seen, &tokens]);
+        let units = 32;
+        // SAFETY: a unit a row, whose token is one of the vocabulary, for each of which the row has a bit.
+        unsafe {
+            mark::launch_unchecked(
+                &client,
+                exact_cube_count(&client, rows.div_ceil(units)),
+                CubeDim::new_1d(units as u32),
+                seen.clone().into_tensor_arg(),
+                into_contiguous(tokens).into_tensor_arg(),
+                words as u32,
+                rows as u32,
+            );
+        }
+        seen
+    }
+}
+
+/// The kernels' integers are of one dtype.
+fn integers<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) {
+    for tensor in tensors {
+        assert_eq!(tensor.dtype, DType::I32, "integers are i32");
+    }
+}
+
+/// The logits of a draw, and how their rows are divided.
+struct Rows {
+    logits: CubeTensor,
+    options: Draw,
+    rows: usize,
+    columns: usize,
+    stretches: usize,
+}
+
+impl Rows {
+    fn of(logits: CubeTensor, options: Draw) -> Self {
+        let [rows, columns] = [logits.meta.shape()[0], logits.meta.shape()[1]];
+        let stretches = columns.div_ceil(STRETCH).clamp(1, MOST_STRETCHES);
+        Self {
+            logits,
+            options,
+            rows,
+            columns,
+            stretches,
+        }
+    }
+
+    fn limits(&self) -> LimitsLaunch {
+        LimitsLaunch::new(
+            self.options.temperature,
+            self.options.top_k.unwrap_or(0),
+            self.options.top_p.unwrap_or(0),
+            self.options.least,
+        )
+    }
+
+    /// Words for every stretch.
+    fn words(&self, each: usize) -> CubeTensor {
+        let shape = [self.rows * self.stretches, each];
+        empty(&self.logits, shape, DType::U32)
+    }
+
+    fn largest(&self) -> CubeTensor {
+        let client = &self.logits.client;
+        let largest = self.words(1);
+        // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
+        unsafe {
+            largest_keys::launch_unchecked(
+                client,
+                exact_cube_count(client, self.rows * self.stretches),
+                CubeDim::new_1d(UNITS as u32),
+                address_type([&self.logits]),
+                self.logits.clone().into_tensor_arg(),
+                largest.clone().into_tensor_arg(),
+                self.columns as u32,
+                self.stretches as u32,
+                dtype_to_storage_type(self.logits.dtype),
+            );
+        }
+        largest
+    }
+
+    fn count(&self, largest: &CubeTensor, before: Option<CubeTensor>, step: Step) -> CubeTensor {
+        let client = &self.logits.client;
+        let records = self.words(RECORD);
+        // SAFETY: as in `largest`; the largest key and the step before have their places for each stretch.
+        unsafe {
+            count::launch_unchecked(
+                client,
+                exact_cube_count(client, self.rows * self.stretches),
+                CubeDim::new_1d(UNITS as u32),
+                address_type([&self.logits, &records]),
+                self.logits.clone().into_tensor_arg(),
+                largest.clone().into_tensor_arg(),
+                before.map(CubeTensor::into_tensor_arg).into(),
+                records.clone().into_tensor_arg(),
+                self.limits(),
+                self.columns as u32,
+                self.stretches as u32,
+                step,
+                dtype_to_storage_type(self.logits.dtype),
+            );
+        }
+        records
+    }
+
+    fn keep(&self, largest: &CubeTensor, before: Option<CubeTensor>, cuts: Cuts) -> CubeTensor {
+        let client = &self.logits.client;
+        let summaries = self.words(SUMMARY);
+        let records = self.rows * self.stretches * RECORD;
+        assert!(records < 1 << 31, "records are reached by 32 bits");
+        // SAFETY: as in `count`.
+        unsafe {
+            keep::launch_unchecked(
+                client,
+                exact_cube_count(client, self.rows * self.stretches),
+                CubeDim::new_1d(UNITS as u32),
+                address_type([&self.logits, &summaries]),
+                self.logits.clone().into_tensor_arg(),
+                largest.clone().into_tensor_arg(),
+                before.map(CubeTensor::into_tensor_arg).into(),
+                summaries.clone().into_tensor_arg(),
+                self.limits(),
+                self.columns as u32,
+                self.stretches as u32,
+                cuts,
+                dtype_to_storage_type(self.logits.dtype),
+            );
+        }
+        summaries
+    }
+
+    fn draw(
+        &self,
+        largest: &CubeTensor,
+        summaries: CubeTensor,
+        seeds: CubeTensor,
+        positions: CubeTensor,
+        cuts: Cuts,
+    ) -> CubeTensor {
+        let client = &self.logits.client;
+        integers([&seeds, &positions]);
+        let tokens = empty(&self.logits, [self.rows], DType::I32);
+        // SAFETY: a cube reads one of `rows` rows of `columns`, what was found of its stretches, its seed and its position.
+        unsafe {
+            draw::launch_unchecked(
+                client,
+                exact_cube_count(client, self.rows),
+                CubeDim::new_1d(UNITS as u32),
+                address_type([&self.logits]),
+                self.logits.clone().into_tensor_arg(),
+                largest.clone().into_tensor_arg(),
+                summaries.into_tensor_arg(),
+                into_contiguous(seeds).into_tensor_arg(),
+                into_contiguous(positions).into_tensor_arg(),
+                tokens.clone().into_tensor_arg(),
+                self.limits(),
+                self.columns as u32,
+                self.stretches as u32,
+                cuts,
+                dtype_to_storage_type(self.logits.dtype),
+            );
+        }
+        tokens
+    }
+}
+
+fn changed(
+    logits: CubeTensor,
+    seen: Option<CubeTensor>,
+    suppressed: Option<CubeTensor>,
+    penalty: f32,
+) -> CubeTensor {
+    let client = logits.client.clone();
+    let logits = into_contiguous(logits);
+    let [rows, columns] = [logits.meta.shape()[0], logits.meta.shape()[1]];
+    integers(seen.iter().chain(&suppressed));
+    let changed = empty(&logits, Shape::new([rows, columns]), DType::F32);
+    let element = dtype_to_storage_type(logits.dtype);
+    let argument =
+        |words: Option<CubeTensor>| words.map(|words| into_contiguous(words).into_tensor_arg());
+    // SAFETY: a unit reads and writes one logit of `rows` rows of `columns`, and a bit of each, of which there is one a column.
+    unsafe {
+        change_logits::launch_unchecked(
+            &client,
+            cube_count(&client, (rows * columns).div_ceil(change::UNITS)),
+            CubeDim::new_1d(change::UNITS as u32),
+            address_type([&logits, &changed]),
+            logits.into_tensor_arg(),
+            argument(seen).into(),
+            argument(suppressed).into(),
+            changed.clone().into_tensor_arg(),
+            penalty,
+            columns as u32,
+            rows as u32,
+            element,
+        );
+    }
+    changed
+}

@@ -1,0 +1,371 @@
+//! What kernels draw is what the definition on the host draws by the same seeds: from hostile logits, by every cut, in every dtype,
+//! with the distribution that the options say; in a text, too, recorded or not, with its penalty, alone and in a batch.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, greedy};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn_gemma4::{Gemma4, GenerateOptions, Next, Prompt, Sampler, Sampling};
+use std::{
+    collections::BTreeSet,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// A number that is another in every run.
+fn fresh() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let seed = now.expect("a clock").as_nanos() as u64;
+    println!("seed {seed}");
+    seed
+}
+
+/// The next of some random numbers, from 0 to 1.
+fn uniform(state: &mut u64) -> f32 {
+    *state = state
+        .wrapping_mul(6_364_136_223_846_793_005)
+        .wrapping_add(1_442_695_040_888_963_407);
+    (*state >> 40) as f32 / (1 << 24) as f32
+}
+
+fn sampling(temperature: f32) -> Sampling {
+    Sampling {
+        temperature,
+        ..Sampling::greedy()
+    }
+}
+
+/// Samplers with seeds of their own.
+fn samplers(sampling: &Sampling, count: usize, seed: u64) -> Vec<Sampler> {
+    (0..count as u64)
+        .map(|row| {
+            Sampler::new(&Sampling {
+                seed: Some(seed.wrapping_add(row)),
+                ..sampling.clone()
+            })
+        })
+        .collect()
+}
+
+/// A token of each row.
+fn draw(rows: &[Vec<f32>], samplers: &mut [Sampler], dtype: DType, device: &Device) -> Vec<u32> {
+    let data = TensorData::new(rows.concat(), [rows.len(), 1, rows[0].len()]);
+    let logits = Tensor::<3>::from_data(data, (device, DType::F32)).cast(dtype);
+    Next::of(logits).sample(samplers).expect("tokens")
+}
+
+/// As a dtype holds them.
+fn rounded(rows: &[Vec<f32>], dtype: DType) -> Vec<Vec<f32>> {
+    let round = |value: &f32| match dtype {
+        DType::F16 => burn::tensor::f16::from_f32(*value).to_f32(),
+        _ => *value,
+    };
+    rows.iter()
+        .map(|row| row.iter().map(round).collect())
+        .collect()
+}
+
+/// Every cut, alone and together.
+fn cuts() -> Vec<Sampling> {
+    let of = |temperature, top_k, top_p, min_p| Sampling {
+        top_k,
+        top_p,
+        min_p,
+        ..sampling(temperature)
+    };
+    vec![
+        of(1.0, None, None, None),
+        of(0.7, Some(5), None, None),
+        of(1.3, None, Some(0.9), None),
+        of(1.0, None, None, Some(0.2)),
+        of(2.0, Some(40), Some(0.6), Some(0.05)),
+        of(1e-30, None, Some(0.5), None),
+        of(1e30, Some(300), Some(1e-6), None),
+    ]
+}
+
+/// Rows that break careless draws, of `columns` each.
+fn hostile(columns: usize, state: &mut u64) -> Vec<Vec<f32>> {
+    let (nothing, infinity) = (f32::NEG_INFINITY, f32::INFINITY);
+    let mut any = |make: &dyn Fn(f32) -> f32| -> Vec<f32> {
+        (0..columns).map(|_| make(uniform(state))).collect()
+    };
+    let mut rows = vec![
+        any(&|u| 20.0 * u - 10.0),
+        any(&|_| 0.0),
+        any(&|_| -3.5),
+        any(&|u| (u * 4.0).floor()),
+        any(&|u| if u < 0.5 { -0.0 } else { 0.0 }),
+        any(&|u| if u < 0.3 { f32::NAN } else { u }),
+        any(&|u| if u < 0.9 { nothing } else { -u }),
+        any(&|u| 6e4 * (u - 0.5)),
+        any(&|u| if u < 0.1 { infinity } else { u }),
+        vec![nothing; columns],
+        vec![-f32::NAN; columns],
+    ];
+    rows[9][columns / 2] = -7.0;
+    rows[10][columns - 1] = 65_504.0;
+    rows.into_iter()
+        .filter(|row| row.iter().any(|logit| *logit > nothing))
+        .collect()
+}
+
+#[test]
+fn kernels_draw_as_the_definition() {
+    let mut state = fresh();
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16] {
+            let (mut drawn, mut others) = (0, 0);
+            // One stretch of a row, one that does not end with it, and several.
+            for columns in [1, 7, 300, 9_001] {
+                let rows = rounded(&hostile(columns, &mut state), dtype);
+                for sampling in cuts() {
+                    let mut by_kernels = samplers(&sampling, rows.len(), state);
+                    let mut by_definition = by_kernels.clone();
+                    for _ in 0..3 {
+                        let found = draw(&rows, &mut by_kernels, dtype, &device.device);
+                        for ((row, sampler), found) in
+                            rows.iter().zip(&mut by_definition).zip(found)
+                        {
+                            let expected = sampler.sample(row).expect("a token");
+                            drawn += 1;
+                            others += usize::from(found != expected);
+                            let possible = row[found as usize] > f32::NEG_INFINITY;
+                            assert!(possible, "{} {sampling:?}", device.name);
+                        }
+                    }
+                }
+            }
+            // Exponentials may be rounded otherwise, which moves the bounds between tokens by a millionth.
+            assert!(
+                others <= 1,
+                "{} {dtype:?}: {others} of {drawn}",
+                device.name
+            );
+        }
+    }
+}
+
+#[test]
+fn a_whole_vocabulary() {
+    let mut state = fresh();
+    let rows: Vec<Vec<f32>> = (0..2)
+        .map(|_| (0..262_144).map(|_| 30.0 * uniform(&mut state)).collect())
+        .collect();
+    for device in devices() {
+        for (top_k, top_p) in [(Some(64), Some(0.95)), (None, Some(0.5)), (None, None)] {
+            let sampling = Sampling {
+                top_k,
+                top_p,
+                ..sampling(1.0)
+            };
+            let mut by_kernels = samplers(&sampling, 2, state);
+            let mut by_definition = by_kernels.clone();
+            let found = draw(&rows, &mut by_kernels, DType::F32, &device.device);
+            let sample = |(sampler, row): (&mut Sampler, &Vec<f32>)| sampler.sample(row);
+            let expected: Vec<u32> = by_definition
+                .iter_mut()
+                .zip(&rows)
+                .map(|pair| sample(pair).expect("a token"))
+                .collect();
+            assert_eq!(found, expected, "{} {sampling:?}", device.name);
+        }
+    }
+}
+
+/// The tokens that top-k, then top-p, then min-p keep, by a whole sort in f64.
+fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
+    let mut order: Vec<usize> = (0..logits.len())
+        .filter(|token| logits[*token] > f32::NEG_INFINITY)
+        .collect();
+    order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
+    if let Some(top_k) = sampling.top_k
+        && top_k < order.len()
+    {
+        let last = logits[order[top_k - 1]];
+        order.retain(|token| logits[*token] >= last);
+    }
+    let weight = |token: &usize| {
+        let below = f64::from(logits[*token]) - f64::from(logits[order[0]]);
+        (below / f64::from(sampling.temperature)).exp()
+    };
+    let enough = f64::from(sampling.top_p.unwrap_or(1.0)) * order.iter().map(weight).sum::<f64>();
+    let mut reached = 0.0;
+    let nucleus = order.iter().take_while(|token| {
+        let is_kept = reached < enough;
+        reached += weight(token);
+        is_kept
+    });
+    let least = f64::from(sampling.min_p.unwrap_or(0.0));
+    nucleus
+        .filter(|token| weight(token) >= least)
+        .map(|token| *token as u32)
+        .collect()
+}
+
+/// Weights that are nearly the same, so that every token that is kept is drawn.
+#[test]
+fn kernels_keep_what_the_definition_keeps() {
+    const DRAWS: usize = 1_500;
+    let mut state = fresh();
+    let nothing = f32::NEG_INFINITY;
+    let spread: Vec<f32> = (0..90).map(|_| uniform(&mut state) - 0.5).collect();
+    let tied = [
+        vec![0.25; 20],
+        vec![0.5; 9],
+        vec![0.0; 30],
+        vec![nothing; 5],
+    ]
+    .concat();
+    let zeros = [vec![-0.0; 15], vec![0.0; 15], vec![f32::NAN; 4]].concat();
+    let alone = [vec![nothing; 70], vec![1.0]].concat();
+    let of = |top_k, top_p, min_p| Sampling {
+        top_k,
+        top_p,
+        min_p,
+        ..sampling(1.0)
+    };
+    for device in devices() {
+        for logits in [&spread, &tied, &zeros, &alone] {
+            for sampling in [
+                of(Some(12), None, None),
+                of(None, Some(0.3), None),
+                of(Some(30), Some(0.55), None),
+                of(Some(40), None, Some(0.7)),
+                of(None, Some(0.45), Some(0.75)),
+            ] {
+                let mut samplers = samplers(&sampling, DRAWS, state);
+                let rows = vec![logits.clone(); DRAWS];
+                let found = draw(&rows, &mut samplers, DType::F32, &device.device);
+                let found: BTreeSet<u32> = found.into_iter().collect();
+                let what = format!("{} {sampling:?} {logits:?}", device.name);
+                assert_eq!(found, kept(logits, &sampling), "{what}");
+            }
+        }
+    }
+}
+
+/// Pearson's statistic stays below what one of a million runs passes.
+#[test]
+fn draws_have_their_distribution() {
+    const ROWS: usize = 2_500;
+    const LAUNCHES: usize = 40;
+    let mut state = fresh();
+    let logits: Vec<f32> = (0..48).map(|_| 4.0 * uniform(&mut state)).collect();
+    let sampling = Sampling {
+        top_k: Some(40),
+        top_p: Some(0.9),
+        ..sampling(1.2)
+    };
+    let kept = kept(&logits, &sampling);
+    let weight = |token: &u32| (f64::from(logits[*token as usize]) / 1.2).exp();
+    let all: f64 = kept.iter().map(weight).sum();
+    for device in devices() {
+        let mut counts = vec![0u32; logits.len()];
+        let mut samplers = samplers(&sampling, ROWS, state);
+        let rows = vec![logits.clone(); ROWS];
+        for _ in 0..LAUNCHES {
+            for token in draw(&rows, &mut samplers, DType::F32, &device.device) {
+                counts[token as usize] += 1;
+            }
+        }
+        let draws = (ROWS * LAUNCHES) as f64;
+        assert!(
+            counts
+                .iter()
+                .zip(0..)
+                .all(|(count, token)| *count == 0 || kept.contains(&token))
+        );
+        let terms = kept.iter().map(|token| {
+            let expected = draws * weight(token) / all;
+            (f64::from(counts[*token as usize]) - expected).powi(2) / expected
+        });
+        let statistic: f64 = terms.sum();
+        // Wilson's and Hilferty's approximation.
+        let freedom = (kept.len() - 1) as f64;
+        let spread = 2.0 / (9.0 * freedom);
+        let limit = freedom * (1.0 - spread + 4.75 * spread.sqrt()).powi(3);
+        assert!(statistic < limit, "{}: {statistic} of {limit}", device.name);
+    }
+}
+
+#[test]
+fn a_row_without_numbers_is_an_error() {
+    for device in devices() {
+        for logit in [f32::NAN, f32::NEG_INFINITY] {
+            for sampling in cuts() {
+                let logits = Tensor::<3>::full([2, 1, 40], logit, &device.device);
+                let mut samplers = samplers(&sampling, 2, 1);
+                let error = Next::of(logits).sample(&mut samplers).expect_err("nothing");
+                let told = error.to_string();
+                assert!(told.starts_with("logits: "), "{} {told}", device.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn there_is_a_sampler_for_each_sequence() {
+    let device = Device::flex();
+    let logits = Tensor::<3>::zeros([2, 1, 40], &device);
+    let mut one = samplers(&sampling(1.0), 1, 1);
+    let error = Next::of(logits).sample(&mut one).expect_err("too few");
+    assert!(error.to_string().starts_with("samplers"), "{error}");
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&device, DType::F32);
+    let mut cache = gemma.model().cache(vec![0, 0]);
+    let error = gemma.model().decoder(&mut cache).with_samplers(&[&one[0]]);
+    assert!(error.is_err());
+}
+
+/// What is generated, by kernels and, where logprobs are asked for, on the host.
+fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
+    [None, Some(0)].map(|logprobs| {
+        let options = GenerateOptions {
+            logprobs,
+            ..options.clone()
+        };
+        let texts = gemma.generate_batch(prompts, &options).expect("texts");
+        texts.into_iter().map(|text| text.tokens).collect()
+    })
+}
+
+#[test]
+fn texts_are_those_that_the_host_draws() {
+    for device in devices() {
+        for (name, batch, graph_capture) in [
+            ("dense-ple", 3, true),
+            ("dense-keqv", 1, false),
+            ("moe", 2, true),
+        ] {
+            let fixture = Fixture::open(name);
+            let gemma = fixture.load(&device.device, DType::F32);
+            let options = |repetition_penalty, suppress_tokens| GenerateOptions {
+                sampling: Sampling {
+                    top_k: Some(50),
+                    top_p: Some(0.95),
+                    seed: Some(11),
+                    repetition_penalty,
+                    suppress_tokens,
+                    ..sampling(1.5)
+                },
+                graph_capture,
+                ..greedy(&gemma, 10)
+            };
+            let prompts: Vec<Prompt> = vec![fixture.prompt.clone().into(); batch];
+            let first = fixture.generated[0];
+            for options in [
+                options(1.0, vec![]),
+                options(1.4, vec![first, 17, 320_000]),
+                GenerateOptions {
+                    sampling: Sampling {
+                        repetition_penalty: 1.4,
+                        ..Sampling::greedy()
+                    },
+                    ..options(1.0, vec![])
+                },
+            ] {
+                let [by_kernels, by_host] = texts(&gemma, &prompts, &options);
+                assert_eq!(by_kernels, by_host, "{name} {} {options:?}", device.name);
+            }
+        }
+    }
+}

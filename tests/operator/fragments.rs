@@ -1,0 +1,314 @@
+//! Products in fragments, emulated on devices that lack them, f16: lengths that fill no tile, rows that see nothing, references that move
+//! and that are held, everything that hides keys, head sizes that no fragment divides, groups and decoding, forward and backward. And the
+//! choice: what is refused, by name.
+//!
+//! A process has one kind of fragments, so each test runs itself anew for every shape.
+
+use crate::case::{Case, FULL};
+use crate::dense::Dense;
+use crate::devices::{TestDevice, cube_devices};
+use crate::inputs::Inputs;
+use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
+use attention_cube::engine::{Engine, Kernel, Plan};
+use attention_cube::select::{Layouts, Pass, Refusal, Selection, select};
+use attention_cube::tile::fragment_tiles::Fragments;
+use attention_cube::tile::tiles::Products;
+use attention_cube::{AttentionProblem, CausalAlignment, explain};
+use burn::tensor::DType;
+use std::env;
+use std::process::Command;
+
+const FRAGMENTS: &str = "ATTENTION_FRAGMENTS";
+
+/// Runs `check` on every device of f16, in a process for each of these shapes. `test` is the calling test's name.
+fn emulated(test: &str, shapes: &[&str], check: impl Fn(&TestDevice)) {
+    let devices = cube_devices();
+    let devices = devices.iter().filter(|device| device.supports(DType::F16));
+    for device in devices {
+        if env::var_os(FRAGMENTS).is_some() {
+            check(device);
+            continue;
+        }
+        for shape in shapes {
+            let ended = Command::new(env::current_exe().expect("the path of this test"))
+                .args(["--exact", &format!("fragments::{test}"), "--nocapture"])
+                .env(FRAGMENTS, shape)
+                .env("ATTENTION_ENGINES", "cmma")
+                // The smallest tiles, which a software driver compiles soonest.
+                .env("ATTENTION_SHARED_MEMORY", "16384")
+                .env("ATTENTION_TEST_DEVICES", device.name)
+                .output()
+                .expect("a process");
+            let text = String::from_utf8_lossy(&ended.stdout);
+            assert!(
+                ended.status.success() && text.contains("1 passed"),
+                "{shape}: {text}{}",
+                String::from_utf8_lossy(&ended.stderr)
+            );
+        }
+    }
+}
+
+/// Checks the case, whose both passes have to be in fragments.
+fn check(device: &TestDevice, case: &Case, given: &Inputs, equivalent: &Inputs) {
+    let case = Case {
+        dtype: DType::F16,
+        ..case.clone()
+    };
+    let problem = case.problem(given, &device.device);
+    let problem = problem.unwrap_or_else(|error| panic!("{case:?}: {error}"));
+    let explanation = explain(&problem, &device.device);
+    for selection in [&explanation.forward, &explanation.backward] {
+        assert_eq!(selection.kernel.engine(), Engine::Cmma, "{explanation}");
+    }
+    case.check_on(std::slice::from_ref(device), given, equivalent);
+}
+
+fn causal(sizes: [usize; 7]) -> Case {
+    Case {
+        dtype: DType::F16,
+        causal: Some(CausalAlignment::BottomRight),
+        ..Case::new(sizes)
+    }
+}
+
+/// The inputs with each key multiplied by its factor.
+fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
+    let key = Dense::from_fn(inputs.key.shape, |[batch, head, j, column]| {
+        inputs.key.at([batch, head, j, column]) * factor(j)
+    });
+    Inputs {
+        key: key.rounded(DType::F16),
+        ..inputs.clone()
+    }
+}
+
+/// Lengths around the tiles', groups, and few rows, whose keys are split; then scores that grow from block to block, so that rows
+/// outgrow their references in some blocks and in others do not, and scores that fall.
+#[test]
+fn tails_groups_and_references() {
+    emulated(
+        "tails_groups_and_references",
+        &["16x16x16", "8x8x8"],
+        |device| {
+            for sizes in [
+                [2, 3, 1, 37, 45, 40, 40],
+                [1, 1, 1, 16, 32, 40, 40],
+                [1, 2, 2, 33, 3, 40, 40],
+                [2, 4, 2, 3, 150, 40, 40],
+            ] {
+                let case = causal(sizes);
+                let inputs = case.inputs();
+                check(device, &case, &inputs, &inputs);
+                if sizes[4] == 45 {
+                    for factor in [
+                        |j| 1.0 + j as f64 / 16.0,
+                        |j| 4.0 / (1.0 + j as f64 / 8.0),
+                        |j| if j % 32 < 16 { 0.1 } else { 0.5 * j as f64 },
+                    ] {
+                        let inputs = with_keys(&inputs, factor);
+                        check(device, &case, &inputs, &inputs);
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// All options together, where rows see nothing for every reason, and what nobody sees is not a number.
+#[test]
+fn all_options_and_what_nobody_sees() {
+    emulated("all_options_and_what_nobody_sees", &["8x8x8"], |device| {
+        let ids = |length: i64| (0..2 * length).map(|i| i % length / 15).collect();
+        let case = Case {
+            mask: Some(FULL),
+            bias: Some(FULL),
+            kv_lengths: Some(vec![0, 41]),
+            segments: Some((ids(38), ids(49))),
+            softcap: Some(5.0),
+            sinks: true,
+            window: (Some(30), Some(4)),
+            ..Case::new([2, 4, 2, 38, 49, 36, 20])
+        };
+        let case = Case {
+            dtype: DType::F16,
+            ..case
+        };
+        let inputs = case.inputs();
+        check(device, &case, &inputs, &inputs);
+        let mut poisoned = inputs.clone();
+        let unseen = |[batch, _, j]: [usize; 3]| batch == 0 || j >= 41;
+        poisoned.key.fill_rows(f64::NAN, unseen);
+        poisoned.value.fill_rows(f64::NAN, unseen);
+        let blind = |[batch, _, _]: [usize; 3]| batch == 0;
+        poisoned.query.fill_rows(f64::NAN, blind);
+        poisoned.output_gradient.fill_rows(f64::NAN, blind);
+        check(device, &case, &poisoned, &inputs);
+    });
+}
+
+/// Operands in f32, for devices whose fragments of the dtype itself have worse sums; of an odd width.
+#[test]
+fn widened_operands() {
+    emulated("widened_operands", &["8x8x8:f32"], |device| {
+        let case = causal([1, 2, 1, 20, 35, 13, 21]);
+        let inputs = case.inputs();
+        check(device, &case, &inputs, &inputs);
+    });
+}
+
+/// Heads whose output is staged in parts.
+#[test]
+fn wide_heads() {
+    emulated("wide_heads", &["16x16x16"], |device| {
+        let case = causal([1, 1, 1, 18, 70, 24, 200]);
+        let inputs = case.inputs();
+        check(device, &case, &inputs, &inputs);
+    });
+}
+
+/// A card behind Vulkan with fragments of one shape and dtype.
+fn card(shape: [usize; 3], dtype: DType) -> DeviceProfile {
+    let [m, n, k] = shape;
+    DeviceProfile {
+        name: "fabricated".into(),
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        shared_memory: 48 << 10,
+        units_per_cube: 1024,
+        bindings: 16,
+        largest_buffer: 1 << 30,
+        cube_count: 65535,
+        processors: None,
+        multiprocessors: None,
+        features: vec![],
+        fragments: FragmentSupport {
+            kinds: vec![Fragments {
+                m,
+                n,
+                k,
+                dtype,
+                emulated: false,
+            }],
+            plane_sizes: (32, 32),
+            fault: None,
+        },
+        left_out: vec![],
+    }
+}
+
+fn problem(head_dim: usize, dtype: DType) -> AttentionProblem {
+    let case = Case {
+        dtype,
+        ..Case::new([1, 2, 1, 50, 50, head_dim, head_dim])
+    };
+    let device = burn::tensor::Device::flex();
+    case.problem(&case.inputs(), &device)
+        .unwrap_or_else(|error| panic!("{case:?}: {error}"))
+}
+
+fn selection(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> Selection {
+    select(problem, Some(device), Layouts::contiguous(problem), pass)
+}
+
+/// Every shape, plane size, amount of shared memory and width that it is for, in both passes.
+#[test]
+fn served() {
+    for shape in [[16, 16, 16], [16, 8, 16], [8, 8, 8]] {
+        for (own, staged) in [
+            (DType::F16, DType::F16),
+            (DType::BF16, DType::BF16),
+            (DType::BF16, DType::F32),
+        ] {
+            for (plane, kilobytes) in [(32, 32), (32, 48), (64, 64), (32, 99)] {
+                for head_dim in [8, 40, 64, 128, 200, 256, 512, 1024] {
+                    let mut device = card(shape, staged);
+                    device.fragments.plane_sizes = (plane, plane);
+                    device.shared_memory = kilobytes << 10;
+                    let problem = problem(head_dim, own);
+                    for pass in [Pass::Forward, Pass::Backward] {
+                        let selection = selection(&problem, &device, pass);
+                        let context = format!("{shape:?} {plane} {kilobytes} {selection:?}");
+                        let tiles = match selection.kernel {
+                            Kernel::Cmma(Plan::Forward(plan)) => vec![plan.tiles],
+                            Kernel::Cmma(Plan::Backward(plan)) => vec![plan.query, plan.key_value],
+                            _ => panic!("{context}"),
+                        };
+                        for tiles in tiles {
+                            assert!(
+                                matches!(tiles.products, Products::Fragments(fragments)
+                                    if fragments.fragments.dtype == staged),
+                                "{context}"
+                            );
+                            assert!(tiles.shared_memory() <= kilobytes << 10, "{context}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What is not served says why, and the units' products serve it.
+#[test]
+fn refused_by_name() {
+    let good = || card([16, 16, 16], DType::F16);
+    let mut varying = good();
+    varying.fragments.plane_sizes = (32, 64);
+    let mut faulty = good();
+    faulty.fragments.fault = Some("a known fault");
+    let mut little = good();
+    little.shared_memory = 4 << 10;
+    let f16 = |head_dim| problem(head_dim, DType::F16);
+    for (problem, device, refusal) in [
+        (
+            problem(64, DType::F32),
+            good(),
+            Refusal::NotHalf(DType::F32),
+        ),
+        (
+            problem(64, DType::BF16),
+            good(),
+            Refusal::MissingFeature(Feature::Fragments(DType::BF16)),
+        ),
+        (
+            f16(64),
+            card([32, 8, 16], DType::F16),
+            Refusal::MissingFeature(Feature::Fragments(DType::F16)),
+        ),
+        (
+            f16(7),
+            good(),
+            Refusal::Narrow {
+                narrowest: 8,
+                head_dim: 7,
+                value_dim: 7,
+            },
+        ),
+        (
+            f16(64),
+            varying,
+            Refusal::PlaneSizes {
+                least: 32,
+                most: 64,
+            },
+        ),
+        (f16(64), faulty, Refusal::Fault("a known fault")),
+    ] {
+        for pass in [Pass::Forward, Pass::Backward] {
+            let selection = selection(&problem, &device, pass);
+            assert_eq!(selection.kernel.engine(), Engine::Unit, "{selection:?}");
+            let found = selection.refusals.iter();
+            let found = found.filter(|(engine, _)| *engine == Engine::Cmma);
+            assert_eq!(
+                Vec::from_iter(found),
+                [&(Engine::Cmma, refusal.clone())],
+                "{selection:?}"
+            );
+        }
+    }
+    let selection = selection(&f16(64), &little, Pass::Forward);
+    let is_of_tiles = |(engine, refusal): &(Engine, Refusal)| {
+        *engine == Engine::Cmma && matches!(refusal, Refusal::Tiles { .. })
+    };
+    assert!(selection.refusals.iter().any(is_of_tiles), "{selection:?}");
+}
