@@ -224,10 +224,9 @@ impl Export<'_> {
     /// The matrices of each expert.
     fn of_experts(&self, path: &str, name: &str, shape: &[usize]) -> Vec<Matrix<'_>> {
         let mut matrices = Vec::new();
-        let stacks = OF_EXPERTS.iter();
-        let found = stacks
-            .filter_map(|(stack, parts)| Some((name.strip_suffix(stack)?, parts)))
-            .next();
+        let found = OF_EXPERTS
+            .iter()
+            .find_map(|(stack, parts)| Some((name.strip_suffix(stack)?, parts)));
         let (Some((layer, parts)), [experts, rows, columns]) = (found, shape) else {
             return matrices;
         };

@@ -29,7 +29,7 @@ use std::{
 const ROPE_FREQUENCIES: &str = "rope_freqs.weight";
 const STANDS_STILL: f32 = 1e30;
 /// A file's number of the way in which its weights are quantized.
-const QUANTIZATION_VERSION: u32 = 2;
+const QUANTIZATION_VERSION: usize = 2;
 
 impl Export<'_> {
     pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
@@ -67,7 +67,7 @@ impl Export<'_> {
 
     /// The parameters' paths and tensors.
     fn planned(&self) -> Vec<(&str, Planned)> {
-        let plan = |(path, shape): &'_ (String, Vec<usize>)| {
+        let plan = |(path, shape): &(String, Vec<usize>)| {
             let name = names::in_file(path, |_| false).swap_remove(0);
             Planned {
                 name,
@@ -197,10 +197,7 @@ impl Export<'_> {
         if let Some(source) = source_of_folder(self.from)? {
             values.add("tokenizer.chat_template", Written::Text(source));
         }
-        values.number(
-            "general.quantization_version",
-            QUANTIZATION_VERSION as usize,
-        );
+        values.number("general.quantization_version", QUANTIZATION_VERSION);
         let file_type = match self.target {
             Target::Q8 => 7,
             Target::Q4 => 2,

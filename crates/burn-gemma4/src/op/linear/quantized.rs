@@ -27,12 +27,7 @@ use std::ops::Range;
 
 /// Numbers of a slice: 64 MB in f16 or bf16. Layers of up to 5 billion parameters are one, and what writing and reading it costs
 /// is little beside a product of hundreds of rows.
-const SLICE_NUMBERS: usize = if cfg!(test) {
-    // So that matrices of a test's size are several.
-    1 << 17
-} else {
-    1 << 25
-};
+const SLICE_NUMBERS: usize = 1 << 25;
 /// Rows of a slice are whole tiles of products.
 const TILE: usize = 256;
 
@@ -138,7 +133,7 @@ impl QuantizedProductBackend for burn_cubecl::CubeBackend {
         layout: Layout,
     ) -> FloatTensor<Self> {
         let product = super::product_of_cube;
-        columns_in_slices::<Self>(gradient, words, layout, product)
+        columns_in_slices::<Self>(gradient, words, layout, SLICE_NUMBERS, product)
     }
 }
 
@@ -151,15 +146,17 @@ impl QuantizedProductBackend for burn::backend::Flex {
     ) -> FloatTensor<Self> {
         use burn::backend::ops::FloatTensorOps;
         let product = Self::float_matmul;
-        columns_in_slices::<Self>(gradient, words, layout, product)
+        columns_in_slices::<Self>(gradient, words, layout, SLICE_NUMBERS, product)
     }
 }
 
-/// [`columns`] by a backend's product, slice by slice of the weight. Several are added up in f32.
+/// [`columns`] by a backend's product, with at most so many numbers of the weight at once, but for the rows of one tile. Several slices are
+/// added up in f32.
 fn columns_in_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,
     layout: Layout,
+    numbers: usize,
     product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
 ) -> FloatTensor<B> {
     let (dtype, shape) = (gradient.dtype(), gradient.shape());
@@ -172,7 +169,7 @@ fn columns_in_slices<B: DequantizeBackend>(
         let weight = <B as DequantizeBackend>::dequantize(words, layout, dtype);
         product(B::float_slice(gradient.clone(), &of_gradient), weight)
     };
-    let mut parts = slices(outputs, layout, SLICE_NUMBERS).map(part);
+    let mut parts = slices(outputs, layout, numbers).map(part);
     let first = parts.next().expect("a matrix has a row");
     let mut sum: Option<FloatTensor<B>> = None;
     for part in parts {
@@ -410,27 +407,43 @@ mod tests {
         }
     }
 
-    /// Of several slices, of which the last one is no whole tile.
+    /// By the product with all numbers, for every size of slices.
     #[test]
     fn gradients_are_those_of_whole_matrices() {
+        use burn::backend::{Flex, ops::FloatTensorOps};
         let outputs = 3 * TILE + 5;
-        let layouts = tests::layouts();
         for device in tests::devices() {
             device.seed(5);
+            let layouts = tests::layouts();
             for layout in [layouts[0], layouts[5], layouts[9]] {
                 let matrix = matrix(layout, outputs, &device);
                 let whole = matrix.dequantized(DType::F32);
                 let gradient = Tensor::<2>::random([10, outputs], Distribution::Default, &device);
                 let expected = values(gradient.clone().matmul(whole));
                 let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
-                let found = values(columns(gradient, &matrix));
-                assert_eq!(found.len(), expected.len());
-                for (found, expected) in found.into_iter().zip(expected) {
-                    let error = (found - expected).abs() / scale;
-                    assert!(
-                        error < 1e-5,
-                        "{layout:?} on {device:?}: {found}, not {expected}"
+                let check = |found: Vec<f64>, what: &str| {
+                    assert_eq!(found.len(), expected.len(), "{what}");
+                    for (found, expected) in found.into_iter().zip(&expected) {
+                        let error = (found - expected).abs() / scale;
+                        assert!(error < 1e-5, "{what}: {found}, not {expected}");
+                    }
+                };
+                check(values(columns(gradient.clone(), &matrix)), "at once");
+                if device != Device::flex() {
+                    continue;
+                }
+                for numbers in [1, TILE * layout.columns, 2 * TILE * layout.columns] {
+                    let gradient = gradient.clone().try_into_primitive::<Flex>();
+                    let words = matrix.words.clone().try_into_primitive::<Flex>();
+                    let part = columns_in_slices::<Flex>(
+                        gradient.expect("of the processor"),
+                        words.expect("of the processor"),
+                        layout,
+                        numbers,
+                        Flex::float_matmul,
                     );
+                    let found = Tensor::<2>::from_primitive::<Flex>(part);
+                    check(values(found), "in slices");
                 }
             }
         }
