@@ -82,8 +82,7 @@ mod tests {
                         (&device, DType::I32),
                     )
                 };
-                let [positions, last] = [positions, vec![last as i32]];
-                let visible = ring.visible(upload(positions), upload(last));
+                let visible = ring.visible(upload(positions), upload(vec![last as i32]));
                 let mask = visible.mask.expect("a mask");
                 assert_eq!(mask.dims(), [1, 1, queries.len(), slots]);
                 let expected: Vec<bool> = queries
