@@ -82,7 +82,7 @@ fn run(cli: &Cli) -> Result<(), Error> {
     options.cancellation = Some(interrupt.cancellation());
 
     let mut output = Output::default();
-    let (mut session, _) = cli.generation.session(gemma)?;
+    let (mut session, messages) = cli.generation.session(gemma)?;
     let generate =
         |on_token: &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>| match &cli.generation.cache {
             Some(_) => session.generate(prompt, &options, on_token),
@@ -98,7 +98,8 @@ fn run(cli: &Cli) -> Result<(), Error> {
     } else {
         output.stream(&interrupt, |on_token| generate(on_token))?
     };
-    cli.generation.keep(&session, &[])?;
+    // A conversation in the file stays there.
+    cli.generation.keep(&session, &messages)?;
     output.finish()?;
     if !cli.json {
         list_logprobs(gemma, &generation)?;

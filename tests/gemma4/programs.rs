@@ -142,6 +142,12 @@ fn sessions_are_kept_in_a_file() {
     refused::check("another system", &other, 2, &["--system", "--cache"]);
     let again = chat(&[], "");
     assert!(again.stderr.contains("5 messages"), "{again:?}");
+    // Another program goes on from the keys, and leaves the conversation alone.
+    let mut generate = greedy("dense-ple", "flex");
+    generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
+    succeed(generate.arg(&path));
+    let again = chat(&[], "");
+    assert!(again.stderr.contains("5 messages"), "{again:?}");
 }
 
 /// What is said about it goes to standard error alone.

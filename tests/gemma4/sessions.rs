@@ -112,6 +112,37 @@ fn short_texts_need_no_checkpoint() {
     assert_eq!(found.tokens, alone(&gemma, branch, &options).tokens);
 }
 
+/// From a file, too, whatever a ring had when it was written: less than it has slots for, as much, or more.
+#[test]
+fn full_rings_come_back_from_disk() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("session");
+    let window = gemma.config().sliding_window;
+    let plain = greedy(&gemma, 1);
+    let lookup = GenerateOptions {
+        drafts: Drafts::Lookup,
+        ..plain.clone()
+    };
+    for (options, slots) in [(plain, window), (lookup, window + 8)] {
+        let longer = GenerateOptions {
+            max_tokens: 12,
+            ..options.clone()
+        };
+        for count in slots - 1..=slots + 1 {
+            let mut session = gemma.session();
+            generate(&mut session, text(0, count), &options);
+            assert_eq!(session.len(), count);
+            session.save(&path, &[]).expect("a file");
+            let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+            let branch = [&text(0, 2)[..], &text(1, 3)].concat();
+            let found = generate(&mut gemma.resume(saved), branch.clone(), &longer);
+            let expected = alone(&gemma, branch, &longer);
+            assert_eq!(found.tokens, expected.tokens, "{count} of {slots}");
+        }
+    }
+}
+
 /// Templates that go on, drop thoughts, begin an answer with an empty thought that the history does not have, and write the last question in
 /// another way than those before.
 const TEMPLATES: [&str; 3] = [

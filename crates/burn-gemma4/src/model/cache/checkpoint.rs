@@ -59,7 +59,8 @@ impl Cache {
     /// With padding, whose mask counts all columns that were ever written.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "of one text");
-        let is_whole = self.written <= self.ring_slots();
+        // A full ring counts as one that has overwritten: of a checkpoint, its first column may be missing.
+        let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
                 (self.columns, self.written) = (column, column);
