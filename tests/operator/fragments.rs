@@ -136,6 +136,28 @@ fn options_and_what_nobody_sees() {
     });
 }
 
+/// Blocks of the lowest number, which is a score like others, before blocks of others: these outgrow what was seen, of which nothing is left.
+#[test]
+fn lowest_numbers_before_others() {
+    emulated("lowest_numbers_before_others", &["8x8x8"], |device| {
+        let case = Case {
+            dtype: DType::F16,
+            f32_extras: true,
+            bias: Some(FULL),
+            ..Case::new([1, 1, 1, 35, 70, 16, 16])
+        };
+        let mut inputs = case.inputs();
+        let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
+        inputs.bias = Some(Dense::from_fn(shape, |[_, _, query, key]| {
+            match query % 2 == 0 && key < 33 {
+                true => f64::from(f32::MIN),
+                false => (query + key) as f64 / 64.0,
+            }
+        }));
+        check(device, &case, &inputs, &inputs);
+    });
+}
+
 /// Operands in f32, for devices whose fragments of the dtype itself have worse sums; of an odd width.
 #[test]
 fn widened_operands() {

@@ -142,7 +142,8 @@ impl World {
         if !self.has_others() {
             return Ok(());
         }
-        let exchange = self.way(device)?;
+        // Numbers that are exchanged are no part of a graph, and a device with autodiff does not say which it is.
+        let exchange = self.way(&device.clone().without_autodiff())?;
         // Nobody connects twice.
         let _ = self.exchange.set(exchange);
         Ok(())

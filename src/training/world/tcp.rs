@@ -218,6 +218,13 @@ impl Tcp {
         }
         Ok(())
     }
+
+    /// What everybody is to hear who is still there.
+    fn tell_all(&self, message: &Message) {
+        for peer in &self.peers {
+            let _ = peer.send(message);
+        }
+    }
 }
 
 /// Who connects, if it is one of the run.
@@ -325,12 +332,12 @@ impl Link for Tcp {
     fn fail(&self, message: &str, _code: i32) {
         let message = format!("process {} failed: {message}", self.place.rank);
         // Who is gone has failed itself.
-        let _ = self.send_all(&Message::Failure(message));
+        self.tell_all(&Message::Failure(message));
     }
 
     fn end(&self) {
         // Who is gone has said so.
-        let _ = self.send_all(&Message::Farewell);
+        self.tell_all(&Message::Farewell);
     }
 }
 
@@ -437,6 +444,30 @@ mod tests {
                     false => "process 1 is gone",
                 };
                 assert_eq!(heard, expected);
+            }
+        }
+    }
+
+    /// What one cannot be told any more the others are.
+    #[test]
+    fn who_is_gone_keeps_no_message_from_others() {
+        for fails in [true, false] {
+            let all = all(3);
+            let (first, _) = &all[0];
+            let stream = first.peers[0].stream.lock().expect("no panic");
+            stream.shutdown(Shutdown::Write).expect("a connection");
+            drop(stream);
+            match fails {
+                true => first.fail("no memory", 1),
+                false => first.end(),
+            }
+            let mut all = all.into_iter();
+            drop(all.next());
+            let (_, heard) = all.nth(1).expect("three");
+            match (fails, heard.recv_timeout(Duration::from_secs(1))) {
+                (true, Ok(message)) => assert_eq!(message, "process 0 failed: no memory"),
+                (false, Err(_)) => (),
+                (_, other) => panic!("{other:?}"),
             }
         }
     }

@@ -7,7 +7,7 @@
 //! Where planes have the output in fragments, which only by way of shared memory are multiplied by the rows' factors, a row's reference is
 //! held: it moves to the maximum only when that has outgrown it by 2^8. P stays below 2^8 then, far from the limits of half precision.
 
-use crate::math::score::{LOWEST, numerator};
+use crate::math::score::{LOWEST, is_hidden, numerator};
 use crate::tile::product::tile_row;
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
@@ -26,6 +26,8 @@ pub(crate) struct RowStatistics {
     pub factor: Shared<[f32]>,
     /// Whether the older results of any row of a group have to be multiplied by another factor than 1, where references are held.
     pub moved: Shared<[u32]>,
+    /// Whether the unit's row has seen a score, where references are held. The maximum does not tell: the lowest number is a score, too.
+    pub seen: Array<u32>,
 }
 
 /// Statistics of rows that have seen no score. A sync makes them visible.
@@ -36,7 +38,9 @@ pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
         maximum: Shared::new_slice(tiles.rows),
         factor: Shared::new_slice(tiles.rows),
         moved: Shared::new_slice(comptime!(tiles.row_groups())),
+        seen: Array::new(1usize),
     };
+    statistics.seen[0] = 0u32;
     if UNIT_POS < comptime!(tiles.rows as u32) {
         statistics.maximum[UNIT_POS as usize] = f32::new(LOWEST);
     }
@@ -75,18 +79,22 @@ pub(crate) fn advance(
     if UNIT_POS < comptime!(tiles.rows as u32) {
         let row = UNIT_POS as usize;
         let before = statistics.maximum[row];
-        let mut largest = before;
+        let mut of_block = statistics.partial[row * pitch];
         #[unroll]
-        for x in 0..tiles.column_units {
-            largest = max(largest, statistics.partial[row * pitch + x]);
+        for x in 1..tiles.column_units {
+            of_block = max(of_block, statistics.partial[row * pitch + x]);
         }
+        let largest = max(before, of_block);
         if comptime!(tiles.has_fragments()) {
             let outgrown = largest > before + HELD;
             let reference = select(outgrown, largest, before);
             statistics.maximum[row] = reference;
             // Before the first score there is nothing to multiply.
-            let has_older = outgrown && before > f32::new(LOWEST);
+            let has_older = outgrown && statistics.seen[0] != 0u32;
             statistics.factor[row] = select(has_older, (before - reference).exp(), 1.0f32);
+            if !is_hidden(of_block) {
+                statistics.seen[0] = 1u32;
+            }
         } else {
             statistics.maximum[row] = largest;
             statistics.factor[row] = (before - largest).exp();
