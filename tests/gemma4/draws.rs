@@ -78,6 +78,8 @@ fn cuts() -> Vec<Sampling> {
         of(1.0, None, None, Some(0.2)),
         of(2.0, Some(40), Some(0.6), Some(0.05)),
         of(1e-30, None, Some(0.5), None),
+        // Devices may take it for 0.
+        of(1e-40, None, Some(0.9), Some(0.1)),
         of(1e30, Some(300), Some(1e-6), None),
     ]
 }

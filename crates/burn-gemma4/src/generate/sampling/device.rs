@@ -95,7 +95,8 @@ impl Sampling {
         let top_k = self.top_k.filter(|top_k| *top_k < vocabulary);
         let top_p = self.top_p.filter(|top_p| *top_p < 1.0);
         (!self.is_greedy()).then(|| sample::Draw {
-            temperature: self.temperature,
+            // A smaller one is 0 on devices without subnormal numbers.
+            temperature: self.temperature.max(f32::MIN_POSITIVE),
             top_k: top_k.map(|top_k| top_k as u32),
             top_p: top_p.map(|top_p| (f64::from(top_p) * 2f64.powi(32)).ceil() as u32),
             least: least_logarithm(self.min_p.unwrap_or(0.0)),
