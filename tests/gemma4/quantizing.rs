@@ -284,6 +284,17 @@ fn what_is_not_served_is_named() {
         &outs[..1],
         &["tokenizer.json", "normalizer"],
     );
+    let broken = Folder::copy("dense-ple");
+    broken.write(
+        "generation_config.json",
+        r#"{"temperature": -1, "do_sample": true}"#,
+    );
+    refused(
+        "broken defaults",
+        broken.path(),
+        &outs[..1],
+        &["generation_config.json", "temperature"],
+    );
     let large = Folder::copy("dense-ple");
     let mut tokenizer: Value = serde_json::from_slice(&large.read("tokenizer.json")).expect("JSON");
     tokenizer["model"]["vocab"]["more"] = json!(320);
@@ -352,8 +363,16 @@ fn towers_are_kept_or_named() {
     let out = folder.path().join("out.gguf");
     base.set("generation_config.json", "eos_token_id", json!([1, 77]));
     base.set("generation_config.json", "max_new_tokens", 5);
+    // A penalty without draws: GGUF's readers, and the converter, know it with the others alone.
+    base.set("generation_config.json", "do_sample", false);
+    base.set("generation_config.json", "repetition_penalty", 1.5);
     let ended = succeed(&mut quantize(base.path(), "q4", &out, &[]));
-    for words in ["tower of vision_config", "[77] as ends", "max_new_tokens"] {
+    for words in [
+        "the sampling of",
+        "tower of vision_config",
+        "[77] as ends",
+        "max_new_tokens",
+    ] {
         assert!(ended.stderr.contains(words), "{ended:?}");
     }
 }

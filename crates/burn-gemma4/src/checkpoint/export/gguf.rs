@@ -34,6 +34,9 @@ const QUANTIZATION_VERSION: usize = 2;
 impl Export<'_> {
     pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
         let values = self.values()?;
+        // What is broken there is told before the file is written.
+        let defaults = existing(self.from, "generation_config.json")?;
+        let defaults = defaults.map(GenerationDefaults::from_file).transpose()?;
         let (paths, mut tensors): (Vec<&str>, Vec<Planned>) = self.planned().into_iter().unzip();
         let divisors = self.divisors();
         if let Some(divisors) = &divisors {
@@ -62,7 +65,7 @@ impl Export<'_> {
             self.refuse_what_reads_otherwise(partial)
         };
         self.finish(replace(to, write))?;
-        Ok(self.written(to, self.left_out(to)?))
+        Ok(self.written(to, self.left_out(to, defaults)?))
     }
 
     /// The parameters' paths and tensors.
@@ -231,16 +234,19 @@ impl Export<'_> {
     }
 
     /// What the file does not have: towers, and of the defaults what it has no words for.
-    fn left_out(&self, written: &Path) -> Result<Vec<String>, Gemma4Error> {
+    fn left_out(
+        &self,
+        written: &Path,
+        defaults: Option<GenerationDefaults>,
+    ) -> Result<Vec<String>, Gemma4Error> {
         let json: Value = serde_json::from_str(self.json)
             .map_err(|error| Gemma4Error::Config(error.to_string()))?;
         let towers = ["vision_config", "audio_config"].into_iter();
         let towers = towers.filter(|part| json.get(part).is_some_and(|part| !part.is_null()));
         let mut left_out: Vec<String> = towers.map(|part| format!("the tower of {part}")).collect();
-        let Some(path) = existing(self.from, "generation_config.json")? else {
+        let Some(expected) = defaults else {
             return Ok(left_out);
         };
-        let expected = GenerationDefaults::from_file(path)?;
         let found = match Gguf::at(written)? {
             Some(gguf) => gguf.generation_defaults()?,
             None => GenerationDefaults::default(),
@@ -251,6 +257,7 @@ impl Export<'_> {
             left_out.push(format!("{tokens:?} as ends of a text"));
         }
         for (name, is_set) in [
+            ("the sampling", found.sampling() != expected.sampling()),
             ("stop_strings", !expected.stop_strings.is_empty()),
             ("max_new_tokens", expected.max_new_tokens.is_some()),
         ] {
