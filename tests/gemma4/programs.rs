@@ -74,7 +74,6 @@ fn tokens_are_those_of_transformers() {
     }
 }
 
-/// On a machine without a display server drivers have nothing to say.
 /// A second run reads what is new, and a chat goes on with its conversation.
 #[test]
 fn sessions_are_kept_in_a_file() {
@@ -165,6 +164,7 @@ fn a_table_may_stay_in_the_file() {
     assert!(!auto.stderr.contains("per-layer"), "{auto:?}");
 }
 
+/// On a machine without a display server drivers have nothing to say.
 #[test]
 fn errors_are_the_programs_own() {
     let mut command = program("generate");
