@@ -1,9 +1,14 @@
-//! Two runs of the same call are equal bit by bit, forward and every gradient.
+//! Two runs of the same call are equal bit by bit, forward and every gradient; `ATTENTION_TEST_REPEATS=1000` makes them a
+//! thousand, for a GPU also of heads that are wide and of more tiles than it has multiprocessors.
 
 use crate::case::{Case, FULL};
 use crate::devices::devices;
 use crate::run::Operator;
 use attention_cube::CausalAlignment;
+use std::env;
+
+/// Runs of a call, where they are to be more than two.
+const REPEATS: &str = "ATTENTION_TEST_REPEATS";
 
 #[test]
 fn two_runs_are_equal() {
@@ -31,18 +36,34 @@ fn two_runs_are_equal() {
         q_len: 300,
         ..prefill.clone()
     });
-    for case in [prefill, decode, masked, by_scores, by_queries] {
+    let repeats: Option<usize> =
+        (env::var(REPEATS).ok()).map(|runs| runs.parse().expect("a number of runs"));
+    let wide = |head_dim| Case {
+        causal: Some(CausalAlignment::BottomRight),
+        deterministic: true,
+        ..Case::new([1, 34, 2, 300, 200, head_dim, head_dim])
+    };
+    let more = match repeats {
+        Some(_) => [64, 128, 256, 512].map(wide).to_vec(),
+        None => Vec::new(),
+    };
+    let cases = [&prefill, &decode, &masked, &by_scores, &by_queries];
+    for case in cases.into_iter().chain(&more) {
         let inputs = case.inputs();
         for device in devices() {
             let run = || case.run(&inputs, &device.device, case.dtype, Operator::Fused);
-            for (first, second) in run().iter().zip(run()) {
-                let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-                assert!(
-                    bits(&first.values) == bits(&second.values),
-                    "{}: {} differs between two runs of {case:?}",
-                    device.name,
-                    first.name,
-                );
+            let first = run();
+            for repeat in 1..repeats.unwrap_or(2) {
+                for (first, again) in first.iter().zip(run()) {
+                    let bits =
+                        |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                    assert!(
+                        bits(&first.values) == bits(&again.values),
+                        "{}: {} differs between run 0 and {repeat} of {case:?}",
+                        device.name,
+                        first.name,
+                    );
+                }
             }
         }
     }
