@@ -66,6 +66,7 @@ mod source;
 #[cfg(test)]
 mod testing;
 pub mod tile;
+pub mod tiled;
 
 pub use explain::{Explanation, explain};
 pub use math::side::Side;

@@ -77,8 +77,9 @@ fn forward_layouts(inputs: &AttentionInputs<CubeBackend>) -> Layouts {
     }
 }
 
-/// The logsumexp as `engine` makes it, where the forward is another's. A backward makes its probabilities of that and of scores that it
-/// computes anew; where these are in the hundreds, the other order in which another engine adds up a dot product changes them.
+/// The logsumexp as `engine` makes it with dots added up as its backward does, where the forward is another engine's or has another order.
+/// A backward makes its probabilities of that and of scores that it computes anew; where these are in the hundreds, another order changes
+/// them.
 fn own_logsumexp(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,
@@ -87,12 +88,11 @@ fn own_logsumexp(
 ) -> Option<FloatTensor<CubeBackend>> {
     let layouts = forward_layouts(inputs);
     let chosen = select(problem, Some(device), layouts, Pass::Forward).kernel;
-    if chosen.engine() == engine {
-        return None;
-    }
     // An engine without a forward of this problem has nothing better.
-    let own = engine.plan(problem, device, layouts, Pass::Forward).ok()?;
-    Some(own.forward(inputs.clone(), problem).logsumexp)
+    let own = engine
+        .plan_forward_as_backward(problem, device, layouts)
+        .ok()?;
+    (own != chosen).then(|| own.forward(inputs.clone(), problem).logsumexp)
 }
 
 fn choose(

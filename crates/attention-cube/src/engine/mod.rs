@@ -36,6 +36,19 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Forward, Refusal>;
 
+    /// The forward of `problem` on `device` that adds up dots in the order in which the backward does: where scores are in the
+    /// hundreds, another order changes probabilities that a backward makes of scores and of a logsumexp.
+    ///
+    /// # Errors
+    /// Why it serves none.
+    fn plan_forward_as_backward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<Self::Forward, Refusal> {
+        Self::plan_forward(problem, device, layouts)
+    }
+
     /// The backward of `problem` on `device`.
     ///
     /// # Errors
@@ -130,6 +143,26 @@ macro_rules! engines {
                     $(
                         Self::$engine => {
                             plan::<$module::$engine>(problem, device, layouts, pass).map(Kernel::$engine)
+                        }
+                    )+
+                    Self::Reference => Ok(Kernel::Reference),
+                }
+            }
+
+            /// See [`AttentionEngine::plan_forward_as_backward`].
+            #[cfg(feature = "cube")]
+            pub(crate) fn plan_forward_as_backward(
+                self,
+                problem: &AttentionProblem,
+                device: &DeviceProfile,
+                layouts: Layouts,
+            ) -> Result<Kernel, Refusal> {
+                match self {
+                    $(
+                        Self::$engine => {
+                            $module::$engine::plan_forward_as_backward(problem, device, layouts)
+                                .map(Plan::Forward)
+                                .map(Kernel::$engine)
                         }
                     )+
                     Self::Reference => Ok(Kernel::Reference),

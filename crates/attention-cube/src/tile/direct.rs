@@ -1,4 +1,4 @@
-//! The tile products of the unit engine where operands are read where they lie.
+//! The tile products by a cube's units where operands are read where they lie.
 //!
 //! For software drivers, whose shared memory is no nearer than the rest: copying an operand there first costs
 //! two accesses an element, and two barriers a copy. Mesa's llvmpipe runs 8 units as one vector, does

@@ -1,4 +1,4 @@
-//! The tile products of the unit engine: any CubeCL device, no plane operations, f32 throughout.
+//! The tile products by a cube's units: any CubeCL device, no plane operations, f32 throughout.
 //!
 //! Budget. A cube of `units` units works on a tile of `rows` stationary rows (queries in the forward,
 //! keys in the key gradient) and streams `columns` rows of the other side past it. Two products, both

@@ -1,4 +1,4 @@
-//! The tile products of the unit engine where operands are copied to shared memory, and the copies. `product.rs` opens with what they cost.
+//! The tile products by a cube's units where operands are copied to shared memory, and the copies. `product.rs` opens with what they cost.
 
 use super::product::{Four, Vec4, load_four, zeros};
 use crate::math::layout::{Operand, Rows, row_offset};

@@ -1,4 +1,4 @@
-//! The cmma engine: the kernels of the unit engine with their products in fragments, which the matrix units of most cards have through
+//! The cmma engine: the kernels of `tiled` with their products in fragments, which the matrix units of most cards have through
 //! `cubecl::cmma`: Vulkan, Metal, HIP, and NVIDIA's older than Ampere.
 
 pub mod plan;
@@ -11,11 +11,11 @@ use crate::engine::AttentionEngine;
 #[cfg(feature = "cube")]
 use crate::engine::Launch;
 #[cfg(feature = "cube")]
-use crate::engine::unit::launch;
-use crate::engine::unit::plan::{BackwardPlan, ForwardPlan};
-#[cfg(feature = "cube")]
 use crate::select::BackwardRequest;
 use crate::select::{Layouts, Pass, Refusal, Warning};
+#[cfg(feature = "cube")]
+use crate::tiled::launch;
+use crate::tiled::plan::{BackwardPlan, ForwardPlan};
 use burn::tensor::DType;
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;

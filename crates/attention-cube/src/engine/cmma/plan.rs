@@ -6,11 +6,11 @@ use self::tables::{DECODE, DOUBLE, SINGLE, Shape};
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
 use crate::division::check_sizes;
-use crate::engine::unit::plan::{BackwardPlan, ForwardPlan, backward_by, check, forward_by};
 use crate::passes::bias_gradient::plan::BiasGradientPlan;
 use crate::select::{Layouts, Pass, Refusal};
 use crate::tile::fragment_tiles::{FragmentTiles, Fragments};
 use crate::tile::tiles::{Products, UnitTiles};
+use crate::tiled::plan::{BackwardPlan, ForwardPlan, backward_by, check, forward_by};
 use burn::tensor::DType;
 
 /// The shapes that there are tiles for, the largest first.

@@ -45,7 +45,15 @@ impl AttentionEngine for Mma {
         device: &DeviceProfile,
         layouts: Layouts,
     ) -> Result<ForwardPlan, Refusal> {
-        plan::forward(problem, device, layouts)
+        plan::forward(problem, device, layouts, false)
+    }
+
+    fn plan_forward_as_backward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<ForwardPlan, Refusal> {
+        plan::forward(problem, device, layouts, true)
     }
 
     fn plan_backward(

@@ -10,6 +10,7 @@ pub mod split_n;
 pub mod warp;
 
 pub(crate) use self::few_rows::few_rows_tiles;
+use self::few_rows::sums_as_backward;
 pub(super) use self::gradient::backward;
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use self::gradient::gradient_tiles;
@@ -163,11 +164,12 @@ fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Ref
     Ok(half)
 }
 
-/// The kernel of the forward of `problem`, or why there is none.
+/// The kernel of the forward of `problem`, or why there is none; where `as_backward`, one that adds up dots in the backward's order.
 pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     layouts: Layouts,
+    as_backward: bool,
 ) -> Result<ForwardPlan, Refusal> {
     let half = check(problem, device)?;
     let AttentionProblem {
@@ -178,6 +180,7 @@ pub(super) fn forward(
     let limits = [device.shared_memory, device.units_per_cube];
     let rows = problem.q_len * problem.group().max(1);
     let few_rows = few_rows_tiles(rows, head_dim, value_dim, half, limits);
+    let few_rows = few_rows.filter(|tiles| !as_backward || sums_as_backward(tiles));
     let tiles = match few_rows {
         Some(tiles) => tiles,
         None => forward_tiles(head_dim, value_dim, half, limits)?,

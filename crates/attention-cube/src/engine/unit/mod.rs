@@ -1,14 +1,6 @@
-//! The unit engine: kernels that need no plane operations, no matrix units, and little shared memory.
+//! The unit engine: the kernels of `tiled` with products that need no plane operations, no matrix units, and little shared memory.
 
-#[cfg(feature = "cube")]
-pub(crate) mod backward;
-#[cfg(feature = "cube")]
-pub(crate) mod forward;
-#[cfg(feature = "cube")]
-pub(crate) mod launch;
 pub mod plan;
-#[cfg(feature = "cube")]
-pub(crate) mod softmax;
 
 use crate::AttentionProblem;
 #[cfg(feature = "cube")]
@@ -21,8 +13,10 @@ use crate::engine::Launch;
 use crate::select::BackwardRequest;
 use crate::select::{Layouts, Refusal};
 #[cfg(feature = "cube")]
+use crate::tiled::launch;
+use crate::tiled::plan::{BackwardPlan, ForwardPlan};
+#[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
-use plan::{BackwardPlan, ForwardPlan};
 
 /// The unit engine, which every device that runs CubeCL kernels can run.
 pub struct Unit;

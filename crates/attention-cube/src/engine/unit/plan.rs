@@ -1,120 +1,18 @@
 //! The unit engine's plan: tiles from tables, by the width of the output and the device's shared memory.
 
-mod packing;
 mod tables;
 
 use self::tables::{DECODE, DOUBLE, TOGETHER};
 use crate::AttentionProblem;
-use crate::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
+use crate::device::DeviceProfile;
 use crate::passes::bias_gradient::plan::BiasGradientPlan;
-use crate::select::{BackwardRequest, Layouts, MAX_LENGTH, Pass, Refusal};
+use crate::select::{Layouts, Pass, Refusal};
 use crate::tile::table::{SINGLE, choose};
 use crate::tile::tiles::UnitTiles;
-
-pub(crate) use self::packing::Packing;
-
-/// Tiles of a forward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ForwardPlan {
-    /// The tiles.
-    pub tiles: UnitTiles,
-    /// The heads of a group share a tile.
-    pub packed: bool,
-    /// Parts that the keys are split into; 1 writes the output at once.
-    pub splits: usize,
-}
-
-/// Tiles of a backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BackwardPlan {
-    /// For the query's gradient.
-    pub query: UnitTiles,
-    /// For the keys' and the values'.
-    pub key_value: UnitTiles,
-    /// One kernel gives all three gradients, with the tiles of the keys', and with the query's in so many
-    /// parts; `None` where the query's has a kernel of its own.
-    pub parts: Option<usize>,
-    /// The bias's gradient, if there is one.
-    pub bias: Option<BiasGradientPlan>,
-}
-
-/// A kernel that gives gradients of query, keys or values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GradientKernel {
-    /// The query's.
-    Query,
-    /// The keys' and the values'.
-    KeyValue,
-    /// As many of all three as are asked for, the query's in so many parts.
-    Together {
-        /// Of the query's.
-        parts: usize,
-    },
-}
-
-impl BackwardPlan {
-    /// The kernels that are launched for the gradients asked for.
-    pub fn kernels(&self, request: BackwardRequest) -> Vec<GradientKernel> {
-        let pairs = request.key || request.value;
-        let kernels = match self.parts {
-            Some(parts) => [
-                (request.query || pairs).then_some(GradientKernel::Together { parts }),
-                None,
-            ],
-            None => [
-                request.query.then_some(GradientKernel::Query),
-                pairs.then_some(GradientKernel::KeyValue),
-            ],
-        };
-        kernels.into_iter().flatten().collect()
-    }
-}
-
-/// Rows up to which the heads of a group share a tile.
-const DECODE_ROWS: usize = 32;
+use crate::tiled::plan::{BackwardPlan, ForwardPlan, Packing, backward_by, check, forward_by};
 
 /// Parts of the query's gradient up to which they are worth their memory.
 const MAX_PARTS: usize = 4;
-
-/// Cubes a multiprocessor that decoding splits its keys for.
-const CUBES_PER_MULTIPROCESSOR: usize = 2;
-
-/// Refuses what no kernel of the engine takes.
-pub(crate) fn check(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    pass: Pass,
-) -> Result<(), Refusal> {
-    if !device.dtypes.contains(&problem.dtype) {
-        return Err(Refusal::Dtype(problem.dtype));
-    }
-    let length = problem.q_len.max(problem.kv_len);
-    if length > MAX_LENGTH {
-        return Err(Refusal::Length {
-            length,
-            limit: MAX_LENGTH,
-        });
-    }
-    let needed = bindings(problem, pass);
-    if needed > device.bindings {
-        return Err(Refusal::Bindings {
-            needed,
-            available: device.bindings,
-        });
-    }
-    Ok(())
-}
-
-/// Refuses what a software driver would end before its end.
-fn check_iterations(needed: usize, device: &DeviceProfile) -> Result<(), Refusal> {
-    if device.processors.is_some() && needed > SOFTWARE_ITERATIONS {
-        return Err(Refusal::Iterations {
-            needed,
-            limit: SOFTWARE_ITERATIONS,
-        });
-    }
-    Ok(())
-}
 
 /// The kernel of the forward of `problem`, or why there is none.
 pub(super) fn forward(
@@ -131,34 +29,6 @@ pub(super) fn forward(
         |rows| choose(DECODE, width, rows, device, vector),
         || choose(SINGLE, width, 0, device, vector),
     )
-}
-
-/// The forward by the tiles that are chosen for few rows, of so many, or where there are none, or more rows, by the others; refused where a
-/// software driver would end it before its end.
-pub(crate) fn forward_by(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    few_rows: impl FnOnce(usize) -> Result<UnitTiles, Refusal>,
-    tiles: impl FnOnce() -> Result<UnitTiles, Refusal>,
-) -> Result<ForwardPlan, Refusal> {
-    let rows = problem.q_len * problem.group();
-    let decode = (rows <= DECODE_ROWS).then(|| few_rows(rows).ok()).flatten();
-    let plan = match decode {
-        Some(tiles) => ForwardPlan {
-            tiles,
-            packed: true,
-            splits: splits(problem, device, &tiles),
-        },
-        None => ForwardPlan {
-            tiles: tiles()?,
-            packed: false,
-            splits: 1,
-        },
-    };
-    let blocks = problem.kv_len.div_ceil(plan.tiles.columns());
-    let needed = blocks.div_ceil(plan.splits) * plan.tiles.block_iterations(problem.head_dim);
-    check_iterations(needed, device)?;
-    Ok(plan)
 }
 
 /// The kernels of the backward of `problem`, or why there are none.
@@ -189,50 +59,6 @@ pub(super) fn backward(
     )
 }
 
-/// The plan, refused where a software driver would end it before its end.
-pub(crate) fn backward_by(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    plan: BackwardPlan,
-) -> Result<BackwardPlan, Refusal> {
-    check_iterations(backward_iterations(problem, &plan), device)?;
-    Ok(plan)
-}
-
-/// Iterations of all loops of a unit, at most, in the kernel of the backward that runs the most of them.
-fn backward_iterations(problem: &AttentionProblem, plan: &BackwardPlan) -> usize {
-    let BackwardPlan {
-        query,
-        key_value,
-        parts,
-        bias,
-    } = plan;
-    let both = problem.head_dim + problem.value_dim;
-    let bias = bias.map_or(0, |bias| bias.iterations(problem));
-    // One kernel for all gradients is launched as often as it takes.
-    let separate = match parts {
-        Some(_) => 0,
-        None => {
-            let query_blocks = problem.q_len.div_ceil(key_value.columns());
-            let key_blocks = problem.kv_len.div_ceil(query.columns());
-            let of_keys = problem.group() * query_blocks * key_value.block_iterations(both);
-            of_keys.max(key_blocks * query.block_iterations(both))
-        }
-    };
-    bias.max(separate)
-}
-
-/// Parts of the keys where the heads of a group share a tile: as many as occupy the card, as far as there are blocks.
-fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> usize {
-    let target =
-        device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
-    let blocks = problem
-        .visible_keys(problem.q_len)
-        .div_ceil(tiles.columns())
-        .max(1);
-    (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks)
-}
-
 /// Parts of the query's gradient where one kernel gives all three: as many as keep a software driver's
 /// processors busy, if those are few, or fewer, so that the gradients fit one buffer; none where nothing fits.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
@@ -245,17 +71,4 @@ fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) 
     (1..=parts.min(key_tiles))
         .rev()
         .find(|parts| Packing::new(problem, *parts).fits(device))
-}
-
-/// Buffers of the kernel that binds the most.
-fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
-    let shared = usize::from(problem.mask.is_some())
-        + usize::from(problem.bias.is_some())
-        + usize::from(problem.kv_lengths || problem.segments);
-    match pass {
-        // query, key, value, output, logsumexp
-        Pass::Forward => 5 + shared + usize::from(problem.sinks.is_some()),
-        // query, key, value, output's gradient, rows, and two gradients
-        Pass::Backward => 7 + shared,
-    }
 }

@@ -1,6 +1,6 @@
 //! The bias's gradient: for a tile of the bias, the sum of `ds` over everything it is broadcast along.
 //!
-//! Budget (unit engine): the stage of the forward and 16 bytes a unit of shared memory; registers a unit:
+//! Budget: the stage of the forward and 16 bytes a unit of shared memory; registers a unit:
 //! `12 · rows_per_unit`. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP a tile of scores, for
 //! every tile of scores. A bias broadcast along queries leaves little to run side by side: cubes take parts of the sum then, in
 //! the grid's splits, which `together`'s `sum_parts` sums in their order. One that is broadcast along keys needs no scores:

@@ -1,7 +1,7 @@
 //! The end of a block and the beginning of the next: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
 //!
-//! Budget: a float a part of the cube in shared memory, one vector of each operand in registers. Bound by latency: a row is
-//! a few KB, which one cube reads three times, two of them from the cache. Every intermediate is rounded to the stream's
+//! Budget: a float a part of the cube in shared memory, in registers a unit's vectors of each operand, of which a team for rows of
+//! models has one to three. Bound by latency: a row is a few KB, which one cube reads once. Every intermediate is rounded to the stream's
 //! dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
@@ -21,6 +21,7 @@ pub(super) fn residual<E: Float, N: Size>(
     columns: f32,
     epsilon: f32,
     #[comptime] team: Team,
+    #[comptime] held: usize,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
@@ -30,52 +31,85 @@ pub(super) fn residual<E: Float, N: Size>(
     let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
+    // All that a unit needs is on its way at once.
+    let mut blocks = Array::<Vector<E, N>>::new(held);
+    let mut streams = Array::<Vector<E, N>>::new(held);
+    let mut weights = Array::<Vector<E, N>>::new(held);
+    let mut next_weights = Array::<Vector<E, N>>::new(held);
+    #[unroll]
+    for index in 0..held {
+        let vector = UNIT_POS + comptime!((index * team.units) as u32);
+        if vector < vectors {
+            blocks[index] = added[row + vector as usize];
+            streams[index] = stream[row + vector as usize];
+            weights[index] = weight[vector as usize];
+            #[comptime]
+            match &next_weight {
+                ComptimeOption::Some(next_weight) => {
+                    next_weights[index] = next_weight[vector as usize];
+                }
+                ComptimeOption::None => {}
+            }
+        }
+    }
+    let mut scale = 1.0f32;
+    #[comptime]
+    match &scalar {
+        ComptimeOption::Some(scalar) => {
+            scale = f32::cast_from(scalar[0]);
+        }
+        ComptimeOption::None => {}
+    }
+
     let mut squares = 0.0f32;
-    let mut vector = UNIT_POS;
-    while vector < vectors {
-        squares += sum_of_squares(added[row + vector as usize]);
-        vector += comptime!(team.units as u32);
+    #[unroll]
+    for index in 0..held {
+        if UNIT_POS + comptime!((index * team.units) as u32) < vectors {
+            squares += sum_of_squares(blocks[index]);
+        }
     }
     let mean = cube_sum(squares, &mut partial, team) / columns;
     let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());
 
     let mut squares = 0.0f32;
-    let mut vector = UNIT_POS;
-    while vector < vectors {
-        let at = row + vector as usize;
-        let of_block = Vector::<f32, N>::cast_from(added[at])
-            * factor
-            * Vector::<f32, N>::cast_from(weight[vector as usize]);
-        let of_block = Vector::<f32, N>::cast_from(Vector::<E, N>::cast_from(of_block));
-        let mut both =
-            Vector::<E, N>::cast_from(Vector::<f32, N>::cast_from(stream[at]) + of_block);
-        #[comptime]
-        match &scalar {
-            ComptimeOption::Some(scalar) => {
-                let scalar = Vector::<f32, N>::cast_from(f32::cast_from(scalar[0]));
-                both = Vector::<E, N>::cast_from(Vector::<f32, N>::cast_from(both) * scalar);
+    #[unroll]
+    for index in 0..held {
+        let vector = UNIT_POS + comptime!((index * team.units) as u32);
+        if vector < vectors {
+            let of_block = Vector::<f32, N>::cast_from(blocks[index])
+                * factor
+                * Vector::<f32, N>::cast_from(weights[index]);
+            let of_block = Vector::<f32, N>::cast_from(Vector::<E, N>::cast_from(of_block));
+            let mut both =
+                Vector::<E, N>::cast_from(Vector::<f32, N>::cast_from(streams[index]) + of_block);
+            #[comptime]
+            match &scalar {
+                ComptimeOption::Some(_) => {
+                    let scale = Vector::<f32, N>::cast_from(scale);
+                    both = Vector::<E, N>::cast_from(Vector::<f32, N>::cast_from(both) * scale);
+                }
+                ComptimeOption::None => {}
             }
-            ComptimeOption::None => {}
+            sum[row + vector as usize] = both;
+            streams[index] = both;
+            squares += sum_of_squares(both);
         }
-        sum[at] = both;
-        squares += sum_of_squares(both);
-        vector += comptime!(team.units as u32);
     }
 
     #[comptime]
     match &next_weight {
-        ComptimeOption::Some(next_weight) => {
+        ComptimeOption::Some(_) => {
             let mean = cube_sum(squares, &mut partial, team) / columns;
             let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());
-            let mut vector = UNIT_POS;
-            while vector < vectors {
-                // The unit's own writes.
-                let at = row + vector as usize;
-                let value = Vector::<f32, N>::cast_from(sum[at])
-                    * factor
-                    * Vector::<f32, N>::cast_from(next_weight[vector as usize]);
-                normed[at] = Vector::<E, N>::cast_from(value);
-                vector += comptime!(team.units as u32);
+            #[unroll]
+            for index in 0..held {
+                let vector = UNIT_POS + comptime!((index * team.units) as u32);
+                if vector < vectors {
+                    let value = Vector::<f32, N>::cast_from(streams[index])
+                        * factor
+                        * Vector::<f32, N>::cast_from(next_weights[index]);
+                    normed[row + vector as usize] = Vector::<E, N>::cast_from(value);
+                }
             }
         }
         ComptimeOption::None => {}

@@ -56,13 +56,14 @@ fn launch(
     let vectors = columns / vector;
     let sum = empty(&stream, shape, stream.dtype);
     let normed = empty(&stream, shape, stream.dtype);
+    let team = team(&client, vectors);
     let element = dtype_to_storage_type(stream.dtype);
     // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
     unsafe {
         residual::launch_unchecked(
             &client,
             cube_count(&client, rows),
-            CubeDim::new_1d(team(&client, vectors).units as u32),
+            CubeDim::new_1d(team.units as u32),
             address_type([&stream]),
             stream.into_tensor_arg(),
             added.into_tensor_arg(),
@@ -77,7 +78,8 @@ fn launch(
             vectors as u32,
             columns as f32,
             epsilon as f32,
-            team(&client, vectors),
+            team,
+            vectors.div_ceil(team.units),
             element,
             vector,
         );

@@ -1,8 +1,8 @@
 //! The heads of a projection: `norm`, its weight, the rotation of the row's position, and the place where attention reads
 //! them — the queries' tensor or a slot of the cache.
 //!
-//! Budget: a float a part of the cube in shared memory, a pair of channels in registers. Bound by latency: one cube a head,
-//! which it reads twice, the second time from the cache.
+//! Budget: a float a part of the cube in shared memory, in registers a unit's pairs of channels, of which a team has one. Bound by
+//! latency: one cube a head, which it reads once.
 
 use crate::op::sums::{Team, cube_sum};
 use cubecl::prelude::*;
@@ -75,6 +75,7 @@ pub(super) fn place_heads<E: Float, I: Int>(
     epsilon: f32,
     #[comptime] columns: Columns,
     #[comptime] team: Team,
+    #[comptime] held: usize,
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
 ) {
@@ -85,18 +86,6 @@ pub(super) fn place_heads<E: Float, I: Int>(
     }
     let from = CUBE_POS * 2 * pairs as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
-
-    let mut squares = 0.0f32;
-    let mut pair = UNIT_POS;
-    while pair < pairs {
-        let first = f32::cast_from(projected[from + pair as usize]);
-        let second = f32::cast_from(projected[from + (pair + pairs) as usize]);
-        squares += first * first + second * second;
-        pair += comptime!(team.units as u32);
-    }
-    let mean = cube_sum(squares, &mut partial, team) / (2u32 * pairs) as f32;
-    let factor = 1.0f32 / (mean + epsilon).sqrt();
-
     let mut position = row % positions_in_order;
     #[comptime]
     match &positions {
@@ -105,6 +94,51 @@ pub(super) fn place_heads<E: Float, I: Int>(
         }
         ComptimeOption::None => {}
     }
+
+    // All that a unit needs is on its way at once.
+    let mut firsts = Array::<f32>::new(held);
+    let mut seconds = Array::<f32>::new(held);
+    let mut first_weights = Array::<f32>::new(held);
+    let mut second_weights = Array::<f32>::new(held);
+    let mut cosines = Array::<f32>::new(held);
+    let mut sines = Array::<f32>::new(held);
+    let mut squares = 0.0f32;
+    #[unroll]
+    for index in 0..held {
+        let pair = UNIT_POS + comptime!((index * team.units) as u32);
+        if pair < pairs {
+            let (low, high) = (pair as usize, (pair + pairs) as usize);
+            firsts[index] = f32::cast_from(projected[from + low]);
+            seconds[index] = f32::cast_from(projected[from + high]);
+            #[comptime]
+            match &weight {
+                ComptimeOption::Some(weight) => {
+                    first_weights[index] = f32::cast_from(weight[low]);
+                    second_weights[index] = f32::cast_from(weight[high]);
+                }
+                ComptimeOption::None => {}
+            }
+            let at = position as usize * pairs as usize + low;
+            #[comptime]
+            match &cos {
+                ComptimeOption::Some(cos) => {
+                    cosines[index] = f32::cast_from(cos[at]);
+                }
+                ComptimeOption::None => {}
+            }
+            #[comptime]
+            match &sin {
+                ComptimeOption::Some(sin) => {
+                    sines[index] = f32::cast_from(sin[at]);
+                }
+                ComptimeOption::None => {}
+            }
+            squares += firsts[index] * firsts[index] + seconds[index] * seconds[index];
+        }
+    }
+    let mean = cube_sum(squares, &mut partial, team) / (2u32 * pairs) as f32;
+    let factor = 1.0f32 / (mean + epsilon).sqrt();
+
     let to = (row / rows_each) as usize * strides.row as usize
         + head as usize * strides.head as usize
         + (position % slots) as usize * strides.slot as usize;
@@ -113,44 +147,37 @@ pub(super) fn place_heads<E: Float, I: Int>(
     } else {
         pairs
     };
-    let mut pair = UNIT_POS;
-    while pair < placed {
-        let (low, high) = (pair as usize, (pair + pairs) as usize);
-        let mut first = f32::cast_from(projected[from + low]) * factor;
-        let mut second = f32::cast_from(projected[from + high]) * factor;
-        #[comptime]
-        match &weight {
-            ComptimeOption::Some(weight) => {
-                first *= f32::cast_from(weight[low]);
-                second *= f32::cast_from(weight[high]);
-            }
-            ComptimeOption::None => {}
-        }
-        // As the norm leaves them.
-        first = f32::cast_from(E::cast_from(first));
-        second = f32::cast_from(E::cast_from(second));
-        #[comptime]
-        match &cos {
-            ComptimeOption::Some(cos) => {
-                let at = position as usize * pairs as usize + low;
-                let c = f32::cast_from(cos[at]);
-                #[comptime]
-                match &sin {
-                    ComptimeOption::Some(sin) => {
-                        let s = f32::cast_from(sin[at]);
-                        let rotated = first * c - second * s;
-                        second = second * c + first * s;
-                        first = rotated;
-                    }
-                    ComptimeOption::None => {}
+    #[unroll]
+    for index in 0..held {
+        let pair = UNIT_POS + comptime!((index * team.units) as u32);
+        if pair < placed {
+            let mut first = firsts[index] * factor;
+            let mut second = seconds[index] * factor;
+            #[comptime]
+            match &weight {
+                ComptimeOption::Some(_) => {
+                    first *= first_weights[index];
+                    second *= second_weights[index];
                 }
+                ComptimeOption::None => {}
             }
-            ComptimeOption::None => {}
+            // As the norm leaves them.
+            first = f32::cast_from(E::cast_from(first));
+            second = f32::cast_from(E::cast_from(second));
+            #[comptime]
+            match &cos {
+                ComptimeOption::Some(_) => {
+                    let (c, s) = (cosines[index], sines[index]);
+                    let rotated = first * c - second * s;
+                    second = second * c + first * s;
+                    first = rotated;
+                }
+                ComptimeOption::None => {}
+            }
+            let low = column(pair, pairs, rotated, false, columns);
+            let high = column(pair, pairs, rotated, true, columns);
+            target[to + low as usize] = E::cast_from(first);
+            target[to + high as usize] = E::cast_from(second);
         }
-        let low = column(pair, pairs, rotated, false, columns);
-        let high = column(pair, pairs, rotated, true, columns);
-        target[to + low as usize] = E::cast_from(first);
-        target[to + high as usize] = E::cast_from(second);
-        pair += comptime!(team.units as u32);
     }
 }

@@ -195,6 +195,7 @@ fn launch(
             epsilon as f32,
             placing.columns,
             team,
+            (head_dim / 2).div_ceil(team.units),
             element,
             integer,
         );

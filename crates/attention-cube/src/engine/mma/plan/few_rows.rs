@@ -59,17 +59,15 @@ pub(crate) fn few_rows_tiles(
         .find(|(shape, tiles)| {
             rows <= tiles.rows()
                 && tiles.units() <= units
-                && sums_as_backward(tiles)
                 && shape.cubes() <= cubes_that_fit(tiles.shared_memory(), shared_memory)
         })
         .map(|(_, tiles)| tiles)
 }
 
-/// Whether dots are summed in the order in which the backward sums them, as far as it matters: in f16, where scores are in the hundreds,
-/// another order changes gradients by more than the rounding of P does. Warps that divide the columns add up two halves.
-const fn sums_as_backward(tiles: &ForwardTiles) -> bool {
+/// Whether dots are added up in the order in which the backward adds them up. Warps that divide the columns add up two halves.
+pub(super) const fn sums_as_backward(tiles: &ForwardTiles) -> bool {
     match tiles {
-        ForwardTiles::SplitN(tiles) => matches!(tiles.half, Half::Bf16) || tiles.column_groups == 1,
+        ForwardTiles::SplitN(tiles) => tiles.column_groups == 1,
         ForwardTiles::SplitM(_) | ForwardTiles::SplitD(_) => true,
     }
 }
@@ -182,7 +180,7 @@ mod tests {
             let sizes = [2, q_heads, kv_heads, q_len, kv_len, head_dim];
             let problem = problem(sizes);
             let layouts = Layouts::contiguous(&problem);
-            let plan = super::super::forward(&problem, &h200(), layouts);
+            let plan = super::super::forward(&problem, &h200(), layouts, false);
             let plan = plan.unwrap_or_else(|refusal| panic!("{sizes:?}: {refusal}"));
             let found = (plan.tiles.rows(), plan.heads, plan.splits);
             assert_eq!(found, (rows, heads, splits), "{sizes:?}");

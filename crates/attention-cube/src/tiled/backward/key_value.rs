@@ -1,6 +1,6 @@
 //! The gradients of keys and values: for a tile of keys, all queries of the group's heads that see any of them.
 //!
-//! Budget (unit engine): shared memory as the forward; registers a unit: `8 · rows_per_unit` of Sᵀ and dPᵀ,
+//! Budget: shared memory as the forward; registers a unit: `8 · rows_per_unit` of Sᵀ and dPᵀ,
 //! `8 · output_rows · output_vectors` of dK and dV, which is why the tiles of wide heads are lower here.
 //! Work a block: `4 · rows · columns · (head_dim + value_dim)` FLOP; bounds as the forward.
 

@@ -1,6 +1,6 @@
 //! The query's gradient: for a tile of queries, all keys that any of them sees.
 //!
-//! Budget (unit engine): shared memory as the forward; registers a unit: `8 · rows_per_unit` of S and dP,
+//! Budget: shared memory as the forward; registers a unit: `8 · rows_per_unit` of S and dP,
 //! `4 · output_rows · output_vectors` of dQ. Work a block:
 //! `2 · rows · columns · (2 head_dim + value_dim)` FLOP; bounds as the forward.
 

@@ -3,10 +3,10 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, score_arguments, score_kind, structure};
 use crate::backend::{AttentionInputs, AttentionOutput};
-use crate::engine::unit::forward::{ForwardKind, forward};
-use crate::engine::unit::plan::ForwardPlan;
 use crate::passes::combine::join;
 use crate::passes::lengths::Blocks;
+use crate::tiled::forward::{ForwardKind, forward};
+use crate::tiled::plan::ForwardPlan;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;

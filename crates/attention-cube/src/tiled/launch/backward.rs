@@ -3,17 +3,17 @@
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
-use crate::engine::unit::backward::key_value::key_value_gradient;
-use crate::engine::unit::backward::query::query_gradient;
-use crate::engine::unit::backward::together::{
-    OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch,
-};
-use crate::engine::unit::plan::{BackwardPlan, GradientKernel, Packing};
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::lengths::{Blocks, Places};
 use crate::select::BackwardRequest;
 use crate::tile::direct::{Division, division};
 use crate::tile::tiles::UnitTiles;
+use crate::tiled::backward::key_value::key_value_gradient;
+use crate::tiled::backward::query::query_gradient;
+use crate::tiled::backward::together::{
+    OperandPlacesLaunch, WindowLaunch, all_gradients, pack_operand, pairs_per_launch,
+};
+use crate::tiled::plan::{BackwardPlan, GradientKernel, Packing};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;

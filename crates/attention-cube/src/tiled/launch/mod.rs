@@ -1,4 +1,4 @@
-//! Launches the unit engine's kernels.
+//! Launches the kernels over tiles.
 
 pub(crate) mod backward;
 pub(crate) mod forward;

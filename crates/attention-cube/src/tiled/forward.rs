@@ -1,6 +1,6 @@
 //! The forward: for a tile of queries, all keys that any of them sees, block by block, with the online softmax.
 //!
-//! Budget (unit engine): [`UnitTiles::shared_memory`]; registers a unit: `4 · rows_per_unit` of S,
+//! Budget: [`UnitTiles::shared_memory`]; registers a unit: `4 · rows_per_unit` of S,
 //! `4 · output_rows · output_vectors` of O, the operands of one step. Work a block of keys:
 //! `2 · rows · columns · (head_dim + value_dim)` FLOP; FMA and shared-memory loads bound it, see
 //! `tile/product.rs`. Memory: the output and one f32 a query.
@@ -9,7 +9,6 @@
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
 //! partial output with its logsumexp, in two numbers, which `passes/combine/kernel.rs` joins.
 
-use crate::engine::unit::softmax::{advance, row_statistics, tell_moved, total};
 use crate::math::layout::{group_rows, head_operand, operand};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible, scoring};
@@ -22,6 +21,7 @@ use crate::tile::product::{
     tile_column, tile_row, zero_output,
 };
 use crate::tile::tiles::UnitTiles;
+use crate::tiled::softmax::{advance, row_statistics, tell_moved, total};
 use cubecl::prelude::*;
 
 /// What the kernel is compiled for.

@@ -13,7 +13,7 @@
 //! Such a driver also ends a unit's loops after so many iterations in all, silently. So a launch covers a
 //! [`Window`] of the pairs, and launches follow each other until all are done.
 //!
-//! Budget (unit engine): shared memory for one tile; registers a unit: S and dP, then up to 128 vectors of a
+//! Budget: shared memory for one tile; registers a unit: S and dP, then up to 128 vectors of a
 //! gradient, whatever the head size; memory: the operands and `splits + 2` gradients in f32. Bound by loads, see
 //! `tile/direct.rs`.
 
