@@ -71,8 +71,8 @@ const ROWS: &[Row] = &[
     ),
     row(
         [512, 227],
-        Columns(All, [64, 128, 64, 16, 6]),
-        Columns(All, [64, 128, 64, 16, 6]),
+        Columns(Dots, [64, 128, 128, 32, 3]),
+        Columns(Dots, [64, 128, 128, 32, 3]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
     row(
