@@ -7,10 +7,10 @@ use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::division::HeldTiles;
 use attention_cube::engine::{
     Engine, Kernel, Plan,
-    unit::plan::GradientKernel,
     wgmma::plan::{GradientTiles, Scheduler},
 };
 use attention_cube::select::{BackwardRequest, Layouts, Operands, Pass, Selection, select};
+use attention_cube::tiled::plan::GradientKernel;
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, Side, attention_with_lse,
 };
