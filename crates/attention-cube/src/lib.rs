@@ -50,6 +50,7 @@ mod backend;
 pub mod device;
 pub mod division;
 pub mod engine;
+mod error;
 mod explain;
 #[cfg(feature = "cuda")]
 mod fragment;
@@ -57,6 +58,7 @@ mod math;
 mod options;
 pub mod passes;
 mod problem;
+pub mod quantized;
 pub mod reference;
 #[cfg(feature = "cube")]
 mod restriction;
@@ -67,10 +69,11 @@ mod source;
 mod testing;
 pub mod tile;
 
+pub use error::AttentionError;
 pub use explain::{Explanation, explain};
 pub use math::side::Side;
 pub use options::{AttentionOptions, CausalAlignment};
-pub use problem::{AttentionError, AttentionProblem, MAX_HEAD_DIM};
+pub use problem::{AttentionProblem, MAX_HEAD_DIM};
 
 use backend::{AttentionBackend, AttentionInputs, AttentionOutput};
 use burn::backend::Dispatch;
