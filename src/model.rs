@@ -4,8 +4,8 @@ use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn_gemma4::{
-    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, LoadOptions, LoadProgress, Message,
-    PerLayerTable, Quantization, Sampling, SavedSession, Session,
+    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, KvPrecision, LoadOptions,
+    LoadProgress, Message, PerLayerTable, Quantization, Sampling, SavedSession, Session,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -203,6 +203,10 @@ pub struct GenerationArguments {
     /// those layers' memory.
     #[arg(long)]
     pub compact_keys: bool,
+    /// In what keys and values are kept: in the model's dtype, or in int8 with a scale a token and head, which is half of bf16's memory. A
+    /// session of another kind that --cache has is read anew.
+    #[arg(long, value_enum, value_name = "PRECISION", default_value_t)]
+    pub kv: Kv,
     /// Reads a prompt by this many tokens at a time, so that the memory of what is computed does not grow with it [default: 8192, on a
     /// processor 512].
     #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
@@ -237,6 +241,26 @@ pub enum Switch {
     On,
     /// No.
     Off,
+}
+
+/// In what keys and values are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kv {
+    /// The model's dtype.
+    #[default]
+    Model,
+    /// int8, with a scale a token and head.
+    Q8,
+}
+
+impl From<Kv> for KvPrecision {
+    fn from(kv: Kv) -> Self {
+        match kv {
+            Kv::Model => Self::Model,
+            Kv::Q8 => Self::Q8,
+        }
+    }
 }
 
 impl GenerationArguments {
@@ -296,6 +320,7 @@ impl GenerationArguments {
             options.stop_strings.clone_from(&self.stop);
         }
         options.compact_keys = self.compact_keys;
+        options.kv_precision = self.kv.into();
         options.prefill_chunk = self.chunk;
         options.drafts = match (self.lookup, &self.draft) {
             (true, _) => Drafts::Lookup,

@@ -36,6 +36,7 @@ mod programs;
 mod prompts;
 mod qlora;
 mod quantized;
+mod quantized_cache;
 #[cfg(feature = "training")]
 mod quantizing;
 mod sampling;

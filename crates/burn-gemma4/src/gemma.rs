@@ -4,8 +4,8 @@ use crate::checkpoint::gguf::Gguf;
 use crate::error::existing;
 use crate::{
     Cache, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config, Gemma4Error,
-    Gemma4Model, GenerateOptions, Generation, GenerationDefaults, LoadOptions, Message,
-    Quantization, Session, Token, Tokenizer, generate,
+    Gemma4Model, GenerateOptions, Generation, GenerationDefaults, KvPrecision, LoadOptions,
+    Message, Quantization, Session, Token, Tokenizer, generate,
 };
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
@@ -253,6 +253,7 @@ impl Gemma4 {
             cancellation: None,
             graph_capture: true,
             compact_keys: false,
+            kv_precision: KvPrecision::default(),
             drafts: Drafts::None,
             draft_tokens: None,
             chat: ChatOptions::default(),

@@ -340,10 +340,15 @@ impl Stored {
 
     /// So many numbers as they are written.
     pub fn of_bytes(shape: Vec<usize>, dtype: Dtype, bytes: Vec<u8>) -> Self {
+        Self::of_read(shape, dtype, move || bytes.clone())
+    }
+
+    /// So many numbers as they are written, once they are asked for.
+    pub fn of_read(shape: Vec<usize>, dtype: Dtype, read: impl Fn() -> Vec<u8> + 'static) -> Self {
         Self {
             shape,
             dtype,
-            read: Box::new(move || bytes.clone()),
+            read: Box::new(read),
         }
     }
 

@@ -12,8 +12,8 @@ mod sequence;
 #[cfg(feature = "cube")]
 use crate::op;
 use crate::{
-    Cache, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model, Next,
-    Sampling, TextKind, TokenLogprobs, Tokenizer,
+    Cache, CacheKind, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model,
+    KvPrecision, Next, Sampling, TextKind, TokenLogprobs, Tokenizer,
     model::{Logits, per_layer::Tokens},
     text::stop,
 };
@@ -55,9 +55,10 @@ pub struct GenerateOptions {
     /// Captures a token's launches in a graph once and replays it, where the device can. Programs whose other threads use the same
     /// CUDA device do without: see [`Decoder`](crate::Decoder).
     pub graph_capture: bool,
-    /// Keeps less of keys and values, where the model has layers that can: see
-    /// [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
+    /// Keeps less of keys and values, where the model has layers that can: see [`CacheKind::compact_keys`].
     pub compact_keys: bool,
+    /// In what keys and values are kept.
+    pub kv_precision: KvPrecision,
     /// Who guesses tokens ahead, so that the model reads several in one pass. The text stays the same. For one sequence at a time.
     pub drafts: Drafts,
     /// So many guesses for a pass, from 1 to 8; without, 1 to 7, by how many were right so far. With 8, a pass reads more tokens
@@ -70,12 +71,20 @@ pub struct GenerateOptions {
 impl GenerateOptions {
     /// An empty cache for `padding.len()` sequences.
     pub(crate) fn cache(&self, config: &Gemma4Config, padding: Vec<usize>) -> Cache {
-        Cache::new(config, padding, self.compact_keys).forgetting(self.forgettable())
+        Cache::new(config, padding, self.cache_kind()).forgetting(self.forgettable())
+    }
+
+    /// How keys and values are kept.
+    pub(crate) fn cache_kind(&self) -> CacheKind {
+        CacheKind {
+            compact_keys: self.compact_keys,
+            precision: self.kv_precision,
+        }
     }
 
     /// Whether a session's cache is of the kind that [`cache`](Self::cache) makes.
     pub(crate) fn fits(&self, cache: &Cache) -> bool {
-        cache.has_compact_keys() == self.compact_keys && cache.spare() == self.forgettable()
+        cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
     /// Columns that drafts may have to take back.
@@ -199,6 +208,7 @@ pub(crate) fn check(
     options.sampling.validate()?;
     stop::validate(&options.stop_strings)?;
     draft::check(prompts.len(), drafter, options)?;
+    options.cache_kind().check(config)?;
     if options.max_tokens == 0 {
         return refuse("max_tokens", "is 0; it should be at least 1".into());
     }

@@ -5,6 +5,7 @@ use super::{
     cache::{
         Cache, Call,
         key_values::{KeyValues, Visible},
+        slots::Slots,
     },
     layer::{
         Attention, Linear, Mlp, RmsNorm,
@@ -101,7 +102,7 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
                     segments: self.segments.clone(),
                     ..Visible::in_order(kind, self.window)
                 };
-                KeyValues::new(key, value, visible)
+                KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
             }
         }
     }

@@ -9,6 +9,7 @@ use super::{
     cache::{
         Target,
         key_values::{KeyValues, Visible},
+        slots::Slots,
     },
     layer::{
         Attention, Linear, Mlp, RmsNorm,
@@ -26,6 +27,7 @@ use crate::{
             RotationTables,
             heads::{self, HeadOptions},
         },
+        store::store_rows,
     },
 };
 use burn::{
@@ -65,6 +67,22 @@ impl FewRows<'_> {
             && OneDtype::is_of(model, dtype)
     }
 
+    /// The slots with what `write` puts into those of a buffer: these themselves, or of as many slots as there are rows, which go on from there
+    /// quantized.
+    fn placed(&self, slots: Slots, write: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Slots {
+        let [sequences, heads, _, width] = slots.dims();
+        match slots {
+            Slots::Whole(buffer) => Slots::Whole(write(buffer)),
+            Slots::Q8 { words, scales } => {
+                let count = self.positions.dims()[0] / sequences;
+                let device = (&words.device(), self.full.cos.dtype());
+                let rows = write(Tensor::empty([sequences, heads, count, width], device));
+                let (words, scales) = store_rows(rows, self.positions.clone(), words, scales);
+                Slots::Q8 { words, scales }
+            }
+        }
+    }
+
     fn tables(&self, kind: LayerType) -> &RotationTables {
         match kind {
             LayerType::Sliding => &self.sliding,
@@ -98,13 +116,15 @@ impl Operators for FewRows<'_> {
         };
         match targets.layers[attention.layer].clone() {
             Target::Apart(buffers) => {
-                let key = write_keys(buffers.key, None);
-                KeyValues::new(key, write_values(buffers.value, None), visible)
+                let key = self.placed(buffers.key, |buffer| write_keys(buffer, None));
+                let value = self.placed(buffers.value, |buffer| write_values(buffer, None));
+                KeyValues::new(key, value, visible)
             }
             Target::Compact(buffer) => {
                 let rotated = Some(buffer.keys.layout.rotated_pairs);
-                let slots = write_values(buffer.slots, rotated);
-                let slots = write_keys(slots, rotated);
+                let slots = self.placed(buffer.slots, |slots| {
+                    write_keys(write_values(slots, rotated), rotated)
+                });
                 KeyValues::of_slots(&slots, &buffer.keys, visible)
             }
         }

@@ -16,6 +16,8 @@ pub(crate) mod overwrite;
 pub(crate) mod residual;
 pub(crate) mod rope;
 pub(crate) mod sample;
+#[cfg(feature = "cube")]
+pub(crate) mod store;
 
 #[cfg(feature = "cube")]
 mod launch;

@@ -16,10 +16,13 @@ pub(super) const UNITS: usize = 64;
 /// The bits of infinity; those of NaN are more.
 const INFINITE: u32 = 0x7f80_0000;
 
-/// Writes the words of rows, and their scales. `not_a_number` is one: not every shading language has it.
+/// Writes the words of rows, and their scales, into the slots that the rows are in; with `positions`, one a row of each sequence, from where a
+/// ring of as many slots as there are rows has them to where a ring of the words' slots has them. `not_a_number` is one: not every shading
+/// language has it.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn quantize<E: Float, N: Size>(
+pub(super) fn quantize<E: Float, I: Int, N: Size>(
     rows: &Tensor<Vector<E, N>>,
+    positions: ComptimeOption<&Tensor<I>>,
     words: &mut Tensor<u32>,
     scales: &mut Tensor<f32>,
     heads: u32,
@@ -28,18 +31,34 @@ pub(super) fn quantize<E: Float, N: Size>(
     all_rows: usize,
     not_a_number: f32,
     #[define(E)] _element: ElemType,
+    #[define(I)] _integer: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let row = CUBE_POS;
     if row >= all_rows {
         terminate!();
     }
-    let position = (row % length as usize) as u32;
+    let mut from = (row % length as usize) as u32;
+    let mut to = from as usize;
     let plane = row / length as usize;
     let head = (plane % heads as usize) as u32;
     let batch = (plane / heads as usize) as u32;
+    #[comptime]
+    match &positions {
+        ComptimeOption::Some(positions) => {
+            let position = u32::cast_from(positions[(batch * length + from) as usize]);
+            from = position % length;
+            to = position as usize % words.shape(2);
+        }
+        ComptimeOption::None => {}
+    }
     let of_head = head_rows(rows, batch, head, 0i32, length as i32, columns);
-    let offset = row_offset(&of_head, position, false);
+    let offset = row_offset(&of_head, from, false);
+    let word_at =
+        batch as usize * words.stride(0) + head as usize * words.stride(1) + to * words.stride(2);
+    let scale_at = batch as usize * scales.stride(0)
+        + head as usize * scales.stride(1)
+        + to * scales.stride(2);
     let words_of_row = columns / comptime!(CODES as u32);
 
     // Magnitudes by their bits, which are in the same order, with what is no number last.
@@ -66,7 +85,7 @@ pub(super) fn quantize<E: Float, N: Size>(
     let has_codes = largest >= comptime!(ZERO_BELOW) && largest < comptime!(INFINITE);
     let scale = f32::reinterpret(select(has_codes, largest, 0u32)) / comptime!(LARGEST);
     if UNIT_POS == 0u32 {
-        scales[row] = select(largest >= comptime!(INFINITE), not_a_number, scale);
+        scales[scale_at] = select(largest >= comptime!(INFINITE), not_a_number, scale);
     }
     let mut word = UNIT_POS;
     while word < words_of_row {
@@ -82,7 +101,7 @@ pub(super) fn quantize<E: Float, N: Size>(
                 written |= byte << comptime!((8 * lane) as u32);
             }
         }
-        words[row * words_of_row as usize + word as usize] = written;
+        words[word_at + word as usize] = written;
         word += comptime!(UNITS as u32);
     }
 }

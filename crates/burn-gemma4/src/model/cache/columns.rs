@@ -4,9 +4,9 @@ use super::{
     Cache, Store,
     buffers::{Buffers, extended},
     compact::{CompactBuffer, CompactKeys},
+    slots::Slots,
 };
 use crate::{Gemma4Config, Gemma4Model};
-use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
 /// What a layer's keys or values, or both, are called, and their shape.
@@ -18,8 +18,8 @@ pub(crate) struct Columns {
 
 impl Cache {
     /// All columns of full layers, by name.
-    pub(crate) fn columns_of_layers(&self) -> Vec<(String, Tensor<4>)> {
-        let columns = |buffer: &Tensor<4>| buffer.clone().narrow(2, 0, self.columns);
+    pub(crate) fn columns_of_layers(&self) -> Vec<(String, Slots)> {
+        let columns = |buffer: &Slots| buffer.narrow(2, 0, self.columns);
         let mut found = Vec::new();
         for (layer, store) in self.stores.iter().enumerate() {
             match store {
@@ -94,7 +94,7 @@ impl Cache {
     }
 
     /// Fills the full layers of an empty cache.
-    pub(crate) fn fill(&mut self, model: &Gemma4Model, tensors: &mut BTreeMap<String, Tensor<4>>) {
+    pub(crate) fn fill(&mut self, model: &Gemma4Model, tensors: &mut BTreeMap<String, Slots>) {
         for (layer, store) in self.stores.iter_mut().enumerate() {
             let mut take = |what| {
                 let columns = tensors.remove(&name(layer, what))?;
@@ -121,7 +121,7 @@ impl Cache {
     pub(crate) fn rings_of(
         &self,
         prefix: &str,
-        tensors: &mut BTreeMap<String, Tensor<4>>,
+        tensors: &mut BTreeMap<String, Slots>,
     ) -> Vec<Option<Buffers>> {
         let mut of_layer = |layer| {
             let mut take = |what| tensors.remove(&format!("{prefix}.{layer}.{what}"));

@@ -4,8 +4,7 @@
 //! Prompts are read aligned at their ends. Decoding's kernels turn the cache once: then a slot is a position, padding is nowhere, and
 //! what a query sees is told by its sequence's length alone, which is on the device.
 
-use super::{Cache, Store, buffers::empty};
-use burn::tensor::Tensor;
+use super::{Cache, Store, slots::Slots};
 
 impl Cache {
     /// Turns every sequence to slot 0. Each must have been read up to its first token.
@@ -40,7 +39,7 @@ impl Cache {
             return;
         }
         let padding = &self.padding;
-        let turn = |buffer: &mut Tensor<4>| {
+        let turn = |buffer: &mut Slots| {
             let count = buffer.dims()[2];
             let by = padding.iter().map(|padding| slots(*padding, count) % count);
             *buffer = turned(buffer, by);
@@ -59,17 +58,15 @@ impl Cache {
 }
 
 /// A copy of `[batch, kv_heads, slots, columns]` whose sequences begin with the slot that `by` says.
-fn turned(buffer: &Tensor<4>, by: impl Iterator<Item = usize>) -> Tensor<4> {
-    let [_, heads, slots, columns] = buffer.dims();
-    let mut copy = empty(buffer, slots);
+fn turned(buffer: &Slots, by: impl Iterator<Item = usize>) -> Slots {
+    let [_, _, slots, _] = buffer.dims();
+    let mut copy = buffer.empty(slots);
     for (row, by) in by.enumerate() {
-        let sequence = buffer.clone().narrow(0, row, 1);
+        let sequence = buffer.narrow(0, row, 1);
         for (from, to, count) in [(by, 0, slots - by), (0, slots - by, by)] {
             if count > 0 {
-                copy = copy.slice_assign(
-                    [row..row + 1, 0..heads, to..to + count, 0..columns],
-                    sequence.clone().narrow(2, from, count),
-                );
+                let part = sequence.narrow(2, from, count);
+                copy = copy.assign(row..row + 1, to..to + count, part);
             }
         }
     }
@@ -79,15 +76,21 @@ fn turned(buffer: &Tensor<4>, by: impl Iterator<Item = usize>) -> Tensor<4> {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use crate::Gemma4Config;
-    use burn::tensor::{Device, TensorData};
+    use crate::{Gemma4Config, model::cache::kind::CacheKind};
+    use burn::tensor::{Device, Tensor, TensorData};
 
     #[test]
     fn turned_back_it_is_what_it_was() {
-        let slots = |text: &Tensor<4>| text.to_data().iter::<f32>().collect::<Vec<_>>();
+        let slots = |text: &Slots| {
+            let numbers = text.clone().numbers().into_data();
+            numbers.iter::<f32>().collect::<Vec<_>>()
+        };
         let device = Device::flex();
         let data = (0..2 * 5).map(|slot| slot as f32).collect::<Vec<_>>();
-        let buffer = Tensor::from_data(TensorData::new(data, [2, 1, 5, 1]), &device);
+        let buffer = Slots::Whole(Tensor::from_data(
+            TensorData::new(data, [2, 1, 5, 1]),
+            &device,
+        ));
         let there = turned(&buffer, [3, 0].into_iter());
         assert_eq!(slots(&there)[..5], [3.0, 4.0, 0.0, 1.0, 2.0]);
         assert_eq!(slots(&there)[5..], slots(&buffer)[5..]);
@@ -96,7 +99,7 @@ mod tests {
 
     #[test]
     fn a_text_begins_where_its_padding_ends() {
-        let mut cache = Cache::new(&Gemma4Config::e2b(), vec![0, 3], false);
+        let mut cache = Cache::new(&Gemma4Config::e2b(), vec![0, 3], CacheKind::default());
         assert!(!cache.has_begun());
         cache.advance_by(2);
         assert!(!cache.has_begun());
