@@ -38,6 +38,8 @@
 //! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next one takes it; [`explain`] says which and why |
 //!
+//! Keys and values in int8 have a [module](quantized) of their own.
+//!
 //! Gradients are first-order, of the query, the keys, the values, the bias and the sinks, through
 //! output and logsumexp, with Burn's autodiff and both of its checkpointing strategies. For inputs
 //! that are not tracked nothing is computed.
