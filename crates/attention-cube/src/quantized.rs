@@ -93,7 +93,16 @@ impl QuantizedRows {
     /// # Errors
     /// [`AttentionError`] where they do not fit each other.
     pub fn of_parts(words: Tensor<4, Int>, scales: Tensor<3>) -> Result<Self, AttentionError> {
-        let [batch, heads, length, _] = words.dims();
+        let [batch, heads, length, of_row] = words.dims();
+        if of_row == 0 {
+            return Err(AttentionError::Shape {
+                argument: "words",
+                has: words.dims().to_vec(),
+                dimension: "columns / 4",
+                found: of_row,
+                expected: "at least 1".into(),
+            });
+        }
         let names = ["batch", "kv_heads", "kv_len"];
         for ((found, size), dimension) in scales
             .dims()

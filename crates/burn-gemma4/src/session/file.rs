@@ -12,7 +12,7 @@ use crate::{
         slots::{CODES, Slots},
     },
 };
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData, kind::Basic};
 use safetensors::{Dtype, SafeTensors, tensor::Metadata};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -383,13 +383,14 @@ impl<'a> File<'a> {
         if self.tensors.len() != parts + 2 {
             return Err(self.malformed("has tensors that no session of this model has"));
         }
-        let uploaded = views.into_iter().map(|(name, mut parts)| {
-            let mut next = || parts.remove(0);
+        let uploaded = views.into_iter().map(|(name, parts)| {
+            let mut parts = parts.into_iter();
+            let mut next = || parts.next().expect("as many as the precision has");
             let slots = match precision {
-                KvPrecision::Model => Slots::Whole(Tensor::from_data(next(), (&device, dtype))),
+                KvPrecision::Model => Slots::Whole(next().upload(&device)),
                 KvPrecision::Q8 => Slots::Q8 {
-                    words: Tensor::from_data(next(), (&device, DType::I32)),
-                    scales: Tensor::from_data(next(), (&device, DType::F32)),
+                    words: next().upload(&device),
+                    scales: next().upload(&device),
                 },
             };
             (name, slots)
@@ -398,7 +399,12 @@ impl<'a> File<'a> {
     }
 
     /// The numbers of a tensor of this name, shape and dtype.
-    fn view(&self, name: &str, shape: [usize; 4], dtype: DType) -> Result<TensorData, Gemma4Error> {
+    fn view(
+        &self,
+        name: &str,
+        shape: [usize; 4],
+        dtype: DType,
+    ) -> Result<Numbers<'a>, Gemma4Error> {
         let view = self.tensors.tensor(name);
         let view = view.map_err(|_| self.malformed(format!("{name} is missing")))?;
         if view.shape() != shape {
@@ -414,11 +420,26 @@ impl<'a> File<'a> {
                 dtype.name()
             )));
         }
-        Ok(TensorData::from_bytes_vec(
-            view.data().to_vec(),
+        let bytes = view.data();
+        Ok(Numbers {
+            bytes,
             shape,
             dtype,
-        ))
+        })
+    }
+}
+
+/// Numbers where they are in a file.
+struct Numbers<'a> {
+    bytes: &'a [u8],
+    shape: [usize; 4],
+    dtype: DType,
+}
+
+impl Numbers<'_> {
+    fn upload<K: Basic>(&self, device: &Device) -> Tensor<4, K> {
+        let data = TensorData::from_bytes_vec(self.bytes.to_vec(), self.shape, self.dtype);
+        Tensor::from_data(data, (device, self.dtype))
     }
 }
 

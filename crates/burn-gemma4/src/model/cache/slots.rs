@@ -1,7 +1,7 @@
 //! Keys or values as a cache keeps them: in the model's dtype, or in int8 with a scale a slot and head.
 
 use super::kind::KvPrecision;
-use crate::op::columns::columns;
+use crate::op::columns::{columns, columns_of_words};
 use attention_cube::quantized::QuantizedRows;
 use burn::tensor::{DType, Int, Tensor, kind::Basic};
 use std::ops::Range;
@@ -105,7 +105,7 @@ impl Slots {
         match self.clone() {
             Self::Whole(numbers) => Self::Whole(columns(numbers, start, count)),
             Self::Q8 { words, scales } => Self::Q8 {
-                words: words.narrow(3, start / CODES, count / CODES),
+                words: columns_of_words(words, &scales, start / CODES, count / CODES),
                 scales,
             },
         }
