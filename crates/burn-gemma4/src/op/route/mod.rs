@@ -38,12 +38,11 @@ pub(crate) fn choose(probabilities: &Tensor<2>, top_k: usize) -> Option<Tensor<2
     }
     let strategy = probabilities.gradient_checkpointing_strategy();
     let inner = probabilities.clone().inner().into_dispatch();
-    let chosen = Tensor::from_dispatch(Dispatch::choose(inner, top_k));
+    let chosen: Tensor<2, Int> = Tensor::from_dispatch(Dispatch::choose(inner, top_k));
     Some(match strategy {
-        Some(strategy) => {
-            let chosen = Tensor::<2, Int>::autodiff(chosen);
-            chosen.with_gradient_checkpointing_strategy(strategy)
-        }
+        Some(strategy) => chosen
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy),
         None => chosen,
     })
 }

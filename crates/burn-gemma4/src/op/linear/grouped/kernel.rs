@@ -50,14 +50,6 @@ pub(super) struct Sizes {
     pub cubes: u32,
 }
 
-/// Rows `start..end`, and what is summed over, of a cube's tiles.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-struct Span {
-    start: u32,
-    end: u32,
-}
-
 /// Its weight is `matrix`, or `words`; that of [`Form::Weight`] is what it writes, and `matrix` the inputs.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn grouped<E: Float>(
@@ -81,29 +73,24 @@ pub(super) fn grouped<E: Float>(
     let of_rows = cube % sizes.of_rows;
     let first_column = cube / sizes.of_rows % sizes.of_columns * comptime!(TILE as u32);
     let expert = cube / sizes.of_rows / sizes.of_columns;
-    let group = Span {
-        start: u32::cast_from(starts[expert as usize]),
-        end: u32::cast_from(starts[expert as usize + 1]),
-    };
+    let first_place = u32::cast_from(starts[expert as usize]);
+    let end_place = u32::cast_from(starts[expert as usize + 1]);
     let first_row = of_rows * comptime!(TILE as u32);
-    let mut rows = Span {
-        start: group.start + first_row,
-        end: group.end,
-    };
-    let mut inner = Span {
-        start: 0u32,
-        end: sizes.columns_in,
-    };
+    // The rows of its tiles, and what is summed over.
+    let mut row = first_place + first_row;
+    let mut end_row = end_place;
+    let mut first_inner = 0u32;
+    let mut end_inner = sizes.columns_in;
     let mut columns = sizes.columns_out;
     if comptime!(form == Form::Columns) {
-        inner.end = sizes.columns_out;
+        end_inner = sizes.columns_out;
         columns = sizes.columns_in;
     }
     if comptime!(form == Form::Weight) {
-        rows.start = first_row;
-        rows.end = min(first_row + comptime!(TILE as u32), sizes.columns_out);
-        inner.start = group.start;
-        inner.end = group.end;
+        row = first_row;
+        end_row = min(first_row + comptime!(TILE as u32), sizes.columns_out);
+        first_inner = first_place;
+        end_inner = end_place;
         columns = sizes.columns_in;
     }
 
@@ -114,50 +101,53 @@ pub(super) fn grouped<E: Float>(
     let mut sums = Array::<f32>::new(comptime!(PART * PART));
     let mut of_row = Array::<f32>::new(PART);
     let mut of_column = Array::<f32>::new(PART);
-    let mut row = rows.start;
-    while row < rows.end {
+    while row < end_row {
         #[unroll]
         for index in 0..comptime!(PART * PART) {
             sums[index] = 0.0f32;
         }
-        let mut at = inner.start;
-        while at < inner.end {
+        let mut at = first_inner;
+        while at < end_inner {
             // Someone may still be reading the last ones.
             sync_cube();
             load_left(
-                left, order, &mut lefts, row, rows.end, at, inner.end, sizes, form,
+                left, order, &mut lefts, row, end_row, at, end_inner, sizes, form,
             );
             #[comptime]
             match &matrix {
-                ComptimeOption::Some(matrix) => load_right(
-                    matrix,
-                    order,
-                    &mut rights,
-                    first_column,
-                    columns,
-                    at,
-                    inner.end,
-                    expert,
-                    sizes,
-                    form,
-                ),
+                ComptimeOption::Some(matrix) => {
+                    load_right(
+                        matrix,
+                        order,
+                        &mut rights,
+                        first_column,
+                        columns,
+                        at,
+                        end_inner,
+                        expert,
+                        sizes,
+                        form,
+                    );
+                }
                 ComptimeOption::None => {}
             }
             #[comptime]
             match &words {
-                ComptimeOption::Some(words) => load_words(
-                    words,
-                    &mut rights,
-                    first_column,
-                    columns,
-                    at,
-                    inner.end,
-                    expert * sizes.columns_out,
-                    parts,
-                    form,
-                    comptime!(format.expect("the words have one")),
-                    converts_f16,
-                ),
+                ComptimeOption::Some(words) => {
+                    load_words(
+                        words,
+                        &mut rights,
+                        first_column,
+                        columns,
+                        at,
+                        end_inner,
+                        expert * sizes.columns_out,
+                        parts,
+                        form,
+                        comptime!(format.expect("the words have one")),
+                        converts_f16,
+                    );
+                }
                 ComptimeOption::None => {}
             }
             sync_cube();
@@ -181,7 +171,7 @@ pub(super) fn grouped<E: Float>(
         #[unroll]
         for r in 0..PART {
             let own = row + comptime!((r * PART) as u32) + unit_row as u32;
-            if own < rows.end {
+            if own < end_row {
                 let mut to = expert * sizes.columns_out + own;
                 if comptime!(form != Form::Weight) {
                     to = u32::cast_from(order[own as usize]);
@@ -197,7 +187,7 @@ pub(super) fn grouped<E: Float>(
             }
         }
         if comptime!(form == Form::Weight) {
-            row = rows.end;
+            row = end_row;
         } else {
             row += sizes.of_rows * comptime!(TILE as u32);
         }
