@@ -78,7 +78,7 @@ pub(super) fn project<E: Float, N: Size>(
                 let place = first_input + r * vectors as usize + at as usize;
                 let mut x = Vector::<f32, N>::cast_from(input[place]);
                 #[comptime]
-                match &shares {
+                match shares {
                     ComptimeOption::Some(shares) => {
                         let share = share_of_vector(shares, item, at, item_place, plan.ranks);
                         x *= Vector::<f32, N>::cast_from(share);

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 pub(super) const UNITS: usize = 256;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn group(
+pub(super) fn group_places(
     chosen: &Tensor<i32>,
     order: &mut Tensor<i32>,
     starts: &mut Tensor<i32>,

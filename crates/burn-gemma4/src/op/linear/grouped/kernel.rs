@@ -114,7 +114,7 @@ pub(super) fn grouped<E: Float>(
                 left, order, &mut lefts, row, end_row, at, end_inner, sizes, form,
             );
             #[comptime]
-            match &matrix {
+            match matrix {
                 ComptimeOption::Some(matrix) => {
                     load_right(
                         matrix,
@@ -132,7 +132,7 @@ pub(super) fn grouped<E: Float>(
                 ComptimeOption::None => {}
             }
             #[comptime]
-            match &words {
+            match words {
                 ComptimeOption::Some(words) => {
                     load_words(
                         words,
@@ -142,7 +142,7 @@ pub(super) fn grouped<E: Float>(
                         at,
                         end_inner,
                         expert * sizes.columns_out,
-                        parts,
+                        &parts,
                         form,
                         comptime!(format.expect("the words have one")),
                         converts_f16,
@@ -292,7 +292,7 @@ fn load_words(
     first_inner: u32,
     end_inner: u32,
     first_of_matrix: u32,
-    parts: RowParts,
+    parts: &RowParts,
     #[comptime] form: Form,
     #[comptime] format: Format,
     #[comptime] converts_f16: bool,

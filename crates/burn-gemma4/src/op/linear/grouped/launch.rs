@@ -2,7 +2,7 @@
 
 use super::{
     GroupBackend, Grouped, GroupedBackend, NUMBERS, Stacked,
-    group::{self, group},
+    group::{self, group_places},
     kernel::{Form, SizesLaunch, TILE, UNITS, grouped},
 };
 use crate::op::{
@@ -29,7 +29,7 @@ impl GroupBackend for CubeBackend {
         let starts = empty(&chosen, [experts + 1], NUMBERS);
         // SAFETY: a cube reads all places, and writes the expert's among them at its part of the order, the parts of all being as long as it.
         unsafe {
-            group::launch_unchecked(
+            group_places::launch_unchecked(
                 &client,
                 exact_cube_count(&client, experts),
                 CubeDim::new_1d(group::UNITS as u32),

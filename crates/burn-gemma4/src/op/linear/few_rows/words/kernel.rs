@@ -161,7 +161,7 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
                             input[r * inputs_of_row + first_input + part],
                         );
                         #[comptime]
-                        match &shares {
+                        match shares {
                             ComptimeOption::Some(shares) => {
                                 let share =
                                     share_of_vector(shares, item, at, item_place, plan.ranks);
