@@ -20,6 +20,7 @@ mod draws;
 mod endings;
 #[cfg(feature = "training")]
 mod evaluation;
+mod experts;
 mod foreign;
 mod forgetting;
 mod generation;

@@ -9,6 +9,7 @@ use super::{
     },
     layer::{
         Attention, Linear, Mlp, RmsNorm,
+        experts::Mixture,
         operators::{Operators, PerLayerEmbedding, Stream},
     },
     observe::{LayerSite, Observer, Site},
@@ -124,6 +125,20 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
         flat_rows(mlp.forward(self.of_text(input)))
+    }
+
+    fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, layer: usize) -> Tensor<2> {
+        let routing = mixture.router.forward(stream.clone());
+        self.observe(layer, LayerSite::RouterProbabilities, || {
+            routing.probabilities.clone()
+        });
+        self.observe(layer, LayerSite::RouterExperts, || {
+            routing.experts.clone().float()
+        });
+        self.observe(layer, LayerSite::RouterWeights, || routing.weights.clone());
+        mixture
+            .experts
+            .forward(mixture.norm.forward(stream), &routing)
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {

@@ -13,6 +13,7 @@ use super::{
     },
     layer::{
         Attention, Linear, Mlp, RmsNorm,
+        experts::Mixture,
         operators::{Operators, PerLayerEmbedding, Stream},
     },
     observe::Part,
@@ -27,6 +28,7 @@ use crate::{
             RotationTables,
             heads::{self, HeadOptions},
         },
+        route,
         store::store_rows,
     },
 };
@@ -61,7 +63,8 @@ impl FewRows<'_> {
     /// Whether they compute so many rows.
     pub fn serve(model: &Gemma4Model, rows: usize) -> bool {
         let dtype = model.dtype();
-        model.config().experts.is_none()
+        let experts = model.config().experts.as_ref();
+        experts.is_none_or(|experts| route::chooses(experts.num_experts))
             && rows <= MOST_ROWS
             && op::serves(&model.device(), dtype)
             && OneDtype::is_of(model, dtype)
@@ -157,6 +160,15 @@ impl Operators for FewRows<'_> {
         let (gate, up) = (mlp.gate_proj.weight.matrix(), mlp.up_proj.weight.matrix());
         let inner = few_rows::project_gated(input, gate, up);
         self.project(inner, &mlp.down_proj)
+    }
+
+    fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, _layer: usize) -> Tensor<2> {
+        let choice = mixture.router.choice(stream.clone());
+        let experts = mixture.experts;
+        let normed = mixture.norm.forward(stream);
+        let (gate_up, down) = (&experts.gate_up_proj, &experts.down_proj);
+        let inner = few_rows::gate_experts(normed, gate_up.matrices(), choice.experts.clone());
+        few_rows::mix_experts(inner, down.matrices(), choice.experts, choice.shares)
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {

@@ -15,6 +15,8 @@ pub(crate) mod norm;
 pub(crate) mod overwrite;
 pub(crate) mod residual;
 pub(crate) mod rope;
+#[cfg(feature = "cube")]
+pub(crate) mod route;
 pub(crate) mod sample;
 #[cfg(feature = "cube")]
 pub(crate) mod store;

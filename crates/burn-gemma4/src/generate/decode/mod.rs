@@ -30,8 +30,8 @@ use std::marker::PhantomData;
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
 ///
 /// On CubeCL devices it runs kernels of its own, bound by the memory's rate, for up to 8 sequences, and where the device
-/// can, it captures their launches in a graph once and replays it. That holds for dense models whose parameters all have one of the
-/// dtypes f32, f16 and bf16; all else goes through [`Gemma4Model::step`], which computes the same. Sequences with padding are moved to
+/// can, it captures their launches in a graph once and replays it. That holds for models whose parameters all have one of the
+/// dtypes f32, f16 and bf16, with up to 512 experts; all else goes through [`Gemma4Model::step`], which computes the same. Sequences with padding are moved to
 /// their buffers' beginnings for it, once, and are as fast as others.
 ///
 /// A capture takes milliseconds, at the third or fourth token and whenever the cache has grown. On CUDA it concerns the

@@ -1,6 +1,8 @@
 //! A weight matrix: whole, or quantized.
 
 use super::random;
+#[cfg(feature = "cube")]
+use crate::op::linear::Matrices;
 use crate::{
     op::{
         flat_rows,
@@ -134,6 +136,27 @@ impl Weight {
 }
 
 impl Weight<3> {
+    /// The shape of its numbers.
+    #[cfg(feature = "cube")]
+    pub(crate) fn dims(&self) -> [usize; 3] {
+        match self {
+            Self::Whole(weight) => weight.lazy_shape().dims(),
+            Self::Quantized(weight) => weight.shape,
+        }
+    }
+
+    /// As products of several of the matrices take them.
+    #[cfg(feature = "cube")]
+    pub(crate) fn matrices(&self) -> Matrices {
+        match self {
+            Self::Whole(weight) => Matrices::Whole(weight.val()),
+            Self::Quantized(weight) => Matrices::Quantized {
+                all: weight.matrix(),
+                rows: weight.shape[1],
+            },
+        }
+    }
+
     /// One of the matrices.
     pub(crate) fn matrix(&self, index: usize) -> Matrix {
         match self {
