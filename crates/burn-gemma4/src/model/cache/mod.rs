@@ -18,7 +18,6 @@ pub(crate) mod key_values;
 pub(crate) mod ring;
 #[cfg(feature = "cube")]
 mod room;
-#[cfg(feature = "cube")]
 mod turned;
 
 use crate::{Gemma4Config, Gemma4Error, LayerType, op::rope::Positions};
@@ -50,7 +49,6 @@ pub struct Cache {
     padding: Vec<usize>,
     compact_keys: bool,
     /// Whether each sequence's first token, rather than its padding, is in slot 0: see `turned`.
-    #[cfg(feature = "cube")]
     turned: bool,
     /// See [`Self::room`].
     #[cfg(feature = "cube")]
@@ -100,7 +98,6 @@ impl Cache {
             written: 0,
             padding,
             compact_keys,
-            #[cfg(feature = "cube")]
             turned: false,
             #[cfg(feature = "cube")]
             room: 0,
@@ -339,6 +336,7 @@ impl Cache {
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
         let visible = Visible {
             lengths: Some(lengths),
+            mask: self.mask(0..self.full_slots(columns), device),
             ..Visible::default()
         };
         let stores = self.stores.iter().rev();
@@ -348,10 +346,14 @@ impl Cache {
                 let kept = self.kept().max(1);
                 let in_order =
                     |ring: &Tensor<4>| Tensor::cat(parts_in_order(ring, columns, kept), 2);
+                let visible = Visible {
+                    mask: self.mask(columns - kept..columns, device),
+                    ..Visible::default()
+                };
                 Some(KeyValues::new(
                     in_order(&buffers.key),
                     in_order(&buffers.value),
-                    Visible::default(),
+                    visible,
                 ))
             }
             (LayerType::Full, Store::Growing(Some(buffers))) => Some(buffers.read(visible.clone())),
