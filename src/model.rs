@@ -18,7 +18,7 @@ pub struct ModelArguments {
     /// A checkpoint's folder, as Hugging Face has it, or a GGUF file [default: a tiny checkpoint in this program].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// The folder of a low-rank adapter, which is added to the weights: those are whole then, unless `--quantize` says otherwise.
+    /// The folder of a low-rank adapter: it is added to whole weights, and stays beside those of layers that are quantized.
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// Where to run.
@@ -27,8 +27,8 @@ pub struct ModelArguments {
     /// Of weights and activations [default: the checkpoint's].
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
-    /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0: while they are loaded or, with
-    /// `--adapter`, after it is added; `none` makes quantized ones whole [default: as the checkpoint has them].
+    /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0, while they are loaded; `none` makes
+    /// quantized ones whole [default: as the checkpoint has them].
     #[arg(long, value_enum, value_name = "FORM")]
     pub quantize: Option<Quantize>,
     /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row.
@@ -129,11 +129,8 @@ impl ModelArguments {
         if let Some(dtype) = self.dtype {
             options = options.dtype(chosen.dtype(Some(dtype))?.burn());
         }
-        let form = self.quantize.map(Quantization::from);
-        // What an adapter is added to has to be whole for that, and is rounded once.
-        let form_after = form.filter(|form| self.adapter.is_some() && *form != Quantization::Whole);
-        if let (Some(form), None) = (form, form_after) {
-            options = options.quantization(form);
+        if let Some(form) = self.quantize {
+            options = options.quantization(form.into());
         }
         options = options.per_layer_table(self.per_layer_table.into());
         let start = Instant::now();
@@ -150,10 +147,7 @@ impl ModelArguments {
         let mut gemma = gemma?;
         self.per_layer_table.tell(gemma.model());
         if let Some(folder) = &self.adapter {
-            gemma = gemma.merge_adapter(folder)?;
-        }
-        if let Some(form) = form_after {
-            gemma = gemma.quantize(form)?;
+            gemma = gemma.attach_adapter(folder)?;
         }
         Ok(Loaded {
             gemma,

@@ -14,6 +14,7 @@ mod cache;
 mod computation;
 mod configurations;
 mod decode;
+mod drafted_batches;
 mod drafter;
 mod drafts;
 mod draws;

@@ -175,6 +175,15 @@ impl Gemma4 {
         Ok(Self { model, ..self })
     }
 
+    /// With the low-rank adapter in `folder`, beside the layers' weights where these are quantized, and else added to them.
+    ///
+    /// # Errors
+    /// As [`Gemma4Model::attach_adapter`].
+    pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let model = self.model.attach_adapter(folder)?;
+        Ok(Self { model, ..self })
+    }
+
     /// With the weights in another form.
     ///
     /// # Errors

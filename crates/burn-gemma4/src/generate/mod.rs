@@ -18,7 +18,7 @@ use crate::{
     text::stop,
 };
 use burn::tensor::Tensor;
-use draft::{DraftCounts, Drafts, Guesser};
+use draft::{DraftCounts, Drafts, Guesser, Limits};
 use sequence::{Chosen, Sequence, samplers};
 use serde::Serialize;
 use std::{
@@ -59,10 +59,10 @@ pub struct GenerateOptions {
     pub compact_keys: bool,
     /// In what keys and values are kept.
     pub kv_precision: KvPrecision,
-    /// Who guesses tokens ahead, so that the model reads several in one pass. The text stays the same. For one sequence at a time.
+    /// Who guesses tokens ahead, so that the model reads several in one pass. The text stays the same.
     pub drafts: Drafts,
-    /// So many guesses for a pass, from 1 to 8; without, 1 to 7, by how many were right so far. With 8, a pass reads more tokens
-    /// than decoding's kernels take.
+    /// So many guesses for a pass, from 1 to 8; without, 1 to 7, by how many were right so far. Decoding's kernels take 8 tokens of all
+    /// sequences together, which 8 guesses pass: without a number two sequences have up to 3 guesses each, four have 1, and more none.
     pub draft_tokens: Option<usize>,
     /// How a conversation becomes a prompt.
     pub chat: ChatOptions,
@@ -207,7 +207,7 @@ pub(crate) fn check(
     let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
     options.sampling.validate()?;
     stop::validate(&options.stop_strings)?;
-    draft::check(prompts.len(), drafter, options)?;
+    draft::check(drafter, options)?;
     options.cache_kind().check(config)?;
     if options.max_tokens == 0 {
         return refuse("max_tokens", "is 0; it should be at least 1".into());
@@ -276,9 +276,9 @@ pub(crate) fn run(
     timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
     let Some(hidden) = hidden else {
         timings.prefill = start.elapsed();
-        return finish(sequences, timings, DraftCounts::default());
+        return finish(sequences, timings);
     };
-    let mut guesser = Guesser::new(options, &sequences, hidden.clone());
+    let mut guessers = Guesser::of(options, &sequences, hidden.clone());
     let mut next = choose(&mut sequences, Next::of_hidden(model, hidden), options)?;
     timings.prefill = start.elapsed();
 
@@ -290,24 +290,24 @@ pub(crate) fn run(
     if let (Drafts::Drafter, Some(drafter)) = (options.drafts, drafter) {
         decoder = decoder.with_drafter(drafter)?;
     }
-    if guesser.is_none() && options.draws_all() {
+    if guessers.is_empty() && options.draws_all() {
         decoder = decoder.with_samplers(&samplers(&sequences))?;
     }
     for (sequence, token) in sequences.iter_mut().zip(&next) {
         sequence.take(*token, max_tokens, options, on_token)?;
     }
-    if let (Some(guesser), [sequence]) = (&mut guesser, &mut sequences[..]) {
-        let counts = draft::decode(
-            sequence,
+    if !guessers.is_empty() {
+        draft::decode(
+            &mut sequences,
             &mut decoder,
-            guesser,
+            &mut guessers,
             options,
-            max_tokens,
+            Limits { max_tokens, pad },
             on_token,
         )?;
         timings.decode = decoding.elapsed();
         // One that was cancelled has ended, even where the cancellation is reset meanwhile.
-        return finish(sequences, timings, counts);
+        return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
         // A sequence that has ended goes along until the others have.
@@ -325,7 +325,7 @@ pub(crate) fn run(
         }
     }
     timings.decode = decoding.elapsed();
-    finish(sequences, timings, DraftCounts::default())
+    finish(sequences, timings)
 }
 
 /// The next token of each sequence.
@@ -344,14 +344,10 @@ fn choose(
 }
 
 /// What there is of the sequences.
-fn finish(
-    sequences: Vec<Sequence<'_>>,
-    timings: Timings,
-    drafts: DraftCounts,
-) -> Result<Vec<Generation>, Gemma4Error> {
+fn finish(sequences: Vec<Sequence<'_>>, timings: Timings) -> Result<Vec<Generation>, Gemma4Error> {
     sequences
         .into_iter()
-        .map(|sequence| sequence.finish(timings, drafts))
+        .map(|sequence| sequence.finish(timings))
         .collect()
 }
 

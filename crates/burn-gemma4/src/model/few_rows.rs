@@ -22,6 +22,7 @@ use crate::{
     LayerType,
     op::{
         self,
+        gelu::gelu,
         linear::few_rows::{self, MOST_ROWS},
         residual::{Added, residual, residual_and_norm},
         rope::{
@@ -96,7 +97,9 @@ impl FewRows<'_> {
 
 impl Operators for FewRows<'_> {
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
-        few_rows::project(input, linear.weight.matrix(), None)
+        linear.rows_by(input, |input, weight| {
+            few_rows::project(input, weight, None)
+        })
     }
 
     fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
@@ -157,8 +160,15 @@ impl Operators for FewRows<'_> {
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
-        let (gate, up) = (mlp.gate_proj.weight.matrix(), mlp.up_proj.weight.matrix());
-        let inner = few_rows::project_gated(input, gate, up);
+        let (gate, up) = (&mlp.gate_proj, &mlp.up_proj);
+        let adapted = [gate, up].map(|linear| linear.weight.adapter().is_some());
+        let inner = match adapted {
+            [false, false] => {
+                few_rows::project_gated(input, gate.weight.matrix(), up.weight.matrix())
+            }
+            // A gate opens by what its adapter has added, too.
+            _ => gelu(self.project(input.clone(), gate)) * self.project(input, up),
+        };
         self.project(inner, &mlp.down_proj)
     }
 
@@ -172,6 +182,9 @@ impl Operators for FewRows<'_> {
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
+        if gate.weight.adapter().is_some() {
+            return gelu(self.project(input, gate)) * embedding.columns();
+        }
         few_rows::project_gate_of(input, gate.weight.matrix(), embedding.rows, embedding.start)
     }
 

@@ -347,6 +347,9 @@ impl<'a> File<'a> {
         let now = rings("rings", now);
         let turn = turn.map(|turn| rings("turn", turn));
         cache.restore(&now);
+        if !cache.is_empty() {
+            cache.make_rings(model);
+        }
         Ok(SavedSession {
             cache,
             read,

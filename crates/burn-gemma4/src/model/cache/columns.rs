@@ -117,6 +117,23 @@ impl Cache {
         }
     }
 
+    /// Gives rings slots that have kept none of the columns that were read: those of a window of one column.
+    pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
+        let (config, slots) = (model.config(), self.ring_slots());
+        let (device, dtype) = (model.device(), model.dtype());
+        for (layer, store) in self.stores.iter_mut().enumerate() {
+            if let Store::Ring(ring @ None) = store {
+                let heads = config.key_value_heads(layer);
+                let shape = [1, heads, slots, config.head_dim(layer)];
+                let empty = || Tensor::zeros(shape, (&device, dtype));
+                *ring = Some(Buffers {
+                    key: empty(),
+                    value: empty(),
+                });
+            }
+        }
+    }
+
     /// What rings have kept, by layer.
     pub(crate) fn rings_of(
         &self,

@@ -20,7 +20,6 @@ pub(crate) mod ring;
 #[cfg(feature = "cube")]
 mod room;
 pub(crate) mod slots;
-#[cfg(feature = "cube")]
 mod turned;
 
 use crate::{Gemma4Config, Gemma4Error, LayerType, op::rope::Positions};
@@ -54,7 +53,6 @@ pub struct Cache {
     padding: Vec<usize>,
     kind: CacheKind,
     /// Whether each sequence's first token, rather than its padding, is in slot 0: see `turned`.
-    #[cfg(feature = "cube")]
     turned: bool,
     /// See [`Self::room`].
     #[cfg(feature = "cube")]
@@ -104,7 +102,6 @@ impl Cache {
             written: 0,
             padding,
             kind,
-            #[cfg(feature = "cube")]
             turned: false,
             #[cfg(feature = "cube")]
             room: 0,
@@ -352,6 +349,7 @@ impl Cache {
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
         let visible = Visible {
             lengths: Some(lengths),
+            mask: self.mask(0..self.full_slots(columns), device),
             ..Visible::default()
         };
         let stores = self.stores.iter().rev();
@@ -360,10 +358,14 @@ impl Cache {
                 // The next position's own key takes one of the window's places, of which there is one at least.
                 let kept = self.kept().max(1);
                 let in_order = |ring: &Slots| Slots::cat(parts_in_order(ring, columns, kept));
+                let visible = Visible {
+                    mask: self.mask(columns - kept..columns, device),
+                    ..Visible::default()
+                };
                 Some(KeyValues::new(
                     in_order(&buffers.key),
                     in_order(&buffers.value),
-                    Visible::default(),
+                    visible,
                 ))
             }
             (LayerType::Full, Store::Growing(Some(buffers))) => Some(buffers.read(visible.clone())),

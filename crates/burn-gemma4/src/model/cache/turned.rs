@@ -5,44 +5,81 @@
 //! what a query sees is told by its sequence's length alone, which is on the device.
 
 use super::{Cache, Store, slots::Slots};
+use crate::Gemma4Error;
 
 impl Cache {
     /// Turns every sequence to slot 0. Each must have been read up to its first token.
+    #[cfg(feature = "cube")]
     pub(crate) fn turn(&mut self) {
         if !self.turned {
-            self.turn_by(|padding, _| padding);
+            let padding = self.padding.clone();
+            self.turn_by(|row, _| padding[row]);
             self.turned = true;
         }
     }
 
     /// Undoes [`turn`](Self::turn).
+    #[cfg(feature = "cube")]
     pub(crate) fn turn_back(&mut self) {
         if self.turned {
-            self.turn_by(|padding, slots| (slots - padding % slots) % slots);
+            let padding = self.padding.clone();
+            self.turn_by(|row, slots| slots - padding[row] % slots);
             self.turned = false;
         }
     }
 
+    /// Forgets so many of each sequence's last columns, all of which are of its text. Where the counts differ, sequences that are shorter than
+    /// the longest begin with as much more padding.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where one is more than [`forgettable`](Self::forgettable).
+    pub(crate) fn forget_each(&mut self, counts: &[usize]) -> Result<(), Gemma4Error> {
+        let most = counts.iter().copied().max().unwrap_or(0);
+        if counts.iter().all(|count| *count == most) || most > self.forgettable() {
+            return self.forget(most);
+        }
+        let rows = self.padding.iter().zip(counts);
+        let lengths: Vec<usize> = rows
+            .map(|(padding, count)| self.columns - padding - count)
+            .collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        let padding: Vec<usize> = lengths.iter().map(|length| longest - length).collect();
+        if !self.turned {
+            let before = self.padding.clone();
+            self.turn_by(|row, slots| before[row] + slots - padding[row] % slots);
+        }
+        self.columns = longest;
+        self.padding = padding;
+        Ok(())
+    }
+
+    /// Whether [`forget_each`](Self::forget_each) may bring sequences to different positions.
+    #[cfg(feature = "cube")]
+    pub(crate) fn may_be_ragged(&self) -> bool {
+        self.batch() > 1 && self.spare > 0
+    }
+
     /// Whether what comes next is of the text in every sequence.
+    #[cfg(feature = "cube")]
     pub(crate) fn has_begun(&self) -> bool {
         self.columns > 0 && self.columns >= self.most_padding()
     }
 
     /// The position of each sequence's next column.
+    #[cfg(feature = "cube")]
     pub(crate) fn next_positions(&self) -> impl Iterator<Item = usize> + '_ {
         self.padding.iter().map(|padding| self.columns - padding)
     }
 
-    /// Moves each sequence's slots by what `slots` makes of its padding and their count.
-    fn turn_by(&mut self, slots: impl Fn(usize, usize) -> usize) {
-        if self.most_padding() == 0 {
-            return;
-        }
-        let padding = &self.padding;
+    /// Moves each sequence's slots so that they begin with the one that `first` makes of its number and their count, which may be beyond them.
+    fn turn_by(&mut self, first: impl Fn(usize, usize) -> usize) {
+        let rows = 0..self.batch();
         let turn = |buffer: &mut Slots| {
             let count = buffer.dims()[2];
-            let by = padding.iter().map(|padding| slots(*padding, count) % count);
-            *buffer = turned(buffer, by);
+            let by: Vec<usize> = rows.clone().map(|row| first(row, count) % count).collect();
+            if by.iter().any(|by| *by > 0) {
+                *buffer = turned(buffer, by.into_iter());
+            }
         };
         for store in &mut self.stores {
             match store {

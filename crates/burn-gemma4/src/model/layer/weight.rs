@@ -191,6 +191,12 @@ pub(crate) trait AnyWeight {
 
     /// Attaches an adapter where it is a quantized matrix.
     fn attach(&mut self, path: &str, lora: &mut Lora);
+
+    /// The shape of a quantized matrix that has no adapter yet, and the dtype and the device of what one for it has to be.
+    fn without_adapter(&self) -> Option<([usize; 2], DType, Device)>;
+
+    /// Gives such a matrix an adapter.
+    fn adapt(&mut self, adapter: LoraAdapter);
 }
 
 /// The numbers of a quantized weight, made when they are asked for.
@@ -253,6 +259,22 @@ impl<const D: usize> AnyWeight for Weight<D> {
         let device = weight.words.val().device();
         let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
         (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));
+    }
+
+    fn without_adapter(&self) -> Option<([usize; 2], DType, Device)> {
+        match self {
+            Self::Quantized(weight) if weight.lora.is_none() => {
+                let shape = <[usize; 2]>::try_from(weight.shape.to_vec()).ok()?;
+                Some((shape, weight.dtype, weight.words.val().device()))
+            }
+            _ => None,
+        }
+    }
+
+    fn adapt(&mut self, adapter: LoraAdapter) {
+        if let Self::Quantized(weight) = self {
+            weight.lora = Some(adapter);
+        }
     }
 }
 
