@@ -7,6 +7,7 @@ use super::{
     slots::Slots,
 };
 use crate::{Gemma4Config, Gemma4Model};
+use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
 /// What a layer's keys or values, or both, are called, and their shape.
@@ -121,11 +122,12 @@ impl Cache {
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());
+        let precision = self.kind.precision;
         for (layer, store) in self.stores.iter_mut().enumerate() {
             if let Store::Ring(ring @ None) = store {
                 let heads = config.key_value_heads(layer);
                 let shape = [1, heads, slots, config.head_dim(layer)];
-                let empty = || Tensor::zeros(shape, (&device, dtype));
+                let empty = || Slots::new(Tensor::zeros(shape, (&device, dtype)), precision);
                 *ring = Some(Buffers {
                     key: empty(),
                     value: empty(),
