@@ -11,6 +11,7 @@ pub(crate) enum Matrix {
 }
 
 /// `[matrices, rows, columns]`, whole or quantized.
+#[cfg(feature = "cube")]
 #[derive(Clone)]
 pub(crate) enum Matrices {
     Whole(Tensor<3>),

@@ -9,7 +9,9 @@ mod matrix;
 mod product;
 mod quantized;
 
-pub(crate) use matrix::{Matrices, Matrix, QuantizedMatrix};
+#[cfg(feature = "cube")]
+pub(crate) use matrix::Matrices;
+pub(crate) use matrix::{Matrix, QuantizedMatrix};
 
 #[cfg(feature = "cube")]
 use burn::backend::{ops::FloatTensorOps, tensor::FloatTensor};
