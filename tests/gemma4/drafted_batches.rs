@@ -114,35 +114,29 @@ fn many_sequences_guess_only_when_asked() {
     }
 }
 
+/// On the host: passes of several rows are drawn there, on whatever device they are computed.
 #[test]
 fn seeds_draw_the_same_tokens() {
     let fixture = Fixture::open("dense-ple");
-    for device in devices() {
-        let gemma = fixture.load(&device.device, DType::F32);
-        let is_flex = device.device == Device::flex();
-        let (seeds, penalties) = match is_flex {
-            true => (6, &[1.0, 1.2][..]),
-            false => (1, &[1.2][..]),
-        };
-        for seed in 0..seeds {
-            for repetition_penalty in penalties.iter().copied() {
-                let options = GenerateOptions {
-                    drafts: Drafts::Lookup,
-                    draft_tokens: Some(3),
-                    sampling: Sampling {
-                        temperature: 0.7,
-                        top_k: Some(20),
-                        top_p: Some(0.9),
-                        repetition_penalty,
-                        seed: Some(seed),
-                        ..Sampling::greedy()
-                    },
-                    logprobs: is_flex.then_some(2),
-                    ..greedy(&gemma, if is_flex { 24 } else { 10 })
-                };
-                let what = format!("{} {seed} {repetition_penalty}", device.name);
-                assert_same(&gemma, &prompts_of(&fixture)[..2], &options, &what);
-            }
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    for seed in 0..6 {
+        for repetition_penalty in [1.0, 1.2] {
+            let options = GenerateOptions {
+                drafts: Drafts::Lookup,
+                draft_tokens: Some(3),
+                sampling: Sampling {
+                    temperature: 0.7,
+                    top_k: Some(20),
+                    top_p: Some(0.9),
+                    repetition_penalty,
+                    seed: Some(seed),
+                    ..Sampling::greedy()
+                },
+                logprobs: (seed % 2 == 0).then_some(2),
+                ..greedy(&gemma, 24)
+            };
+            let what = format!("{seed} {repetition_penalty}");
+            assert_same(&gemma, &prompts_of(&fixture)[..2], &options, &what);
         }
     }
 }
