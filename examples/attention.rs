@@ -101,6 +101,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         softcap: None,
         mask: false,
         bias: false,
+        int8: false,
     };
     println!("{chosen}");
     println!(
@@ -109,7 +110,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         if cli.causal { " causal" } else { "" }
     );
 
-    let inputs = workload.inputs(&chosen.device);
+    let inputs = workload.inputs(&chosen.device)?;
     let problem = workload.problem(&inputs)?;
     print!("{}", explain(&problem, &chosen.device));
 

@@ -4,8 +4,8 @@ use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn_gemma4::{
-    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, LoadOptions, LoadProgress, Message,
-    PerLayerTable, Quantization, Sampling, SavedSession, Session,
+    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, KvPrecision, LoadOptions,
+    LoadProgress, Message, PerLayerTable, Quantization, Sampling, SavedSession, Session,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -18,7 +18,7 @@ pub struct ModelArguments {
     /// A checkpoint's folder, as Hugging Face has it, or a GGUF file [default: a tiny checkpoint in this program].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// The folder of a low-rank adapter, which is added to the weights: those are whole then, unless `--quantize` says otherwise.
+    /// The folder of a low-rank adapter: it is added to whole weights, and stays beside those of layers that are quantized.
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
     /// Where to run.
@@ -27,8 +27,8 @@ pub struct ModelArguments {
     /// Of weights and activations [default: the checkpoint's].
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
-    /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0: while they are loaded or, with
-    /// `--adapter`, after it is added; `none` makes quantized ones whole [default: as the checkpoint has them].
+    /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0, while they are loaded; `none` makes
+    /// quantized ones whole [default: as the checkpoint has them].
     #[arg(long, value_enum, value_name = "FORM")]
     pub quantize: Option<Quantize>,
     /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row.
@@ -129,11 +129,8 @@ impl ModelArguments {
         if let Some(dtype) = self.dtype {
             options = options.dtype(chosen.dtype(Some(dtype))?.burn());
         }
-        let form = self.quantize.map(Quantization::from);
-        // What an adapter is added to has to be whole for that, and is rounded once.
-        let form_after = form.filter(|form| self.adapter.is_some() && *form != Quantization::Whole);
-        if let (Some(form), None) = (form, form_after) {
-            options = options.quantization(form);
+        if let Some(form) = self.quantize {
+            options = options.quantization(form.into());
         }
         options = options.per_layer_table(self.per_layer_table.into());
         let start = Instant::now();
@@ -150,10 +147,7 @@ impl ModelArguments {
         let mut gemma = gemma?;
         self.per_layer_table.tell(gemma.model());
         if let Some(folder) = &self.adapter {
-            gemma = gemma.merge_adapter(folder)?;
-        }
-        if let Some(form) = form_after {
-            gemma = gemma.quantize(form)?;
+            gemma = gemma.attach_adapter(folder)?;
         }
         Ok(Loaded {
             gemma,
@@ -203,6 +197,10 @@ pub struct GenerationArguments {
     /// those layers' memory.
     #[arg(long)]
     pub compact_keys: bool,
+    /// In what keys and values are kept: in the model's dtype, or in int8 with a scale a token and head, which is half of bf16's memory. A
+    /// session of another kind that --cache has is read anew.
+    #[arg(long, value_enum, value_name = "PRECISION", default_value_t)]
+    pub kv: Kv,
     /// Reads a prompt by this many tokens at a time, so that the memory of what is computed does not grow with it [default: 8192, on a
     /// processor 512].
     #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
@@ -237,6 +235,26 @@ pub enum Switch {
     On,
     /// No.
     Off,
+}
+
+/// In what keys and values are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kv {
+    /// The model's dtype.
+    #[default]
+    Model,
+    /// int8, with a scale a token and head.
+    Q8,
+}
+
+impl From<Kv> for KvPrecision {
+    fn from(kv: Kv) -> Self {
+        match kv {
+            Kv::Model => Self::Model,
+            Kv::Q8 => Self::Q8,
+        }
+    }
 }
 
 impl GenerationArguments {
@@ -296,6 +314,7 @@ impl GenerationArguments {
             options.stop_strings.clone_from(&self.stop);
         }
         options.compact_keys = self.compact_keys;
+        options.kv_precision = self.kv.into();
         options.prefill_chunk = self.chunk;
         options.drafts = match (self.lookup, &self.draft) {
             (true, _) => Drafts::Lookup,

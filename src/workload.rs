@@ -1,7 +1,9 @@
 //! One attention to run: its sizes, its options and its data.
 
 use crate::Dtype;
-use attention_cube::{AttentionError, AttentionOptions, AttentionProblem};
+use attention_cube::{
+    AttentionError, AttentionOptions, AttentionProblem, quantized::QuantizedRows,
+};
 use burn::tensor::{Bool, DType, Device, Distribution, Tensor};
 
 /// The sizes and options.
@@ -24,6 +26,8 @@ pub struct Workload {
     pub mask: bool,
     /// A random bias for every head, the same for all sequences.
     pub bias: bool,
+    /// Keys and values in int8.
+    pub int8: bool,
 }
 
 /// The data, without autodiff.
@@ -32,6 +36,8 @@ pub struct Inputs {
     pub query: Tensor<4>,
     pub key: Tensor<4>,
     pub value: Tensor<4>,
+    /// Keys and values in int8, which the others are then what they stand for.
+    pub quantized: Option<[QuantizedRows; 2]>,
     /// `[1, 1, q_len, kv_len]`.
     pub mask: Option<Tensor<4, Bool>>,
     /// `[1, q_heads, q_len, kv_len]`.
@@ -66,7 +72,10 @@ impl Workload {
     }
 
     /// Normal random data that gives scores of variance one.
-    pub fn inputs(&self, device: &Device) -> Inputs {
+    ///
+    /// # Errors
+    /// Where keys and values cannot be quantized.
+    pub fn inputs(&self, device: &Device) -> Result<Inputs, AttentionError> {
         device.seed(42);
         let random = |heads, length, deviation| {
             let shape = [self.batch, heads, length, self.head_dim];
@@ -81,10 +90,21 @@ impl Workload {
         let deviation = self
             .scale
             .map_or(1.0, |scale| 1.0 / (scale.abs().max(1e-6) * width));
-        Inputs {
-            query: random(self.q_heads, self.q_len, deviation),
-            key: random(self.kv_heads, self.kv_len, 1.0),
-            value: random(self.kv_heads, self.kv_len, 1.0),
+        let query = random(self.q_heads, self.q_len, deviation);
+        let mut key = random(self.kv_heads, self.kv_len, 1.0);
+        let mut value = random(self.kv_heads, self.kv_len, 1.0);
+        let mut quantized = None;
+        if self.int8 {
+            let rows = [QuantizedRows::try_new(key)?, QuantizedRows::try_new(value)?];
+            key = rows[0].clone().dequantize(self.dtype.burn())?;
+            value = rows[1].clone().dequantize(self.dtype.burn())?;
+            quantized = Some(rows);
+        }
+        Ok(Inputs {
+            query,
+            key,
+            value,
+            quantized,
             mask: self
                 .mask
                 .then(|| pairs(1, Distribution::Uniform(0.0, 1.0)).greater_elem(0.1)),
@@ -92,7 +112,7 @@ impl Workload {
                 pairs(self.q_heads, Distribution::Normal(0.0, 1.0)).cast(self.dtype.burn())
             }),
             gradient: random(self.q_heads, self.q_len, 1.0),
-        }
+        })
     }
 
     /// As [`explain`](attention_cube::explain) takes it.
@@ -100,12 +120,11 @@ impl Workload {
     /// # Errors
     /// Where the sizes do not fit each other.
     pub fn problem(&self, inputs: &Inputs) -> Result<AttentionProblem, AttentionError> {
-        AttentionProblem::new(
-            &inputs.query,
-            &inputs.key,
-            &inputs.value,
-            &self.options(inputs),
-        )
+        let options = self.options(inputs);
+        match &inputs.quantized {
+            Some([key, value]) => AttentionProblem::quantized(&inputs.query, key, value, &options),
+            None => AttentionProblem::new(&inputs.query, &inputs.key, &inputs.value, &options),
+        }
     }
 
     /// Whether it reads more than it computes: a few queries against a cache of keys.
@@ -115,8 +134,11 @@ impl Workload {
 
     /// Bytes of keys and values.
     pub fn key_value_bytes(&self) -> f64 {
-        (2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * self.dtype.burn().size())
-            as f64
+        let of_row = match self.int8 {
+            true => self.head_dim + size_of::<f32>(),
+            false => self.head_dim * self.dtype.burn().size(),
+        };
+        (2 * self.batch * self.kv_heads * self.kv_len * of_row) as f64
     }
 
     /// Bytes of all scores in f32.
@@ -135,7 +157,11 @@ impl std::fmt::Display for Workload {
             true => write!(f, " S{}", self.q_len)?,
             false => write!(f, " S{}/{}", self.q_len, self.kv_len)?,
         }
-        write!(f, " D{}", self.head_dim)
+        write!(f, " D{}", self.head_dim)?;
+        match self.int8 {
+            true => write!(f, " int8"),
+            false => Ok(()),
+        }
     }
 }
 

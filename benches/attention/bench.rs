@@ -91,7 +91,7 @@ impl<'a> Bench<'a> {
         let workload = case.workload(self.report.scale, self.report.dtype);
         let device = self.chosen.device.clone();
         let made = guarded(|| -> Result<_, Error> {
-            let inputs = workload.inputs(&device);
+            let inputs = workload.inputs(&device)?;
             let problem = workload.problem(&inputs)?;
             let explanation = explain(&problem, &device);
             let oracle = Oracle::new(&workload, &inputs)?;
@@ -110,7 +110,8 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            if self.only_ours && peer != Peer::Ours {
+            // Others have no keys in int8.
+            if (self.only_ours || workload.int8) && peer != Peer::Ours {
                 continue;
             }
             for pass in [Pass::Forward, Pass::Backward] {

@@ -25,6 +25,7 @@ pub struct Case {
     softcap: Option<f64>,
     mask: bool,
     bias: bool,
+    int8: bool,
 }
 
 /// A case with as many keys as queries.
@@ -47,6 +48,7 @@ const fn case(
         softcap: None,
         mask: false,
         bias: false,
+        int8: false,
     }
 }
 
@@ -98,11 +100,20 @@ const fn decode(
     }
 }
 
+/// Over keys and values in int8.
+const fn int8(name: &'static str, like: Case) -> Case {
+    Case {
+        name,
+        int8: true,
+        ..like
+    }
+}
+
 const D128_FULL: Case = case("d128-full", [4, 32, 32, 4096, 128], false, None);
 const D256_FULL: Case = case("d256-full", [4, 16, 16, 4096, 256], false, None);
 const D512_FULL: Case = case("d512-full", [4, 8, 8, 4096, 512], false, None);
 
-pub const CASES: [Case; 46] = [
+pub const CASES: [Case; 48] = [
     case("d64-causal", [4, 64, 64, 4096, 64], true, None),
     case("d64-full", [4, 64, 64, 4096, 64], false, None),
     case("d128-causal", [4, 32, 32, 4096, 128], true, None),
@@ -127,6 +138,14 @@ pub const CASES: [Case; 46] = [
     decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
     decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     decode("decode-d512-gqa8-32k", [1, 8, 1, 32768, 512]),
+    int8(
+        "decode-d512-32k-int8",
+        decode("decode-d512-32k", [8, 32, 4, 32768, 512]),
+    ),
+    int8(
+        "decode-d256-32k-int8",
+        decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
+    ),
     // The verification of a speculated text.
     Case {
         q_len: 8,
@@ -186,6 +205,7 @@ impl Case {
             softcap: self.softcap,
             mask: self.mask,
             bias: self.bias,
+            int8: self.int8,
         };
         match scale {
             Scale::Full => full,

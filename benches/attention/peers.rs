@@ -1,6 +1,8 @@
 //! The ways to compute attention that are compared.
 
-use attention_cube::{AttentionProblem, reference, try_fused_attention};
+use attention_cube::{
+    AttentionProblem, quantized::try_quantized_attention, reference, try_fused_attention,
+};
 use attention_workspace::{
     Error,
     accuracy::Triple,
@@ -81,7 +83,10 @@ impl<'a> Prepared<'a> {
     pub fn forward(&self, [query, key, value]: Triple) -> Result<Tensor<4>, Error> {
         let options = || self.workload.options(&self.inputs);
         match self.peer {
-            Peer::Ours => Ok(try_fused_attention(query, key, value, options())?),
+            Peer::Ours => match self.inputs.quantized.clone() {
+                Some([key, value]) => Ok(try_quantized_attention(query, key, value, options())?.0),
+                None => Ok(try_fused_attention(query, key, value, options())?),
+            },
             Peer::Composed => Ok(reference::attention(query, key, value, options())?.0),
             Peer::Burn => {
                 let options = AttentionModuleOptions {

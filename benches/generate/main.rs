@@ -18,7 +18,7 @@ use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
     guarded,
-    model::Quantize,
+    model::{Kv, Quantize},
     report::{now, save},
     timing::{Effort, Timer},
 };
@@ -26,7 +26,9 @@ use burn::{
     module::Module,
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Cache, Drafter, Gemma4Model, Logits, Next, Quantization, Sampler, Sampling};
+use burn_gemma4::{
+    Cache, CacheKind, Drafter, Gemma4Model, Logits, Next, Quantization, Sampler, Sampling,
+};
 use clap::Parser;
 use drafted::{Drafted, Forced};
 use launches::observe;
@@ -70,6 +72,9 @@ struct Cli {
     /// Keep of keys that values are made of only the rotated channels.
     #[arg(long)]
     compact_keys: bool,
+    /// Keep keys and values in the model's dtype, or in int8.
+    #[arg(long, value_enum, default_value_t)]
+    kv: Kv,
     /// Also with so many guesses a pass, up to 8, for one sequence at a time: once for nothing, as they are looked up, and once by
     /// a drafter.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=8))]
@@ -143,6 +148,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
         prefills: cli.prefills.max(1),
         launch_each: cli.launch_each,
         compact_keys: cli.compact_keys,
+        kv: cli.kv,
         sample: cli.sample,
         ragged: cli.ragged,
         parts: !cli.no_parts,
@@ -173,6 +179,7 @@ struct Bench {
     prefills: usize,
     launch_each: bool,
     compact_keys: bool,
+    kv: Kv,
     sample: bool,
     ragged: bool,
     parts: bool,
@@ -188,6 +195,7 @@ impl Bench {
             dtype: self.dtype,
             quantize: self.quantize,
             compact_keys: self.compact_keys,
+            kv: self.kv,
             sample: self.sample,
             ragged: self.ragged,
             memory_rate: self.memory_rate,
@@ -310,7 +318,12 @@ impl Bench {
             .into_iter()
             .map(|padding| keys_read(config, context - padding, self.compact_keys))
             .sum();
-        let read = weights as f64 * bits_of_weight + keys as f64 * bits;
+        let bits_of_key = match self.kv {
+            Kv::Model => bits,
+            // With a scale of 32 bits for 256 of them.
+            Kv::Q8 => 8.125,
+        };
+        let read = weights as f64 * bits_of_weight + keys as f64 * bits_of_key;
         let floor = read / 8.0 / self.memory_rate;
         Ok(Measured {
             prefill_rate: (batch * context) as f64 / fastest,
@@ -366,11 +379,11 @@ impl Bench {
     ) -> Result<(Cache, Vec<u32>), Error> {
         let context = prompt.len() / batch;
         let padding = padding(batch, context, self.ragged);
-        let cache = match self.compact_keys {
-            true => model.compact_cache(padding),
-            false => model.cache(padding),
+        let kind = CacheKind {
+            compact_keys: self.compact_keys,
+            precision: self.kv.into(),
         };
-        let mut cache = cache.forgetting(forgettable);
+        let mut cache = model.cache_of(kind, padding)?.forgetting(forgettable);
         loop {
             let columns = cache.len()..(cache.len() + self.prefill_chunk).min(context);
             let last = columns.end == context;

@@ -10,7 +10,7 @@ pub enum Shape {
     E4b,
     #[value(name = "12b")]
     Dense12b,
-    #[value(name = "26b")]
+    #[value(name = "26b", alias = "26b-a4b")]
     Moe26b,
     #[value(name = "31b")]
     Dense31b,

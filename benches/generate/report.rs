@@ -1,7 +1,10 @@
 //! The table, and the same as JSON.
 
 use crate::{drafted::Drafted, launches::Launches, models::Shape, parts::Parts};
-use attention_workspace::{Dtype, model::Quantize};
+use attention_workspace::{
+    Dtype,
+    model::{Kv, Quantize},
+};
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -13,6 +16,8 @@ pub struct Report {
     pub quantize: Option<Quantize>,
     /// Whether keys that values are made of were kept in part.
     pub compact_keys: bool,
+    /// In what keys and values were kept.
+    pub kv: Kv,
     /// Whether tokens were drawn.
     pub sample: bool,
     /// Whether the sequences of a batch had different lengths.

@@ -44,7 +44,7 @@ impl<'a> Definition<'a> {
     /// # Panics
     /// Where `got` has other results.
     pub fn faults(&self, got: &[Named]) -> Vec<String> {
-        let far = self.further_off(got).into_iter();
+        let far = self.further_off(got, self.exact.len()).into_iter();
         far.map(|far| far.to_string())
             .chain(self.not_zero(got))
             .collect()
@@ -66,7 +66,7 @@ impl<'a> Definition<'a> {
             within(far.error, far.allowed)
                 && index.is_some_and(|index| self.compare(index, got, self.stored()).is_close())
         };
-        let mut far = self.further_off(got);
+        let mut far = self.further_off(got, self.exact.len());
         far.retain(|far| !is_explained(far));
         let far = far.iter().map(ToString::to_string);
         far.chain(self.not_zero(got)).collect()
@@ -77,10 +77,19 @@ impl<'a> Definition<'a> {
         Comparison::new(&got[index], &self.exact[index], &baseline[index], precision)
     }
 
-    fn further_off(&self, got: &[Named]) -> Vec<Comparison> {
+    /// What is further off than the dtype explains of the first results, as many as there are in `got`.
+    ///
+    /// # Panics
+    /// As [`faults`](Self::faults).
+    pub fn far_among(&self, got: &[Named]) -> Vec<String> {
+        let far = self.further_off(got, got.len()).into_iter();
+        far.map(|far| far.to_string()).collect()
+    }
+
+    fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
         // The baseline allows more, and takes as long as all else: most results do without.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
-        (0..self.exact.len())
+        (0..count)
             .filter(far)
             .map(|index| self.compare(index, got, self.baseline()))
             .filter(|comparison| !comparison.is_close())

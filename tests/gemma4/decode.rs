@@ -7,10 +7,11 @@ use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, DecodeMode, Gemma4, GenerateOptions, Logits, Prompt, Sampling};
 use std::ops::ControlFlow;
 
-/// The fixtures without experts, which decoders have kernels for, with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
-const DENSE: [(&str, &[usize]); 3] = [
+/// Fixtures with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
+const FIXTURES: [(&str, &[usize]); 4] = [
     ("dense-ple", &[1, 3, 8, 9]),
     ("dense-keqv", &[2]),
+    ("moe", &[2]),
     ("realhead-ple", &[1]),
 ];
 
@@ -63,7 +64,7 @@ fn rows(fixture: &Fixture, batch: usize) -> Vec<Vec<u32>> {
 #[test]
 fn by_kernels_as_at_once() {
     for device in devices() {
-        for (name, batches) in DENSE {
+        for (name, batches) in FIXTURES {
             let fixture = Fixture::open(name);
             let gemma = fixture.load(&device.device, DType::F32);
             let vocabulary = gemma.config().vocab_size;
@@ -123,6 +124,7 @@ fn ragged_batches_by_kernels_as_alone() {
             ("dense-ple", 0, false),
             ("dense-ple", 3, false),
             ("dense-keqv", 0, true),
+            ("moe", 0, false),
         ] {
             let fixture = Fixture::open(name);
             let gemma = fixture.load(&device.device, DType::F32);

@@ -487,7 +487,13 @@ fn what_cannot_be_drafted_is_refused() {
         }
     };
     let looked_up = drafted(&options, None);
-    assert!(words(2, &looked_up).starts_with("drafts: are for one sequence"));
+    let guessed = GenerateOptions {
+        drafts: Drafts::Drafter,
+        ..options.clone()
+    };
+    for prompts in [1, 2] {
+        assert!(words(prompts, &guessed).starts_with("drafts: are a drafter's, but none"));
+    }
     for count in [0, 9] {
         let wrong = drafted(&options, Some(count));
         assert!(words(1, &wrong).starts_with("draft_tokens: is"));

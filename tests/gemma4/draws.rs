@@ -305,6 +305,35 @@ fn a_row_without_numbers_is_an_error() {
     }
 }
 
+/// Devices may take it for 0, by which 0 is no number.
+#[test]
+fn a_penalty_may_be_as_small_as_numbers_are() {
+    for device in devices() {
+        for repetition_penalty in [f32::from_bits(1), 1e-40, f32::MIN_POSITIVE] {
+            for logits in [[-1.0, 0.0, -2.0], [-1.0, 1.0, 0.5], [-1.0, -2.0, -1.5]] {
+                let sampling = Sampling {
+                    repetition_penalty,
+                    ..Sampling::greedy()
+                };
+                let mut samplers = [Sampler::new(&sampling)];
+                samplers[0].read(&[1]);
+                let found = draw(
+                    &[logits.to_vec()],
+                    &mut samplers,
+                    DType::F32,
+                    &device.device,
+                );
+                assert_eq!(
+                    found,
+                    [1],
+                    "{} {repetition_penalty} {logits:?}",
+                    device.name
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn there_is_a_sampler_for_each_sequence() {
     let device = Device::flex();

@@ -69,7 +69,8 @@ pub fn gradients_of(
     collected.found
 }
 
-fn norm(values: impl Iterator<Item = f32>) -> f64 {
+/// The square root of the sum of squares.
+pub fn norm(values: impl Iterator<Item = f32>) -> f64 {
     let squares: f64 = values.map(|value| f64::from(value).powi(2)).sum();
     squares.sqrt()
 }

@@ -14,12 +14,14 @@ mod cache;
 mod computation;
 mod configurations;
 mod decode;
+mod drafted_batches;
 mod drafter;
 mod drafts;
 mod draws;
 mod endings;
 #[cfg(feature = "training")]
 mod evaluation;
+mod experts;
 mod foreign;
 mod forgetting;
 mod generation;
@@ -36,6 +38,7 @@ mod programs;
 mod prompts;
 mod qlora;
 mod quantized;
+mod quantized_cache;
 #[cfg(feature = "training")]
 mod quantizing;
 mod sampling;

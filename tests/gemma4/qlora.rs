@@ -10,7 +10,7 @@ use burn::{
     optim::GradientsParams,
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Adapter, Gemma4Model, LoadOptions, Logits, Quantization};
+use burn_gemma4::{Adapter, DecodeMode, Gemma4Model, LoadOptions, Logits, Quantization};
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 
@@ -225,4 +225,93 @@ fn it_is_saved_whole_or_alone() {
         .expect("saved");
     let found = base.merge_adapter(&alone).expect("merged");
     fixture::assert_close(&logits(&found), &expected, "merged");
+}
+
+/// An adapter that is loaded over quantized weights is what it was when it was trained over them, in prompts and in decoding: it is not
+/// rounded with them.
+#[test]
+fn it_stays_beside_quantized_weights() {
+    let name = "dense-ple";
+    let load = |device: &Device| {
+        let options = LoadOptions::new().quantization(Quantization::Q4);
+        Gemma4Model::load(fixture::folder(name), device, options).expect("a model")
+    };
+    let mut adapter = Adapter::new(2, 3.0);
+    for module in ["per_layer_input_gate", "per_layer_projection"] {
+        adapter.modules.push(module.into());
+    }
+    let trained = adapter.attach(load(&Device::flex().autodiff()));
+    let trained = trained.expect("an adapter").map(&mut Drawn::default());
+    let folder = TempDir::new().expect("a folder");
+    adapter.save(&trained, folder.path(), name).expect("saved");
+    let plain = load(&Device::flex());
+    let without = values(
+        plain
+            .forward(tokens(&[&PROMPT], &Device::flex()))
+            .expect("logits"),
+    );
+    let merged = plain.merge_adapter(folder.path()).expect("merged");
+    let expected = values(
+        merged
+            .forward(tokens(&[&PROMPT], &Device::flex()))
+            .expect("logits"),
+    );
+    let far = expected
+        .iter()
+        .zip(&without)
+        .any(|(one, other)| (one - other).abs() > 0.1);
+    assert!(far, "the adapter adds something");
+
+    for device in devices() {
+        let base = load(&device.device);
+        let bytes = base.parameter_bytes();
+        let model = base.attach_adapter(folder.path()).expect("attached");
+        let held = model.parameter_bytes();
+        assert!(bytes < held && held < merged.parameter_bytes());
+        let read = |read: &[u32]| tokens(&[read], &device.device);
+        let all = values(model.forward(read(&PROMPT)).expect("tokens within"));
+        fixture::assert_close(&all, &expected, device.name);
+
+        let (begun, rest) = PROMPT.split_at(PROMPT.len() - 4);
+        let mut cache = model.cache(vec![0]);
+        let step = model.step(read(begun), &mut cache, Logits::None);
+        assert!(step.expect("a step").is_none());
+        let mut decoder = model.decoder(&mut cache);
+        let vocabulary = model.config().vocab_size;
+        for (index, token) in rest.iter().enumerate() {
+            let found = decoder.step(&[*token]).expect("a step").logits();
+            let expected = &expected[(begun.len() + index) * vocabulary..][..vocabulary];
+            fixture::assert_close(&found.expect("logits"), expected, device.name);
+        }
+        let by_layers = decoder.mode() == DecodeMode::Layers;
+        assert_eq!(by_layers, !device.is_cube(), "{}", device.name);
+    }
+}
+
+/// A second adapter finds the first one's weights whole.
+#[test]
+fn one_may_come_after_another() {
+    let device = Device::flex();
+    let load = |device: &Device| {
+        let options = LoadOptions::new().quantization(Quantization::Q8);
+        Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("a model")
+    };
+    let (model, tracked) = (load(&device), load(&device.clone().autodiff()));
+    let adapter = Adapter::new(2, 4.0);
+    let trained = adapter.attach(tracked).expect("an adapter");
+    let trained = trained.map(&mut Drawn::default());
+    let folder = TempDir::new().expect("a folder");
+    adapter
+        .save(&trained, folder.path(), "dense-ple")
+        .expect("saved");
+    let twice = |model: Gemma4Model, attach: bool| {
+        let add = |model: Gemma4Model| match attach {
+            true => model.attach_adapter(folder.path()),
+            false => model.merge_adapter(folder.path()),
+        };
+        let model = add(add(model).expect("once")).expect("twice");
+        values(model.forward(tokens(&[&PROMPT], &device)).expect("logits"))
+    };
+    let expected = twice(model.clone(), false);
+    fixture::assert_close(&twice(model, true), &expected, "twice");
 }

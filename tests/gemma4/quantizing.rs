@@ -17,7 +17,10 @@ use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Device, Int, Tensor},
 };
-use burn_gemma4::{Gemma4, LoadOptions, Message, Prompt, Quantization, quantize_checkpoint};
+use burn_gemma4::{
+    Gemma4, Gemma4Config, Gemma4Model, LayerType, LoadOptions, Message, Prompt, Quantization,
+    quantize_checkpoint,
+};
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 use std::{
@@ -176,7 +179,6 @@ fn a_folder_is_compressed_tensors() {
         assert!(load(&out, Quantization::Stored).model().is_quantized());
         let beside = |folder: &Path| fs::read(folder.join("tokenizer.json")).expect("a file");
         assert_eq!(beside(&out), beside(&from));
-        assert!(!out.with_extension("partial").exists());
     }
 }
 
@@ -315,21 +317,91 @@ fn what_is_not_served_is_named() {
     );
 }
 
-/// A run that was killed has left it: nobody's files are overwritten.
+/// What others have there, such as a run that was killed, is neither in the way nor written over, and a link is not followed.
 #[test]
-fn what_a_killed_run_has_left_is_named() {
-    let folder = TempDir::new().expect("a folder");
-    let partial = folder.path().join("out.partial");
-    fs::create_dir(&partial).expect("a folder");
+fn nobodys_files_are_written_over() {
     let from = fixture::folder("dense-ple");
-    let ended = run(&mut quantize(&from, "q8", &folder.path().join("out"), &[]));
-    check(
-        "what is left",
-        &ended,
-        2,
-        &["out.partial", "is there already"],
-    );
-    assert!(partial.exists());
+    for name in ["out", "out.gguf"] {
+        let folder = TempDir::new().expect("a folder");
+        let out = folder.path().join(name);
+        let left = folder.path().join(format!("{name}.partial"));
+        let others = folder.path().join("others");
+        fs::write(&others, "theirs").expect("a file");
+        #[cfg(unix)]
+        std::os::unix::fs::symlink(&others, &left).expect("a link");
+        #[cfg(not(unix))]
+        fs::copy(&others, &left).expect("a file");
+        quantize_checkpoint(&from, &out, Quantization::Q8, |_| ()).expect(name);
+        for path in [&others, &left] {
+            let there = fs::read_to_string(path).unwrap_or_default();
+            assert!(there == "theirs", "{name}: {}", path.display());
+        }
+        assert!(left.symlink_metadata().expect("a link").is_symlink() || cfg!(not(unix)));
+        let there = fs::read_dir(folder.path()).expect("a folder").count();
+        assert_eq!(there, 3, "{name} leaves something");
+        assert!(load(&out, Quantization::Stored).model().is_quantized());
+    }
+}
+
+/// As other programs write them, though a temporary file is its owner's alone.
+#[cfg(unix)]
+#[test]
+fn others_may_read_what_is_written() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = TempDir::new().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    fs::write(path("a file"), "").expect("a file");
+    fs::create_dir(path("a folder")).expect("a folder");
+    let mode = |path: &Path| fs::metadata(path).expect("it").permissions().mode();
+    let from = fixture::folder("dense-ple");
+    for name in ["out", "out.gguf"] {
+        quantize_checkpoint(&from, path(name), Quantization::Q8, |_| ()).expect(name);
+    }
+    assert_eq!(mode(&path("out.gguf")), mode(&path("a file")));
+    assert_eq!(mode(&path("out")), mode(&path("a folder")));
+    for name in ["model.safetensors", "config.json"] {
+        assert_eq!(mode(&path("out").join(name)), mode(&path("a file")));
+    }
+}
+
+#[test]
+fn an_ending_is_one_in_any_case() {
+    let folder = TempDir::new().expect("a folder");
+    for name in ["A.GGUF", "a.Gguf"] {
+        let out = folder.path().join(name);
+        let from = fixture::folder("dense-ple");
+        quantize_checkpoint(from, &out, Quantization::Q8, |_| ()).expect(name);
+        assert!(out.is_file(), "{name}");
+        assert!(load(&out, Quantization::Stored).model().is_quantized());
+    }
+}
+
+/// Of products that have no whole blocks, and a table that has: a folder packs no tables.
+#[test]
+fn a_folder_of_which_nothing_is_quantized_is_refused() {
+    let config = Gemma4Config {
+        vocab_size: 120,
+        vocab_size_per_layer_input: 120,
+        hidden_size: 24,
+        intermediate_size: 24,
+        layer_types: vec![LayerType::Sliding, LayerType::Full],
+        num_attention_heads: 3,
+        num_key_value_heads: 1,
+        num_global_key_value_heads: 1,
+        sliding_head_dim: 8,
+        global_head_dim: 8,
+        num_kv_shared_layers: 0,
+        hidden_size_per_layer_input: 16,
+        ..Gemma4Config::e2b()
+    };
+    let folder = TempDir::new().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let model = Gemma4Model::new(&config, &Device::flex());
+    model.save(path("small"), None).expect("a checkpoint");
+    let written = quantize_checkpoint(path("small"), path("out"), Quantization::Q8, |_| ());
+    let error = written.expect_err("nothing to quantize").to_string();
+    assert!(error.contains("nothing to quantize"), "{error}");
+    assert!(!path("out").exists());
 }
 
 /// Towers are in a folder as they were, and not in a GGUF file, which is said.

@@ -3,6 +3,7 @@
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
+use crate::programs::folder::Folder;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Drafts, Gemma4, Gemma4Error, GenerateOptions, Generation, LoadOptions, Message, PerLayerTable,
@@ -140,6 +141,31 @@ fn full_rings_come_back_from_disk() {
             let expected = alone(&gemma, branch, &longer);
             assert_eq!(found.tokens, expected.tokens, "{count} of {slots}");
         }
+    }
+}
+
+/// A ring of one slot keeps nothing for the next column, and decoding's kernels write to it where it lies.
+#[test]
+fn a_window_of_one_column_comes_back_from_disk() {
+    let copy = Folder::copy("dense-ple");
+    copy.set("config.json", "sliding_window", 1);
+    let path = copy.file("session");
+    for device in devices() {
+        let options = LoadOptions::new().dtype(DType::F32);
+        let gemma = Gemma4::load(copy.path(), &device.device, options).expect("a model");
+        let mut session = gemma.session();
+        let first = generate(&mut session, text(0, 9), &greedy(&gemma, 2));
+        session.save(&path, &[]).expect("a file");
+        let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+        let mut cache = saved.into_cache();
+        let mut decoder = gemma.model().decoder(&mut cache);
+        let mut tokens = first.tokens;
+        for _ in 0..4 {
+            let next = decoder.step(&tokens[tokens.len() - 1..]).expect("a step");
+            tokens.push(next.argmax().expect("a token")[0]);
+        }
+        let expected = alone(&gemma, text(0, 9), &greedy(&gemma, 6));
+        assert_eq!(tokens, expected.tokens, "{}", device.name);
     }
 }
 

@@ -8,6 +8,7 @@ use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use crate::devices::{TestDevice, cube_devices};
 use crate::inputs::Inputs;
+use crate::quantized::check_in_fragments;
 use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::engine::{Engine, Kernel, Plan};
 use attention_cube::select::{Layouts, Pass, Refusal, Selection, select};
@@ -166,6 +167,33 @@ fn widened_operands() {
         let inputs = case.inputs();
         check(device, &case, &inputs, &inputs);
     });
+}
+
+/// Codes of int8, whose scales are multiplied into what the products make of them.
+#[test]
+fn quantized_keys_and_values() {
+    emulated("quantized_keys_and_values", &["8x8x8:f32"], |device| {
+        check_in_fragments(device);
+    });
+}
+
+/// Probabilities times scales are numbers of any size, which f16 has not.
+#[test]
+fn scales_of_values_are_not_multiplied_in_f16() {
+    for (dtype, engine) in [(DType::BF16, Engine::Cmma), (DType::F16, Engine::Unit)] {
+        let problem = AttentionProblem {
+            q_len: 1,
+            quantized: true,
+            ..problem(64, dtype)
+        };
+        let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));
+        let selection = select(&problem, Some(&card), layouts, Pass::Forward);
+        assert_eq!(selection.kernel.engine(), engine, "{selection:?}");
+        let is_told = |(_, refusal): &(Engine, Refusal)| matches!(refusal, Refusal::Quantized(_));
+        assert!(selection.refusals.iter().all(is_told), "{selection:?}");
+        let backward = select(&problem, Some(&card), layouts, Pass::Backward);
+        assert_eq!(backward.kernel, Kernel::Reference, "{backward:?}");
+    }
 }
 
 /// Heads whose output is staged in parts.

@@ -32,6 +32,7 @@ mod masks;
 mod options;
 mod oracle;
 mod properties;
+mod quantized;
 mod segments;
 mod softcaps;
 mod strides;

@@ -30,13 +30,15 @@
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
 //! | NaN or infinity in keys or values that some queries see | may reach others of their head and those that share its keys; never one that sees no key |
 //! | a bias of −∞; of a precision's lowest number | hides its key; is a score like others |
-//! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart (on Hopper where there is a bias: without one scores beyond ±2¹⁵ round the probabilities more than a half's rounding does) |
+//! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart (by wgmma and mma where there is a bias: without one scores beyond ±2¹⁵ round the probabilities more than a half's rounding does) |
 //! | a sink of −∞ | none |
-//! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where Hopper's copy engine cannot ([`explain`] says which); same result |
+//! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where copies by hardware cannot read them ([`explain`] says which); same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
-//! | f16 gradients, on Hopper | the gradients of the scores are f16 there, and infinite beyond 65,504; [`explain`] warns |
+//! | f16 gradients, by matrix units (wgmma, mma and cmma) | the gradients of the scores, `P ∘ (dP − Δ)`, are f16 there: beyond 65,504 the gradients of query and keys are infinite even if they would fit; [`explain`] warns |
 //! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next one takes it; [`explain`] says which and why |
+//!
+//! Keys and values in int8 have a [module](quantized) of their own.
 //!
 //! Gradients are first-order, of the query, the keys, the values, the bias and the sinks, through
 //! output and logsumexp, with Burn's autodiff and both of its checkpointing strategies. For inputs
@@ -50,6 +52,7 @@ mod backend;
 pub mod device;
 pub mod division;
 pub mod engine;
+mod error;
 mod explain;
 #[cfg(feature = "cuda")]
 mod fragment;
@@ -57,6 +60,7 @@ mod math;
 mod options;
 pub mod passes;
 mod problem;
+pub mod quantized;
 pub mod reference;
 #[cfg(feature = "cube")]
 mod restriction;
@@ -68,10 +72,11 @@ mod testing;
 pub mod tile;
 pub mod tiled;
 
+pub use error::AttentionError;
 pub use explain::{Explanation, explain};
 pub use math::side::Side;
 pub use options::{AttentionOptions, CausalAlignment};
-pub use problem::{AttentionError, AttentionProblem, MAX_HEAD_DIM};
+pub use problem::{AttentionProblem, MAX_HEAD_DIM};
 
 use backend::{AttentionBackend, AttentionInputs, AttentionOutput};
 use burn::backend::Dispatch;

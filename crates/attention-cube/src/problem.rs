@@ -1,89 +1,11 @@
-//! The problem: shapes, dtype and options of one attention, validated once, and the error that a call
-//! that does not fit gets.
+//! The problem: shapes, dtype and options of one attention, validated once.
 
-use crate::{AttentionOptions, CausalAlignment};
+use crate::quantized::QuantizedRows;
+use crate::{AttentionError, AttentionOptions, CausalAlignment};
 use burn::tensor::{DType, Device, Tensor, kind::Basic};
 
 /// The largest `head_dim` and `value_dim` served.
 pub const MAX_HEAD_DIM: usize = 1024;
-
-/// Why a call was refused: which argument, what it has, and what it should have.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-#[non_exhaustive]
-pub enum AttentionError {
-    /// A tensor's shape does not fit the others.
-    #[error(
-        "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
-    )]
-    Shape {
-        /// The argument's name.
-        argument: &'static str,
-        /// Its shape.
-        has: Vec<usize>,
-        /// The dimension that does not fit.
-        dimension: &'static str,
-        /// The size found there.
-        found: usize,
-        /// The size wanted, and why.
-        expected: String,
-    },
-    /// A tensor's dtype does not fit, or no kernel takes it.
-    #[error("{argument} has dtype {has:?}, and it should have {expected}")]
-    Dtype {
-        /// The argument's name.
-        argument: &'static str,
-        /// Its dtype.
-        has: DType,
-        /// The dtypes wanted.
-        expected: String,
-    },
-    /// A tensor is on another device than the first one.
-    #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
-    Device {
-        /// The argument's name.
-        argument: &'static str,
-        /// Its device.
-        has: String,
-        /// The first one: the query.
-        whose: &'static str,
-        /// Its device.
-        expected: String,
-    },
-    /// Two tensors are under autodiff by different strategies of gradient checkpointing, which Burn does not mix.
-    #[error(
-        "{argument} has gradient checkpointing {has}, and it should have the {whose}'s, {expected}"
-    )]
-    Checkpointing {
-        /// The argument's name.
-        argument: &'static str,
-        /// Its strategy.
-        has: String,
-        /// The first argument under autodiff.
-        whose: &'static str,
-        /// Its strategy.
-        expected: String,
-    },
-    /// The tensors are on a device whose backend has no attention.
-    #[error(
-        "the tensors are on {device}, and attention runs on {served}; its reference runs on every device"
-    )]
-    Backend {
-        /// The device.
-        device: String,
-        /// The devices that it runs on.
-        served: &'static str,
-    },
-    /// A number that makes no sense.
-    #[error("{argument} is {has}, and it should be {expected}")]
-    Value {
-        /// The option's name.
-        argument: &'static str,
-        /// Its value.
-        has: f64,
-        /// What it should be.
-        expected: &'static str,
-    },
-}
 
 /// One attention: `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`,
 /// by its sizes and options, without its data. What [`select`](crate::select) chooses a kernel for.
@@ -127,6 +49,17 @@ pub struct AttentionProblem {
     pub sinks: Option<DType>,
     /// See [`AttentionOptions::deterministic`].
     pub deterministic: bool,
+    /// Whether keys and values are [quantized](crate::quantized). The reference in a selection's place then stands for a dequantized copy of
+    /// them, read by the kernel that the same problem has without.
+    pub quantized: bool,
+}
+
+/// What is known of keys and values before their elements are looked at.
+struct KeyValueShapes {
+    key: [usize; 4],
+    value: [usize; 4],
+    devices: [Device; 2],
+    quantized: bool,
 }
 
 impl AttentionProblem {
@@ -140,14 +73,56 @@ impl AttentionProblem {
         value: &Tensor<4>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
+        let shapes = KeyValueShapes {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: false,
+        };
+        let problem = Self::of(query, shapes, options)?;
+        check_dtype("key", key.dtype(), &[(problem.dtype, "the query's")])?;
+        check_dtype("value", value.dtype(), &[(problem.dtype, "the query's")])?;
+        Ok(problem)
+    }
+
+    /// The problem that these arguments pose over quantized keys and values.
+    ///
+    /// # Errors
+    /// [`AttentionError`] where a shape, a dtype, a device or a number does not fit.
+    pub fn quantized(
+        query: &Tensor<4>,
+        key: &QuantizedRows,
+        value: &QuantizedRows,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let shapes = KeyValueShapes {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: true,
+        };
+        Self::of(query, shapes, options)
+    }
+
+    fn of(
+        query: &Tensor<4>,
+        key_value: KeyValueShapes,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let KeyValueShapes {
+            key,
+            value,
+            devices: [key_device, value_device],
+            quantized,
+        } = key_value;
         let [batch, q_heads, q_len, head_dim] = query.dims();
-        let [_, kv_heads, kv_len, _] = key.dims();
-        let value_dim = value.dims()[3];
+        let [_, kv_heads, kv_len, _] = key;
+        let value_dim = value[3];
 
         check_head_dim("query", "head_dim", &query.dims(), head_dim)?;
         check_dims(
             "key",
-            &key.dims(),
+            &key,
             &["batch", "kv_heads", "kv_len", "head_dim"],
             [
                 Some((batch, "the query's batch")),
@@ -158,7 +133,7 @@ impl AttentionProblem {
         )?;
         check_dims(
             "value",
-            &value.dims(),
+            &value,
             &["batch", "kv_heads", "kv_len", "value_dim"],
             [
                 Some((batch, "the query's batch")),
@@ -167,11 +142,11 @@ impl AttentionProblem {
                 None,
             ],
         )?;
-        check_head_dim("value", "value_dim", &value.dims(), value_dim)?;
+        check_head_dim("value", "value_dim", &value, value_dim)?;
         if q_heads > 0 && (kv_heads == 0 || !q_heads.is_multiple_of(kv_heads)) {
             return Err(AttentionError::Shape {
                 argument: "key",
-                has: key.dims().to_vec(),
+                has: key.to_vec(),
                 dimension: "kv_heads",
                 found: kv_heads,
                 expected: format!("a divisor of the query's {q_heads} heads"),
@@ -186,11 +161,9 @@ impl AttentionProblem {
                 expected: "F32, F16, BF16 or F64".into(),
             });
         }
-        check_dtype("key", key.dtype(), &[(dtype, "the query's")])?;
-        check_dtype("value", value.dtype(), &[(dtype, "the query's")])?;
         let device = query.device();
-        check_device("key", key, &device)?;
-        check_device("value", value, &device)?;
+        check_place("key", key_device.clone(), &device)?;
+        check_place("value", value_device.clone(), &device)?;
 
         let scores = [batch, q_heads, q_len, kv_len];
         let float = [(dtype, "the query's"), (DType::F32, "or full precision")];
@@ -230,7 +203,7 @@ impl AttentionProblem {
             check_device("sinks", sinks, &device)?;
         }
 
-        check_checkpointing(query, key, value, options)?;
+        check_checkpointing(&device, [key_device, value_device], options)?;
 
         let scale = options.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
         if !(scale as f32).is_finite() {
@@ -273,6 +246,7 @@ impl AttentionProblem {
             segments: options.segments.is_some(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
             deterministic: options.deterministic,
+            quantized,
         })
     }
 
@@ -438,8 +412,16 @@ fn check_device<const D: usize, K: Basic>(
     tensor: &Tensor<D, K>,
     expected: &Device,
 ) -> Result<(), AttentionError> {
+    check_place(argument, tensor.device(), expected)
+}
+
+pub(crate) fn check_place(
+    argument: &'static str,
+    has: Device,
+    expected: &Device,
+) -> Result<(), AttentionError> {
     // A constant on the plain device may meet a tracked query: autodiff is not part of the place.
-    let has = tensor.device().without_autodiff();
+    let has = has.without_autodiff();
     let expected = expected.clone().without_autodiff();
     if has == expected {
         return Ok(());
@@ -454,16 +436,15 @@ fn check_device<const D: usize, K: Basic>(
 
 /// Burn merges the graphs of all tensors of a call, the integer ones under autodiff, too.
 fn check_checkpointing(
-    query: &Tensor<4>,
-    key: &Tensor<4>,
-    value: &Tensor<4>,
+    query: &Device,
+    [key, value]: [Device; 2],
     options: &AttentionOptions,
 ) -> Result<(), AttentionError> {
     let segments = options.segments.as_ref();
     let devices = [
-        ("query", Some(query.device())),
-        ("key", Some(key.device())),
-        ("value", Some(value.device())),
+        ("query", Some(query.clone())),
+        ("key", Some(key)),
+        ("value", Some(value)),
         ("mask", options.mask.as_ref().map(Tensor::device)),
         ("bias", options.bias.as_ref().map(Tensor::device)),
         (

@@ -5,6 +5,7 @@
 
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
+use crate::engine::unit::plan::DECODE_ROWS;
 use crate::engine::{Engine, Kernel};
 use burn::tensor::DType;
 use std::fmt;
@@ -203,6 +204,9 @@ pub enum Refusal {
         /// The engine's limit.
         limit: usize,
     },
+    /// Its kernels do not read words of int8.
+    #[error("keys and values are int8: {0}")]
+    Quantized(&'static str),
     /// Positions would not fit.
     #[error("sequences of {length} are longer than {limit}")]
     Length {
@@ -260,6 +264,26 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
         .chain(rest.filter(move |engine| Some(*engine) != first))
 }
 
+/// Refuses words of int8 where they are not read: by most engines, and by many rows, for which one copy of the keys and values costs less
+/// than dequantizing them for every tile.
+fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Result<(), Refusal> {
+    if !problem.quantized {
+        return Ok(());
+    }
+    if pass == Pass::Backward {
+        return Err(Refusal::Quantized("they have no gradients"));
+    }
+    if !matches!(engine, Engine::Cmma | Engine::Unit) {
+        return Err(Refusal::Quantized("its kernels read whole numbers"));
+    }
+    if problem.q_len * problem.group() > DECODE_ROWS {
+        return Err(Refusal::Quantized(
+            "so many rows read them dequantized, by the kernel that serves whole numbers",
+        ));
+    }
+    Ok(())
+}
+
 /// Chooses the kernel for `pass`. `device` is `None` where no CubeCL kernels run.
 pub fn select(
     problem: &AttentionProblem,
@@ -279,7 +303,8 @@ pub fn select(
     for engine in engines(problem, pass) {
         let answer = match device.left_out.contains(&engine) {
             true => Err(Refusal::LeftOut),
-            false => engine.plan(problem, device, layouts, pass),
+            false => check_quantized(engine, problem, pass)
+                .and_then(|()| engine.plan(problem, device, layouts, pass)),
         };
         match answer {
             Ok(kernel) => {

@@ -34,6 +34,7 @@ pub(crate) fn problem(
         segments: false,
         sinks: None,
         deterministic: false,
+        quantized: false,
     }
 }
 

@@ -4,8 +4,8 @@ use crate::checkpoint::gguf::Gguf;
 use crate::error::existing;
 use crate::{
     Cache, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config, Gemma4Error,
-    Gemma4Model, GenerateOptions, Generation, GenerationDefaults, LoadOptions, Message,
-    Quantization, Session, Token, Tokenizer, generate,
+    Gemma4Model, GenerateOptions, Generation, GenerationDefaults, KvPrecision, LoadOptions,
+    Message, Quantization, Session, Token, Tokenizer, generate,
 };
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
@@ -175,6 +175,15 @@ impl Gemma4 {
         Ok(Self { model, ..self })
     }
 
+    /// With the low-rank adapter in `folder`, beside the layers' weights where these are quantized, and else added to them.
+    ///
+    /// # Errors
+    /// As [`Gemma4Model::attach_adapter`].
+    pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        let model = self.model.attach_adapter(folder)?;
+        Ok(Self { model, ..self })
+    }
+
     /// With the weights in another form.
     ///
     /// # Errors
@@ -253,6 +262,7 @@ impl Gemma4 {
             cancellation: None,
             graph_capture: true,
             compact_keys: false,
+            kv_precision: KvPrecision::default(),
             drafts: Drafts::None,
             draft_tokens: None,
             chat: ChatOptions::default(),

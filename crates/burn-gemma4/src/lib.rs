@@ -39,7 +39,15 @@ pub use generate::{
     logprobs::TokenLogprobs,
     sampling::{Sampling, sampler::Sampler},
 };
-pub use model::{Gemma4Model, Logits, cache::Cache, layer, observe, observe::Part};
+pub use model::{
+    Gemma4Model, Logits,
+    cache::{
+        Cache,
+        kind::{CacheKind, KvPrecision},
+    },
+    layer, observe,
+    observe::Part,
+};
 pub use session::{SavedSession, Session};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},

@@ -10,4 +10,7 @@ pub trait Exchange: Send + Sync {
     /// # Errors
     /// Where a process is gone, or the numbers are of a dtype that is not served.
     fn sum(&self, numbers: Tensor<1>) -> Result<Tensor<1>, Error>;
+
+    /// Ends what is under way, whichever thread waits for it, which does not go on: the process ends.
+    fn abort(&self) {}
 }

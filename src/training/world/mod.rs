@@ -24,13 +24,21 @@ use std::{
     fmt,
     process::{self, ExitCode},
     sync::{Arc, OnceLock},
+    thread,
+    time::Duration,
 };
+
+/// How long a process that fails may take to end.
+const LAST: Duration = Duration::from_secs(10);
+
+/// How numbers are added up, once that is known.
+type Way = Arc<OnceLock<Box<dyn Exchange>>>;
 
 /// All processes of a run, as one of them sees them.
 pub struct World {
     place: Place,
     link: Box<dyn Link>,
-    exchange: OnceLock<Box<dyn Exchange>>,
+    exchange: Way,
     #[cfg(feature = "mpi")]
     mpi: Option<mpi::Mpi>,
 }
@@ -52,6 +60,9 @@ pub fn exit_code(program: impl FnOnce(&Arc<World>) -> Result<(), Error>) -> Exit
             Err(error) => {
                 let code = terminal::code_of(error);
                 world.link.fail(&error.to_string(), code.into());
+                if world.has_others() {
+                    give_up(&world.exchange);
+                }
             }
         }
         outcome
@@ -77,14 +88,25 @@ impl World {
                 ..Self::new(place, Box::new(mpi))
             });
         }
-        Ok(Self::new(place, Box::new(tcp::Tcp::join(place)?)))
+        let exchange = Way::default();
+        let known = exchange.clone();
+        let end = Arc::new(move |message: &str| {
+            terminal::fault(message);
+            give_up(&known);
+            process::exit(1);
+        });
+        let link = Box::new(tcp::Tcp::join(place, end)?);
+        Ok(Self {
+            exchange,
+            ..Self::new(place, link)
+        })
     }
 
     fn new(place: Place, link: Box<dyn Link>) -> Self {
         Self {
             place,
             link,
-            exchange: OnceLock::new(),
+            exchange: Way::default(),
             #[cfg(feature = "mpi")]
             mpi: None,
         }
@@ -174,8 +196,21 @@ impl World {
             let message = error.to_string();
             self.link.fail(&message, 1);
             terminal::fault(&message);
+            give_up(&self.exchange);
             process::exit(1);
         })
+    }
+}
+
+/// Sees to it that this process, which has failed, comes to its end. NCCL's kernels wait for those of other processes, which may be gone, and the
+/// driver waits for kernels.
+fn give_up(exchange: &Way) {
+    thread::spawn(|| {
+        thread::sleep(LAST);
+        process::abort();
+    });
+    if let Some(exchange) = exchange.get() {
+        exchange.abort();
     }
 }
 

@@ -15,25 +15,28 @@ use cudarc::{
     driver::{CudaContext, CudaStream},
     nccl::{
         result::{self, NcclError},
-        sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId},
+        sys::{ncclComm, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId},
     },
 };
 use std::{
     ffi::c_char,
     mem::MaybeUninit,
-    sync::{Arc, Mutex, PoisonError},
+    ptr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicPtr, Ordering},
+    },
+    thread,
 };
 
 /// A group of processes, with a GPU each.
 pub struct Nccl {
-    group: Mutex<Group>,
+    /// Nothing once it is aborted.
+    group: AtomicPtr<ncclComm>,
+    /// NCCL lets any thread use a communicator, one at a time, but for an abort.
+    sums: Mutex<()>,
     stream: Arc<CudaStream>,
 }
-
-struct Group(ncclComm_t);
-
-// SAFETY: NCCL lets any thread use a communicator, one at a time: it is behind a mutex.
-unsafe impl Send for Group {}
 
 fn named(call: &str) -> impl Fn(NcclError) -> Error {
     let call = call.to_owned();
@@ -77,9 +80,21 @@ impl Nccl {
             group.assume_init()
         };
         Ok(Self {
-            group: Mutex::new(Group(group)),
+            group: AtomicPtr::new(group),
+            sums: Mutex::new(()),
             stream,
         })
+    }
+
+    /// The communicator. Where it was aborted, the process ends, and this thread waits for that.
+    fn group(&self) -> ncclComm_t {
+        loop {
+            let group = self.group.load(Ordering::Acquire);
+            if !group.is_null() {
+                return group;
+            }
+            thread::park();
+        }
     }
 }
 
@@ -116,32 +131,44 @@ impl Exchange for Nccl {
         let to = resolved(sum.clone())?;
         let (source, target) = (pointer(&from)?, pointer(&to)?);
         device.sync()?;
-        let group = self.group.lock().unwrap_or_else(PoisonError::into_inner);
+        let one_sum = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
         self.stream.context().bind_to_thread()?;
+        let group = self.group();
         // SAFETY: both are `count` numbers of `dtype` side by side, which live beyond the wait below; all that writes or reads
         // them on CubeCL's streams has ended, and `sum` alone is a handle to the target.
-        unsafe {
+        let reduced = unsafe {
             result::all_reduce(
                 source as *const _,
                 target as *mut _,
                 count,
                 dtype,
                 ncclRedOp_t::ncclSum,
-                group.0,
+                group,
                 self.stream.cu_stream().cast(),
             )
-            .map_err(named("ncclAllReduce"))?;
-        }
-        self.stream.synchronize()?;
-        drop((from, to));
+        };
+        let ended = self.stream.synchronize();
+        // What an abort leaves is no sum, and no error of its own.
+        self.group();
+        reduced.map_err(named("ncclAllReduce"))?;
+        ended?;
+        drop((from, to, one_sum));
         Ok(sum)
+    }
+
+    /// From any thread: it ends the kernels that wait for other processes.
+    fn abort(&self) {
+        let group = self.group.swap(ptr::null_mut(), Ordering::AcqRel);
+        if !group.is_null() {
+            // SAFETY: it is aborted once, and nobody takes it any more. Who waits within it, or for its kernels, is to end.
+            let _ = unsafe { result::comm_abort(group) };
+        }
     }
 }
 
 impl Drop for Nccl {
+    /// Every sum has been waited for, and nobody else has the communicator.
     fn drop(&mut self) {
-        let group = self.group.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: nobody else has the communicator, and every sum has been waited for. What it says is of no use any more.
-        let _ = unsafe { result::comm_abort(group.0) };
+        self.abort();
     }
 }

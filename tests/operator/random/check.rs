@@ -221,6 +221,7 @@ fn problem(case: &Case) -> AttentionProblem {
         segments: case.segments.is_some(),
         sinks: case.sinks.then(|| case.extras_dtype()),
         deterministic: case.deterministic,
+        quantized: false,
     }
 }
 

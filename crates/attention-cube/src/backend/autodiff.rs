@@ -244,4 +244,20 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
     ) -> AttentionGradients<Self> {
         panic!("attention has first-order gradients only, as all of Burn has")
     }
+
+    fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {
+        let QuantizedTensors { words, scales } = B::quantize_rows(rows.into_primitive());
+        QuantizedTensors {
+            words,
+            scales: <Self as AutodiffBackend>::from_inner(scales),
+        }
+    }
+
+    fn dequantize_rows(rows: QuantizedTensors<Self>, dtype: DType) -> FloatTensor<Self> {
+        let rows = QuantizedTensors {
+            words: rows.words,
+            scales: rows.scales.into_primitive(),
+        };
+        <Self as AutodiffBackend>::from_inner(B::dequantize_rows(rows, dtype))
+    }
 }

@@ -3,11 +3,14 @@
 use super::*;
 use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
 use crate::device::DeviceProfile;
-use crate::engine::{Engine, Kernel};
-use crate::select::{BackwardRequest, Layouts, Pass, select};
+use crate::engine::unit::launch::forward::{Scales, launch};
+use crate::engine::{Engine, Kernel, Plan};
+use crate::passes::quantize::{dequantized, quantized};
+use crate::select::{BackwardRequest, Layouts, Operands, Pass, select};
 use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
+    tensor::CubeTensor,
 };
 
 impl AttentionBackend for CubeBackend {
@@ -61,6 +64,97 @@ impl AttentionBackend for CubeBackend {
         };
         kernel.backward(inputs, saved, &problem, request)
     }
+
+    fn quantized_attention_forward(
+        inputs: QuantizedInputs<Self>,
+        problem: AttentionProblem,
+    ) -> AttentionOutput<Self> {
+        let inputs = match problem.is_empty() {
+            true => inputs,
+            false => match in_words(inputs, &problem) {
+                Ok(output) => return output,
+                Err(inputs) => *inputs,
+            },
+        };
+        let inputs = reference::quantized::inputs::<Self>(inputs, Self::dequantize_rows);
+        let problem = AttentionProblem {
+            quantized: false,
+            ..problem
+        };
+        Self::attention_forward(inputs, problem)
+    }
+
+    fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {
+        match has_kernels(&rows, rows.dtype) {
+            true => quantized(untile(rows)),
+            false => reference::quantized::quantize::<Self>(rows),
+        }
+    }
+
+    fn dequantize_rows(rows: QuantizedTensors<Self>, dtype: DType) -> FloatTensor<Self> {
+        match has_kernels(&rows.scales, dtype) {
+            true => dequantized(
+                QuantizedTensors {
+                    words: untile(rows.words),
+                    scales: untile(rows.scales),
+                },
+                dtype,
+            ),
+            false => reference::quantized::dequantize::<Self>(rows, dtype),
+        }
+    }
+}
+
+/// Keys and values of an attention as they lie in words, where the query and the values of the output are read in vectors.
+fn in_words(
+    inputs: QuantizedInputs<CubeBackend>,
+    problem: &AttentionProblem,
+) -> Result<AttentionOutput<CubeBackend>, Box<QuantizedInputs<CubeBackend>>> {
+    let query = untile(inputs.query.clone());
+    let layouts = Layouts {
+        vectors: is_in_vectors(&query, 4),
+        tma: Operands::default(),
+        tma_bias: false,
+    };
+    let device = DeviceProfile::of_client(&query.client);
+    let (Kernel::Cmma(Plan::Forward(plan)) | Kernel::Unit(Plan::Forward(plan))) =
+        choose(&device, problem, layouts, Pass::Forward)
+    else {
+        return Err(Box::new(inputs));
+    };
+    // On this backend a tensor is one of any elements.
+    let inputs_of_words = AttentionInputs {
+        query,
+        key: rows_in_order(inputs.key.words),
+        value: rows_in_order(inputs.value.words),
+        mask: inputs.mask,
+        bias: inputs.bias,
+        kv_lengths: inputs.kv_lengths,
+        query_segments: inputs.query_segments,
+        key_segments: inputs.key_segments,
+        sinks: inputs.sinks,
+    };
+    let scales = Scales {
+        key: untile(inputs.key.scales),
+        value: untile(inputs.value.scales),
+    };
+    Ok(launch(inputs_of_words, Some(scales), problem, plan))
+}
+
+/// Rows whose elements lie together.
+fn rows_in_order(tensor: CubeTensor) -> CubeTensor {
+    let tensor = untile(tensor);
+    match tensor.meta.strides()[3] == 1 || tensor.meta.shape()[3] == 1 {
+        true => tensor,
+        false => into_contiguous(tensor),
+    }
+}
+
+/// Whether kernels read and write the dtype.
+fn has_kernels(tensor: &CubeTensor, dtype: DType) -> bool {
+    DeviceProfile::of_client(&tensor.client)
+        .dtypes
+        .contains(&dtype)
 }
 
 /// How the rows lie that a forward reads.

@@ -103,6 +103,37 @@ impl<B: Backend> Clone for AttentionInputs<B> {
     }
 }
 
+/// Rows of int8, four a word, and their scales.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct QuantizedTensors<B: Backend> {
+    pub words: IntTensor<B>,
+    pub scales: FloatTensor<B>,
+}
+
+/// The tensors of one attention over quantized keys and values.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct QuantizedInputs<B: Backend> {
+    pub query: FloatTensor<B>,
+    #[extension_type]
+    pub key: QuantizedTensors<B>,
+    #[extension_type]
+    pub value: QuantizedTensors<B>,
+    #[extension_type]
+    pub mask: MaybeBool<B>,
+    #[extension_type]
+    pub bias: MaybeFloat<B>,
+    #[extension_type]
+    pub kv_lengths: MaybeInt<B>,
+    #[extension_type]
+    pub query_segments: MaybeInt<B>,
+    #[extension_type]
+    pub key_segments: MaybeInt<B>,
+    #[extension_type]
+    pub sinks: MaybeFloat<B>,
+}
+
 /// The output, in the query's dtype, and the logsumexp of every query's scores, in f32 (f64 for f64).
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -180,6 +211,7 @@ pub fn logsumexp_dtype(problem: &AttentionProblem) -> DType {
 #[cfg(feature = "cube")]
 mod metadata {
     use super::*;
+    use crate::quantized::CODES;
     use burn::backend::fusion::custom::TensorSpec;
     use burn::tensor::Shape;
 
@@ -187,13 +219,41 @@ mod metadata {
         inputs: &AttentionInputsMetadata,
         problem: &AttentionProblem,
     ) -> AttentionOutputMetadata {
+        of_results(inputs.query.dtype, problem)
+    }
+
+    fn of_results(dtype: DType, problem: &AttentionProblem) -> AttentionOutputMetadata {
         AttentionOutputMetadata {
-            output: TensorSpec::new(Shape::new(problem.output_shape()), inputs.query.dtype),
+            output: TensorSpec::new(Shape::new(problem.output_shape()), dtype),
             logsumexp: TensorSpec::new(
                 Shape::new(problem.logsumexp_parts_shape()),
                 logsumexp_dtype(problem),
             ),
         }
+    }
+
+    pub fn of_quantized_forward(
+        inputs: &QuantizedInputsMetadata,
+        problem: &AttentionProblem,
+    ) -> AttentionOutputMetadata {
+        of_results(inputs.query.dtype, problem)
+    }
+
+    pub fn of_quantize(rows: &TensorSpec) -> QuantizedTensorsMetadata {
+        let [batch, heads, length, columns] = [0, 1, 2, 3].map(|dim| rows.shape[dim]);
+        QuantizedTensorsMetadata {
+            words: TensorSpec::new(
+                Shape::new([batch, heads, length, columns / CODES]),
+                DType::I32,
+            ),
+            scales: TensorSpec::new(Shape::new([batch, heads, length]), DType::F32),
+        }
+    }
+
+    pub fn of_dequantize(rows: &QuantizedTensorsMetadata, dtype: &DType) -> TensorSpec {
+        let words = &rows.words.shape;
+        let [batch, heads, length, words] = [0, 1, 2, 3].map(|dim| words[dim]);
+        TensorSpec::new(Shape::new([batch, heads, length, words * CODES]), *dtype)
     }
 
     pub fn of_backward(
@@ -248,6 +308,35 @@ pub trait AttentionBackend: Backend {
         request: BackwardRequest,
     ) -> AttentionGradients<Self> {
         reference::gradients::backward::<Self>(inputs, saved, &problem, request)
+    }
+
+    /// The output and the logsumexp of a validated problem over quantized keys and values.
+    #[fusion(meta = metadata::of_quantized_forward)]
+    fn quantized_attention_forward(
+        #[extension_type] inputs: QuantizedInputs<Self>,
+        problem: AttentionProblem,
+    ) -> AttentionOutput<Self> {
+        let inputs = reference::quantized::inputs::<Self>(inputs, Self::dequantize_rows);
+        let problem = AttentionProblem {
+            quantized: false,
+            ..problem
+        };
+        Self::attention_forward(inputs, problem)
+    }
+
+    /// Rows of floats, whose columns fill words, in int8.
+    #[fusion(meta = metadata::of_quantize)]
+    fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {
+        reference::quantized::quantize::<Self>(rows)
+    }
+
+    /// What rows of int8 stand for.
+    #[fusion(meta = metadata::of_dequantize)]
+    fn dequantize_rows(
+        #[extension_type] rows: QuantizedTensors<Self>,
+        dtype: DType,
+    ) -> FloatTensor<Self> {
+        reference::quantized::dequantize::<Self>(rows, dtype)
     }
 }
 

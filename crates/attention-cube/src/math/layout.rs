@@ -22,17 +22,17 @@ pub(crate) struct Rows {
     pub head_stride: usize,
 }
 
-/// An operand of a product, and which of its rows are meant.
+/// An operand of a product, and which of its rows are meant. Of words of int8, rows and strides are in words, and the columns those of the numbers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Operand<'a, E: Float, N: Size> {
+pub(crate) struct Operand<'a, E: Numeric, N: Size> {
     pub tensor: &'a Tensor<Vector<E, N>>,
     pub rows: Rows,
 }
 
 /// These rows of a tensor.
 #[cube]
-pub(crate) fn operand<'a, E: Float, N: Size>(
+pub(crate) fn operand<'a, E: Numeric, N: Size>(
     tensor: &'a Tensor<Vector<E, N>>,
     rows: Rows,
 ) -> Operand<'a, E, N> {
@@ -41,7 +41,7 @@ pub(crate) fn operand<'a, E: Float, N: Size>(
 
 /// The rows of one head of an operand; `first..end` may be read.
 #[cube]
-pub(crate) fn head_operand<'a, E: Float, N: Size>(
+pub(crate) fn head_operand<'a, E: Numeric, N: Size>(
     tensor: &'a Tensor<Vector<E, N>>,
     batch: u32,
     head: u32,
@@ -54,7 +54,7 @@ pub(crate) fn head_operand<'a, E: Float, N: Size>(
 
 /// The rows of one head; `first..end` may be read.
 #[cube]
-pub(crate) fn head_rows<E: Float, N: Size>(
+pub(crate) fn head_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
     batch: u32,
     head: u32,
@@ -67,7 +67,7 @@ pub(crate) fn head_rows<E: Float, N: Size>(
 
 /// The rows of the heads from `head` on, `head_length` of each; `first..end` may be read.
 #[cube]
-pub(crate) fn group_rows<E: Float, N: Size>(
+pub(crate) fn group_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
     batch: u32,
     head: u32,

@@ -7,6 +7,7 @@
 
 pub(crate) mod empty;
 pub(crate) mod gradients;
+pub(crate) mod quantized;
 mod scores;
 mod tensors;
 mod visibility;
@@ -14,6 +15,7 @@ mod visibility;
 use self::scores::{Scores, Weights};
 use self::tensors::{cast, fill_rows, float_dtype, from_groups, to_groups};
 use crate::backend::{AttentionInputs, AttentionOutput};
+use crate::quantized::QuantizedRows;
 use crate::{AttentionError, AttentionOptions, AttentionProblem};
 use burn::backend::{Backend, Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{Shape, Tensor};
@@ -36,6 +38,24 @@ pub fn attention(
         Tensor::from_dispatch(result.output),
         Tensor::from_dispatch(result.logsumexp),
     ))
+}
+
+/// [`attention`] over what quantized keys and values stand for, in the query's dtype.
+///
+/// # Errors
+/// [`AttentionError`] where an argument does not fit.
+pub fn quantized_attention(
+    query: Tensor<4>,
+    key: QuantizedRows,
+    value: QuantizedRows,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let dtype = query.dtype();
+    let [key, value] = [key, value].map(|rows| {
+        let rows = quantized::dequantize::<Dispatch>(rows.into_tensors(), dtype);
+        Tensor::from_dispatch(rows)
+    });
+    attention(query, key, value, options)
 }
 
 /// The forward.

@@ -12,6 +12,7 @@
 //! | [`add_transposed`] | up to 16 × 32, and adds it to what lies in memory | 0.031 |
 
 use super::product::{Vec4, load_vec4, tile_column, tile_row};
+use super::words::{are_words, codes, word_at};
 use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
@@ -25,14 +26,18 @@ fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
 
 /// Four columns of a row that may be read: `column` on, or where there are none, any that there are.
 #[cube]
-fn load<E: Float, N: Size>(
+fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
     rows: &Rows,
     offset: usize,
     column: u32,
 ) -> Vec4 {
     let vector_size = source.vector_size();
-    if comptime!(vector_size == 4) {
+    let words = are_words::<E>();
+    if comptime!(words) {
+        let nearest = min(column, rows.columns - 4u32);
+        codes::<f32>(word_at(source, offset, nearest))
+    } else if comptime!(vector_size == 4) {
         let nearest = min(column, rows.columns - 4u32);
         Vec4::cast_from(source[(offset + nearest as usize) / 4])
     } else {
@@ -42,10 +47,10 @@ fn load<E: Float, N: Size>(
 
 /// See [`multiply_transposed`](super::product::multiply_transposed).
 #[cube]
-pub(super) fn multiply_transposed<E: Float, N: Size>(
+pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Operand<'_, E, N>,
+    b: &Operand<'_, B, W>,
     b_first: i32,
     s: &mut Array<f32>,
     #[comptime] tiles: UnitTiles,
@@ -99,7 +104,7 @@ pub(super) fn multiply_transposed<E: Float, N: Size>(
 
 /// See [`accumulate`](super::product::accumulate); the tile is visible to all units.
 #[cube]
-pub(super) fn accumulate<E: Float, N: Size>(
+pub(super) fn accumulate<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,
     b: &Operand<'_, E, N>,
     b_first: i32,
@@ -208,7 +213,7 @@ pub(crate) const fn add_iterations(division: Division, tiles: &UnitTiles) -> usi
 ///
 /// Where the tile `has_masked`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
-pub(crate) fn add_transposed<E: Float, N: Size>(
+pub(crate) fn add_transposed<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,
     b: &Operand<'_, E, N>,
     b_first: i32,

@@ -85,10 +85,10 @@ pub(super) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence<SumFragment>
 
 /// See [`multiply_transposed`](super::product::multiply_transposed). Ends with S being read.
 #[cube]
-pub(super) fn multiply_transposed<E: Float, C: Float, N: Size>(
+pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Operand<'_, E, N>,
+    b: &Operand<'_, B, W>,
     b_first: i32,
     stage: &mut FragmentStage<C>,
     s: &mut Array<f32>,
@@ -202,7 +202,7 @@ pub(super) fn multiply_transposed<E: Float, C: Float, N: Size>(
 
 /// See [`accumulate`](super::product::accumulate). Nobody reads the stage when it starts.
 #[cube]
-pub(super) fn accumulate<E: Float, C: Float, N: Size>(
+pub(super) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &Shared<[Four<C>]>,
     b: &Operand<'_, E, N>,
     b_first: i32,

@@ -14,3 +14,5 @@ pub(crate) mod product;
 pub(crate) mod staged;
 pub(crate) mod table;
 pub mod tiles;
+#[cfg(feature = "cube")]
+pub(crate) mod words;

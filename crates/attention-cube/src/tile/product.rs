@@ -18,6 +18,7 @@
 
 use super::cmma::SumFragment;
 use super::fragments::FragmentStage;
+use super::words::{are_words, codes, word_at};
 use super::{direct, fragments, staged};
 use crate::math::layout::{Operand, Rows, row_offset};
 use crate::math::rounding::{rounded, rounded_vector};
@@ -96,7 +97,7 @@ pub(super) fn zeros<C: Float>() -> Four<C> {
 
 /// Four columns of a row from `column` on, in f32; zero where there are none.
 #[cube]
-pub(crate) fn load_vec4<E: Float, N: Size>(
+pub(crate) fn load_vec4<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
     rows: &Rows,
     offset: usize,
@@ -105,17 +106,22 @@ pub(crate) fn load_vec4<E: Float, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Four columns of a row from `column` on; zero where there are none.
+/// Four columns of a row from `column` on; zero where there are none. Of words, their codes.
 #[cube]
-pub(super) fn load_four<E: Float, C: Float, N: Size>(
+pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
     rows: &Rows,
     offset: usize,
     column: u32,
 ) -> Four<C> {
     let vector_size = source.vector_size();
+    let words = are_words::<E>();
     let mut values = zeros::<C>();
-    if comptime!(vector_size == 4) {
+    if comptime!(words) {
+        if column < rows.columns {
+            values = codes::<C>(word_at(source, offset, column));
+        }
+    } else if comptime!(vector_size == 4) {
         if column < rows.columns {
             let loaded = source[(offset + column as usize) / 4];
             #[unroll]
@@ -140,10 +146,10 @@ pub(super) fn load_four<E: Float, C: Float, N: Size>(
 ///
 /// Where there is no such row, S is anything.
 #[cube]
-pub(crate) fn multiply_transposed<E: Float, C: Float, N: Size>(
+pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Operand<'_, E, N>,
+    b: &Operand<'_, B, W>,
     b_first: i32,
     stage: &mut Stage<C>,
     s: &mut Array<f32>,
@@ -261,7 +267,7 @@ pub(super) fn mark_used<C: Float>(
 ///
 /// Where the tile `has_masked`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
-pub(crate) fn accumulate<E: Float, C: Float, N: Size>(
+pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &LeftTile<C>,
     b: &Operand<'_, E, N>,
     b_first: i32,

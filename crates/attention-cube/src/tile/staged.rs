@@ -15,7 +15,7 @@ const SUM: usize = 16;
 /// `(s % interleaved) · 4 + s / interleaved`: a unit's four columns of S then lie `interleaved` slots
 /// apart, and neighbouring units read neighbouring slots.
 #[cube]
-pub(super) fn stage_rows<E: Float, C: Float, N: Size>(
+pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
     rows: &Rows,
     first_row: i32,
@@ -56,7 +56,7 @@ pub(super) fn stage_rows<E: Float, C: Float, N: Size>(
 /// Copies the rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to the stage, `staged_width` vectors of each from `first_vector`
 /// on. Where the tile `has_masked`, rows that nothing but zeros meet are zero.
 #[cube]
-pub(super) fn stage_streamed<E: Float, C: Float, N: Size>(
+pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,
     b_first: i32,
     chunk_row: usize,
@@ -94,10 +94,10 @@ pub(super) fn stage_streamed<E: Float, C: Float, N: Size>(
 
 /// [`multiply_transposed`](super::product::multiply_transposed) out of shared memory. Ends with the stage still being read.
 #[cube]
-pub(super) fn multiply_transposed<E: Float, N: Size>(
+pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
     a_first: i32,
-    b: &Operand<'_, E, N>,
+    b: &Operand<'_, B, W>,
     b_first: i32,
     stage: &mut Shared<[Vec4]>,
     s: &mut Array<f32>,
@@ -188,7 +188,7 @@ pub(super) fn multiply_transposed<E: Float, N: Size>(
 
 /// [`accumulate`](super::product::accumulate) out of shared memory. Ends with the stage still being read.
 #[cube]
-pub(super) fn accumulate<E: Float, N: Size>(
+pub(super) fn accumulate<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,
     b: &Operand<'_, E, N>,
     b_first: i32,

@@ -8,8 +8,11 @@
 //! The same kernel decodes: `packed` puts the query heads of a group into one tile's rows, so that a key
 //! is read once for all of them, and `split` gives each cube a part of the keys and writes a normalised
 //! partial output with its logsumexp, in two numbers, which `passes/combine/kernel.rs` joins.
+//!
+//! Keys and values may be words of int8 with a scale a row. The products are of codes: a key's scale is multiplied into its scores, a
+//! value's into its probabilities once these are summed up.
 
-use crate::math::layout::{group_rows, head_operand, operand};
+use crate::math::layout::{Rows, group_rows, head_operand, operand};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible, scoring};
 use crate::math::side::Side;
@@ -37,10 +40,22 @@ pub(crate) struct ForwardKind {
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn forward<E: Float, C: Float, O: Float, M: Numeric, F: Float, S: Float, N: Size>(
+pub(crate) fn forward<
+    E: Float,
+    K: Numeric,
+    C: Float,
+    O: Float,
+    M: Numeric,
+    F: Float,
+    S: Float,
+    N: Size,
+    W: Size,
+>(
     query: &Tensor<Vector<E, N>>,
-    key: &Tensor<Vector<E, N>>,
-    value: &Tensor<Vector<E, N>>,
+    key: &Tensor<Vector<K, W>>,
+    value: &Tensor<Vector<K, W>>,
+    key_scales: ComptimeOption<&Tensor<f32>>,
+    value_scales: ComptimeOption<&Tensor<f32>>,
     mask: ComptimeOption<&Tensor<M>>,
     bias: ComptimeOption<&Tensor<F>>,
     lengths_and_ids: ComptimeOption<&Tensor<i32>>,
@@ -55,12 +70,14 @@ pub(crate) fn forward<E: Float, C: Float, O: Float, M: Numeric, F: Float, S: Flo
     value_dim: u32,
     #[comptime] kind: ForwardKind,
     #[define(E)] _element: ElemType,
+    #[define(K)] _key_element: ElemType,
     #[define(C)] _product_element: ElemType,
     #[define(O)] _output_element: ElemType,
     #[define(M)] _mask_element: ElemType,
     #[define(F)] _bias_element: ElemType,
     #[define(S)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
+    #[define(W)] _key_vector: usize,
 ) {
     let index = CUBE_POS as u32;
     if index >= grid.cubes {
@@ -172,6 +189,16 @@ pub(crate) fn forward<E: Float, C: Float, O: Float, M: Numeric, F: Float, S: Flo
                 tiles,
                 kind.packed,
             );
+            times_scales(
+                &mut s,
+                &key_scales,
+                batch,
+                kv_head,
+                first,
+                &key.rows,
+                false,
+                tiles,
+            );
             let whole = is_whole(&keys, first, block_size, kind.structure);
             #[unroll]
             for k in 0..comptime!(tiles.rows_per_unit()) {
@@ -208,6 +235,16 @@ pub(crate) fn forward<E: Float, C: Float, O: Float, M: Numeric, F: Float, S: Flo
                 }
             }
             advance(&mut s, &mut sums, &mut statistics, tiles);
+            times_scales(
+                &mut s,
+                &value_scales,
+                batch,
+                kv_head,
+                first,
+                &value.rows,
+                true,
+                tiles,
+            );
             store_tile(&s, &mut p_tile, tiles);
             if comptime!(tiles.has_fragments()) {
                 tell_moved(&mut statistics, tiles);
@@ -294,4 +331,46 @@ pub(crate) fn forward<E: Float, C: Float, O: Float, M: Numeric, F: Float, S: Flo
         kind.packed,
         tiles,
     );
+}
+
+/// Multiplies the unit's part of a tile by its columns' scales, if there are some. Where `zeros_stay`, what is 0 stays 0 even if the scale
+/// is no number: nobody sees that row.
+#[cube]
+fn times_scales(
+    s: &mut Array<f32>,
+    scales: &ComptimeOption<&Tensor<f32>>,
+    batch: u32,
+    kv_head: u32,
+    first: i32,
+    rows: &Rows,
+    #[comptime] zeros_stay: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    #[comptime]
+    match scales {
+        ComptimeOption::Some(scales) => {
+            let width = comptime!(tiles.columns_per_unit());
+            let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+            let of_head = batch as usize * scales.stride(0) + kv_head as usize * scales.stride(1);
+            #[unroll]
+            for c in 0..width {
+                let row = first + tile_column(unit_column, c, tiles) as i32;
+                let mut scale = 0.0f32;
+                if row >= rows.first && row < rows.end {
+                    scale = scales[of_head + row as usize * scales.stride(2)];
+                }
+                #[unroll]
+                for k in 0..comptime!(tiles.rows_per_unit()) {
+                    let at = comptime!(k * width + c);
+                    let value = s[at];
+                    s[at] = if comptime!(zeros_stay) {
+                        select(value == 0.0f32, 0.0f32, value * scale)
+                    } else {
+                        value * scale
+                    };
+                }
+            }
+        }
+        ComptimeOption::None => {}
+    }
 }

@@ -68,7 +68,7 @@ impl BackwardPlan {
 }
 
 /// Rows up to which the heads of a group share a tile.
-const DECODE_ROWS: usize = 32;
+pub(crate) const DECODE_ROWS: usize = 32;
 
 /// Cubes a multiprocessor that decoding splits its keys for.
 const CUBES_PER_MULTIPROCESSOR: usize = 2;
@@ -188,8 +188,10 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
         + usize::from(problem.bias.is_some())
         + usize::from(problem.kv_lengths || problem.segments);
     match pass {
-        // query, key, value, output, logsumexp
-        Pass::Forward => 5 + shared + usize::from(problem.sinks.is_some()),
+        // query, key, value, output, logsumexp; scales of keys and values
+        Pass::Forward => {
+            5 + shared + usize::from(problem.sinks.is_some()) + 2 * usize::from(problem.quantized)
+        }
         // query, key, value, output's gradient, rows, and two gradients
         Pass::Backward => 7 + shared,
     }

@@ -5,7 +5,7 @@ use super::{
 };
 use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product};
 use burn::{
-    module::{Lora, Module, ModuleMapper, Param, ParamGroup},
+    module::{Lora, LoraAdapter, Module, ModuleMapper, Param, ParamGroup},
     tensor::{DType, Device, FloatDType, Tensor},
 };
 use safetensors::{SafeTensors, View};
@@ -212,15 +212,25 @@ impl Adapter {
 
 impl Gemma4Model {
     /// Adds the low-rank adapter in `folder` to the weights: `adapter_config.json` and `adapter_model.safetensors`, as
-    /// [`Adapter::save`] and PEFT write them.
+    /// [`Adapter::save`] and PEFT write them. Quantized weights that it adds to become whole.
     ///
     /// # Errors
     /// Where a file is missing or not what it should be, where a tensor does not fit the model or is not of the rank that
     /// `adapter_config.json` says (all of them named), and for adapters of another kind.
-    ///
-    /// Quantized weights that it adds to become whole.
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
-        let folder = folder.as_ref();
+        self.with_adapter(folder.as_ref(), Way::Merged)
+    }
+
+    /// As [`merge_adapter`](Self::merge_adapter), but the layers' quantized weights stay as they are: what the adapter adds goes through its
+    /// factors, in the dtype that the model computes in, and is not rounded with the weights, as when it was trained over them.
+    ///
+    /// # Errors
+    /// As [`merge_adapter`](Self::merge_adapter).
+    pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
+        self.with_adapter(folder.as_ref(), Way::Beside)
+    }
+
+    fn with_adapter(self, folder: &Path, way: Way) -> Result<Self, Gemma4Error> {
         let path = folder.join(CONFIG);
         let malformed = |path: &Path, reason: String| Gemma4Error::Malformed {
             path: path.into(),
@@ -250,9 +260,27 @@ impl Gemma4Model {
         };
         let mut model = self;
         for (path, weight) in model.weights_mut() {
-            // What is added to quantized weights needs whole ones.
-            if merger.adds_to(&path) {
-                weight.dequantize();
+            let Some(matrix) = path.strip_suffix(".weight") else {
+                continue;
+            };
+            if !merger.adds_to(matrix) {
+                continue;
+            }
+            // Products beside those of layers know no adapters.
+            let beside = match way == Way::Beside && path.starts_with("layers.") {
+                true => weight.without_adapter(),
+                false => None,
+            };
+            match beside {
+                Some((shape, dtype, device)) => {
+                    if let Some(factors) = merger.factors(matrix, shape, &device) {
+                        let [a, b] = factors.map(|factor| Param::from_tensor(factor.cast(dtype)));
+                        let scale = merger.scale;
+                        weight.adapt(LoraAdapter { a, b, scale });
+                    }
+                }
+                // What is added to quantized weights needs whole ones.
+                None => weight.dequantize(),
             }
         }
         let model = model.map(&mut merger);
@@ -264,6 +292,15 @@ impl Gemma4Model {
             false => Err(Gemma4Error::Tensors { path, problems }),
         }
     }
+}
+
+/// Where an adapter goes that is read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Into the weights.
+    Merged,
+    /// Beside quantized weights of layers, and into all others.
+    Beside,
 }
 
 impl File {
@@ -331,23 +368,34 @@ impl Merger<'_> {
         FACTORS.map(|suffix| format!("{}{path}{suffix}", self.prefix))
     }
 
-    /// Whether the adapter has something to add to the parameter at `path`.
+    /// Whether the adapter has something to add to the matrix at `path`.
     fn adds_to(&self, path: &str) -> bool {
-        let names = path.strip_suffix(".weight").map(|path| self.names(path));
-        names.is_some_and(|names| names.iter().any(|name| self.rest.contains(name)))
+        let names = self.names(path);
+        names.iter().any(|name| self.rest.contains(name))
     }
 
     /// `[columns out, columns in]` in f32: what the adapter adds to the matrix at `path`, if it has something to add.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
-        let names = self.names(path);
-        if names.iter().all(|name| !self.rest.contains(name)) {
+        let [writes, reads] = self.factors(path, shape, device)?;
+        Some(product(writes, reads) * self.scale)
+    }
+
+    /// The factors of that in f32, `[columns out, rank]` and `[rank, columns in]`.
+    fn factors(
+        &mut self,
+        path: &str,
+        shape: [usize; 2],
+        device: &Device,
+    ) -> Option<[Tensor<2>; 2]> {
+        if !self.adds_to(path) {
             return None;
         }
+        let names = self.names(path);
         let [output, input] = shape;
         let [reads, writes] = [([self.rank, input], 0), ([output, self.rank], 1)];
         let [reads, writes] = [(&names[0], reads), (&names[1], writes)]
             .map(|(name, (expected, of_rank))| self.factor(name, expected, of_rank, device));
-        Some(product(writes?, reads?) * self.scale)
+        Some([writes?, reads?])
     }
 
     /// The factor called `name`, whose dimension `of_rank` is the rank.

@@ -77,9 +77,10 @@ fn other_weights(folder: &Path) -> Option<Gemma4Error> {
     paths.sort();
     paths.into_iter().find_map(|path| {
         let extension = path.extension()?.to_str()?;
-        let kind = KINDS
-            .iter()
-            .find(|kind| kind.extensions.contains(&extension))?;
+        let kind = KINDS.iter().find(|kind| {
+            let mut known = kind.extensions.iter();
+            known.any(|known| extension.eq_ignore_ascii_case(known))
+        })?;
         Some(unsupported(&path, kind))
     })
 }

@@ -24,7 +24,7 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap},
     fs,
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
 };
 
@@ -252,30 +252,48 @@ pub(crate) fn write_tensors<V: View>(
     })
 }
 
-/// Writes a file by `write`, which gets another name, and gives it its own when it is complete.
+/// Writes a file by `write`, which gets another name in the same folder, and gives it its own when it is complete.
 pub(super) fn replace(
     path: &Path,
     write: impl FnOnce(&Path) -> std::io::Result<()>,
 ) -> Result<(), Gemma4Error> {
-    let mut partial = PathBuf::from(path);
-    partial.add_extension("partial");
-    let written = fs::File::create(&partial)
-        .and_then(|file| Ok(file.metadata()?.permissions()))
-        .and_then(|permissions| {
-            write(&partial)?;
-            // safetensors leaves a file that only its owner may read.
-            fs::set_permissions(&partial, permissions)?;
-            fs::File::open(&partial)?.sync_all()?;
-            fs::rename(&partial, path)
-        });
-    written.map_err(|source| {
-        // Nobody would read it, and what went wrong says more than that it is still there.
-        let _ = fs::remove_file(&partial);
-        Gemma4Error::Io {
-            path: path.to_owned(),
-            source,
-        }
+    let mut builder = partial();
+    #[cfg(unix)]
+    {
+        // As other files are, less what the process takes away.
+        use std::os::unix::fs::PermissionsExt;
+        builder.permissions(fs::Permissions::from_mode(0o666));
+    }
+    let written = builder.tempfile_in(folder_of(path)).and_then(|file| {
+        let permissions = file.as_file().metadata()?.permissions();
+        // Where something goes wrong it is removed.
+        let partial = file.into_temp_path();
+        write(&partial)?;
+        // safetensors puts a file in its place that only its owner may read.
+        fs::set_permissions(&partial, permissions)?;
+        fs::File::open(&partial)?.sync_all()?;
+        Ok(partial.persist(path)?)
+    });
+    written.map_err(|source| Gemma4Error::Io {
+        path: path.to_owned(),
+        source,
     })
+}
+
+/// Makes what is not complete yet, a file or a folder, by a name that nobody else has: neither another process that writes to the same place
+/// is in the way, nor what a killed one has left, nor a link.
+pub(super) fn partial() -> tempfile::Builder<'static, 'static> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix("partial-");
+    builder
+}
+
+/// The folder that a path is in.
+pub(super) fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    }
 }
 
 /// What belongs to a checkpoint beside its weights and their configuration.
@@ -340,10 +358,15 @@ impl Stored {
 
     /// So many numbers as they are written.
     pub fn of_bytes(shape: Vec<usize>, dtype: Dtype, bytes: Vec<u8>) -> Self {
+        Self::of_read(shape, dtype, move || bytes.clone())
+    }
+
+    /// So many numbers as they are written, once they are asked for.
+    pub fn of_read(shape: Vec<usize>, dtype: Dtype, read: impl Fn() -> Vec<u8> + 'static) -> Self {
         Self {
             shape,
             dtype,
-            read: Box::new(move || bytes.clone()),
+            read: Box::new(read),
         }
     }
 

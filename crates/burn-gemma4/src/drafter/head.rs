@@ -48,16 +48,26 @@ impl MaskedEmbedding {
         }
     }
 
-    /// The likeliest token of the best groups, `[1]`, for `[1, hidden]`. `table` has a row for each token.
+    /// The likeliest token of the best groups, `[rows]`, for `[rows, hidden]`. `table` has a row for each token.
     pub(super) fn token(
         &self,
         hidden: Tensor<2>,
         table: Matrix,
         operators: &mut impl Operators,
     ) -> Tensor<1, Int> {
-        let scores = operators
-            .project(hidden.clone(), &self.centroids)
-            .squeeze_dim(0);
+        let scores = operators.project(hidden.clone(), &self.centroids);
+        let of_row = |row: usize| {
+            let [scores, hidden] = [&scores, &hidden].map(|rows| rows.clone().narrow(0, row, 1));
+            self.token_of_row(scores.squeeze_dim(0), hidden, &table)
+        };
+        match hidden.dims()[0] {
+            1 => of_row(0),
+            rows => Tensor::cat((0..rows).map(of_row).collect(), 0),
+        }
+    }
+
+    /// The same of one row, `[1]`, by its groups' scores.
+    fn token_of_row(&self, scores: Tensor<1>, hidden: Tensor<2>, table: &Matrix) -> Tensor<1, Int> {
         let groups = largest(scores, self.numbers.clone(), self.top_k);
         let tokens = self.token_ordering.clone().select(0, groups).flatten(0, 1);
         let rows = table.select(tokens.clone());
@@ -65,7 +75,7 @@ impl MaskedEmbedding {
     }
 }
 
-/// `[1, hidden]` times the transpose of `[tokens, hidden]`.
+/// `[rows, hidden]` times the transpose of `[tokens, hidden]`.
 pub(super) fn logits(hidden: Tensor<2>, table: Matrix) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if op::serve(&hidden) {
@@ -74,7 +84,7 @@ pub(super) fn logits(hidden: Tensor<2>, table: Matrix) -> Tensor<2> {
     linear::rows(hidden, table)
 }
 
-/// The likeliest column of `[1, columns]`: `[1]`. A guess is needed even where nothing is likely.
+/// The likeliest column of `[rows, columns]`: `[rows]`. A guess is needed even where nothing is likely.
 pub(super) fn token(logits: Tensor<2>) -> Tensor<1, Int> {
     argmax(logits).clamp_min(0)
 }

@@ -19,7 +19,7 @@ use crate::{
             operators::{Operators, Stream},
         },
     },
-    op::{flat_rows, rope::Positions},
+    op::flat_rows,
 };
 use burn::{
     module::Module,
@@ -117,7 +117,7 @@ impl Drafter {
     ) -> Result<Guesses, Gemma4Error> {
         self.check(target)?;
         self.check_call(cache, token, &hidden, count)?;
-        Ok(self.guess(target, cache, token, hidden, count))
+        Ok(self.guess(target, cache, &[token], hidden, count))
     }
 
     /// Refuses a model that it is not for, by what differs.
@@ -182,39 +182,37 @@ impl Drafter {
         }
     }
 
-    /// [`draft`](Self::draft) of what is known to fit.
+    /// [`draft`](Self::draft) of what is known to fit, after a token of each sequence: `hidden` is `[batch, hidden]`, and there are `batch`
+    /// guesses of each step, one step after the other. The cache's columns are aligned at their end.
     pub(crate) fn guess(
         &self,
         target: &Gemma4Model,
         cache: &Cache,
-        token: u32,
+        tokens: &[u32],
         hidden: Tensor<2>,
         count: usize,
     ) -> Guesses {
-        let device = target.device();
+        let (device, batch) = (target.device(), tokens.len());
         let dtype = hidden.dtype();
-        let position = Positions::Range {
-            first: cache.len(),
-            count: 1,
-        };
+        let position = cache.positions(1);
         let mut shared = SharedKeyValues::default();
         for kind in [LayerType::Sliding, LayerType::Full] {
             if let Some(key_values) = cache.last_of(kind, &device) {
                 shared.set(kind, key_values);
             }
         }
-        let token = TensorData::new(vec![token as i32], [1]);
-        let token = Tensor::<1, Int>::from_data(token, &device);
+        let tokens: Vec<i32> = tokens.iter().map(|token| *token as i32).collect();
+        let token = Tensor::<1, Int>::from_data(TensorData::new(tokens, [batch]), &device);
         #[cfg(feature = "cube")]
-        if FewRows::serve(&self.model, 1) {
+        if FewRows::serve(&self.model, batch) {
             let after = &mut |_| ();
             let mut operators = self
                 .model
-                .last_position(&position, 1, dtype, &device, after);
+                .last_position(&position, batch, dtype, &device, after);
             return self.steps(target, token, hidden, &mut shared, &mut operators, count);
         }
         let mut operators = AnyRows {
-            batch: 1,
+            batch,
             rotations: Rotations::new(&self.model.rope, &position, dtype, &device),
             window: self.model.config().sliding_window,
             segments: None,
@@ -246,7 +244,7 @@ impl Drafter {
         }
     }
 
-    /// The token that may come after `token`, `[1]`, and the stream after that, `[1, hidden]`.
+    /// The tokens that may come after `token`, `[batch]`, and the streams after them, `[batch, hidden]`.
     fn step(
         &self,
         target: &Gemma4Model,

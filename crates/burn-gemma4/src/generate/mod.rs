@@ -12,13 +12,13 @@ mod sequence;
 #[cfg(feature = "cube")]
 use crate::op;
 use crate::{
-    Cache, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model, Next,
-    Sampling, TextKind, TokenLogprobs, Tokenizer,
+    Cache, CacheKind, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model,
+    KvPrecision, Next, Sampling, TextKind, TokenLogprobs, Tokenizer,
     model::{Logits, per_layer::Tokens},
     text::stop,
 };
 use burn::tensor::Tensor;
-use draft::{DraftCounts, Drafts, Guesser};
+use draft::{DraftCounts, Drafts, Guesser, Limits};
 use sequence::{Chosen, Sequence, samplers};
 use serde::Serialize;
 use std::{
@@ -55,13 +55,14 @@ pub struct GenerateOptions {
     /// Captures a token's launches in a graph once and replays it, where the device can. Programs whose other threads use the same
     /// CUDA device do without: see [`Decoder`](crate::Decoder).
     pub graph_capture: bool,
-    /// Keeps less of keys and values, where the model has layers that can: see
-    /// [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
+    /// Keeps less of keys and values, where the model has layers that can: see [`CacheKind::compact_keys`].
     pub compact_keys: bool,
-    /// Who guesses tokens ahead, so that the model reads several in one pass. The text stays the same. For one sequence at a time.
+    /// In what keys and values are kept.
+    pub kv_precision: KvPrecision,
+    /// Who guesses tokens ahead, so that the model reads several in one pass. The text stays the same.
     pub drafts: Drafts,
-    /// So many guesses for a pass, from 1 to 8; without, 1 to 7, by how many were right so far. With 8, a pass reads more tokens
-    /// than decoding's kernels take.
+    /// So many guesses for a pass, from 1 to 8; without, 1 to 7, by how many were right so far. Decoding's kernels take 8 tokens of all
+    /// sequences together, which 8 guesses pass: without a number two sequences have up to 3 guesses each, four have 1, and more none.
     pub draft_tokens: Option<usize>,
     /// How a conversation becomes a prompt.
     pub chat: ChatOptions,
@@ -70,12 +71,20 @@ pub struct GenerateOptions {
 impl GenerateOptions {
     /// An empty cache for `padding.len()` sequences.
     pub(crate) fn cache(&self, config: &Gemma4Config, padding: Vec<usize>) -> Cache {
-        Cache::new(config, padding, self.compact_keys).forgetting(self.forgettable())
+        Cache::new(config, padding, self.cache_kind()).forgetting(self.forgettable())
+    }
+
+    /// How keys and values are kept.
+    pub(crate) fn cache_kind(&self) -> CacheKind {
+        CacheKind {
+            compact_keys: self.compact_keys,
+            precision: self.kv_precision,
+        }
     }
 
     /// Whether a session's cache is of the kind that [`cache`](Self::cache) makes.
     pub(crate) fn fits(&self, cache: &Cache) -> bool {
-        cache.has_compact_keys() == self.compact_keys && cache.spare() == self.forgettable()
+        cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
     /// Columns that drafts may have to take back.
@@ -198,7 +207,8 @@ pub(crate) fn check(
     let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
     options.sampling.validate()?;
     stop::validate(&options.stop_strings)?;
-    draft::check(prompts.len(), drafter, options)?;
+    draft::check(drafter, options)?;
+    options.cache_kind().check(config)?;
     if options.max_tokens == 0 {
         return refuse("max_tokens", "is 0; it should be at least 1".into());
     }
@@ -266,9 +276,9 @@ pub(crate) fn run(
     timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
     let Some(hidden) = hidden else {
         timings.prefill = start.elapsed();
-        return finish(sequences, timings, DraftCounts::default());
+        return finish(sequences, timings);
     };
-    let mut guesser = Guesser::new(options, &sequences, hidden.clone());
+    let mut guessers = Guesser::of(options, &sequences, hidden.clone());
     let mut next = choose(&mut sequences, Next::of_hidden(model, hidden), options)?;
     timings.prefill = start.elapsed();
 
@@ -280,24 +290,24 @@ pub(crate) fn run(
     if let (Drafts::Drafter, Some(drafter)) = (options.drafts, drafter) {
         decoder = decoder.with_drafter(drafter)?;
     }
-    if guesser.is_none() && options.draws_all() {
+    if guessers.is_empty() && options.draws_all() {
         decoder = decoder.with_samplers(&samplers(&sequences))?;
     }
     for (sequence, token) in sequences.iter_mut().zip(&next) {
         sequence.take(*token, max_tokens, options, on_token)?;
     }
-    if let (Some(guesser), [sequence]) = (&mut guesser, &mut sequences[..]) {
-        let counts = draft::decode(
-            sequence,
+    if !guessers.is_empty() {
+        draft::decode(
+            &mut sequences,
             &mut decoder,
-            guesser,
+            &mut guessers,
             options,
-            max_tokens,
+            Limits { max_tokens, pad },
             on_token,
         )?;
         timings.decode = decoding.elapsed();
         // One that was cancelled has ended, even where the cancellation is reset meanwhile.
-        return finish(sequences, timings, counts);
+        return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
         // A sequence that has ended goes along until the others have.
@@ -315,7 +325,7 @@ pub(crate) fn run(
         }
     }
     timings.decode = decoding.elapsed();
-    finish(sequences, timings, DraftCounts::default())
+    finish(sequences, timings)
 }
 
 /// The next token of each sequence.
@@ -334,14 +344,10 @@ fn choose(
 }
 
 /// What there is of the sequences.
-fn finish(
-    sequences: Vec<Sequence<'_>>,
-    timings: Timings,
-    drafts: DraftCounts,
-) -> Result<Vec<Generation>, Gemma4Error> {
+fn finish(sequences: Vec<Sequence<'_>>, timings: Timings) -> Result<Vec<Generation>, Gemma4Error> {
     sequences
         .into_iter()
-        .map(|sequence| sequence.finish(timings, drafts))
+        .map(|sequence| sequence.finish(timings))
         .collect()
 }
 

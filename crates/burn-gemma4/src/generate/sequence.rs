@@ -18,7 +18,7 @@ pub(super) enum Chosen {
 }
 
 impl Chosen {
-    /// For sequences that have a row each, or one whose rows come after one another.
+    /// For sequences that have a row each, or as many, one sequence's after the other's.
     pub fn of(
         next: Next<'_>,
         sequences: &[Sequence<'_>],
@@ -79,6 +79,7 @@ pub(super) struct Sequence<'a> {
     stop_strings: StopStrings<'a>,
     logprobs: Vec<TokenLogprobs>,
     pub finished: Option<FinishReason>,
+    pub drafts: DraftCounts,
 }
 
 impl<'a> Sequence<'a> {
@@ -102,6 +103,7 @@ impl<'a> Sequence<'a> {
             stop_strings: StopStrings::new(&options.stop_strings, tokenizer),
             logprobs: Vec::new(),
             finished: None,
+            drafts: DraftCounts::default(),
             prompt,
         })
     }
@@ -138,11 +140,7 @@ impl<'a> Sequence<'a> {
         Ok(())
     }
 
-    pub fn finish(
-        mut self,
-        mut timings: Timings,
-        drafts: DraftCounts,
-    ) -> Result<Generation, Gemma4Error> {
+    pub fn finish(mut self, mut timings: Timings) -> Result<Generation, Gemma4Error> {
         self.parts.finish()?;
         timings.decode_tokens = self.tokens.len().saturating_sub(1);
         Ok(Generation {
@@ -154,7 +152,7 @@ impl<'a> Sequence<'a> {
             logprobs: self.logprobs,
             // What did not end by itself was cancelled.
             finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
-            drafts,
+            drafts: self.drafts,
             timings,
         })
     }

@@ -5,9 +5,11 @@ use super::{
     cache::{
         Cache, Call,
         key_values::{KeyValues, Visible},
+        slots::Slots,
     },
     layer::{
         Attention, Linear, Mlp, RmsNorm,
+        experts::Mixture,
         operators::{Operators, PerLayerEmbedding, Stream},
     },
     observe::{LayerSite, Observer, Site},
@@ -101,7 +103,7 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
                     segments: self.segments.clone(),
                     ..Visible::in_order(kind, self.window)
                 };
-                KeyValues::new(key, value, visible)
+                KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
             }
         }
     }
@@ -123,6 +125,20 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
         flat_rows(mlp.forward(self.of_text(input)))
+    }
+
+    fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, layer: usize) -> Tensor<2> {
+        let routing = mixture.router.forward(stream.clone());
+        self.observe(layer, LayerSite::RouterProbabilities, || {
+            routing.probabilities.clone()
+        });
+        self.observe(layer, LayerSite::RouterExperts, || {
+            routing.experts.clone().float()
+        });
+        self.observe(layer, LayerSite::RouterWeights, || routing.weights.clone());
+        mixture
+            .experts
+            .forward(mixture.norm.forward(stream), &routing)
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {

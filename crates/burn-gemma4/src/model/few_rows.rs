@@ -9,9 +9,11 @@ use super::{
     cache::{
         Target,
         key_values::{KeyValues, Visible},
+        slots::Slots,
     },
     layer::{
         Attention, Linear, Mlp, RmsNorm,
+        experts::Mixture,
         operators::{Operators, PerLayerEmbedding, Stream},
     },
     observe::Part,
@@ -20,12 +22,15 @@ use crate::{
     LayerType,
     op::{
         self,
+        gelu::gelu,
         linear::few_rows::{self, MOST_ROWS},
         residual::{Added, residual, residual_and_norm},
         rope::{
             RotationTables,
             heads::{self, HeadOptions},
         },
+        route,
+        store::store_rows,
     },
 };
 use burn::{
@@ -59,10 +64,27 @@ impl FewRows<'_> {
     /// Whether they compute so many rows.
     pub fn serve(model: &Gemma4Model, rows: usize) -> bool {
         let dtype = model.dtype();
-        model.config().experts.is_none()
+        let experts = model.config().experts.as_ref();
+        experts.is_none_or(|experts| route::chooses(experts.num_experts))
             && rows <= MOST_ROWS
             && op::serves(&model.device(), dtype)
             && OneDtype::is_of(model, dtype)
+    }
+
+    /// The slots with what `write` puts into those of a buffer: these themselves, or of as many slots as there are rows, which go on from there
+    /// quantized.
+    fn placed(&self, slots: Slots, write: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Slots {
+        let [sequences, heads, _, width] = slots.dims();
+        match slots {
+            Slots::Whole(buffer) => Slots::Whole(write(buffer)),
+            Slots::Q8 { words, scales } => {
+                let count = self.positions.dims()[0] / sequences;
+                let device = (&words.device(), self.full.cos.dtype());
+                let rows = write(Tensor::empty([sequences, heads, count, width], device));
+                let (words, scales) = store_rows(rows, self.positions.clone(), words, scales);
+                Slots::Q8 { words, scales }
+            }
+        }
     }
 
     fn tables(&self, kind: LayerType) -> &RotationTables {
@@ -75,7 +97,9 @@ impl FewRows<'_> {
 
 impl Operators for FewRows<'_> {
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
-        few_rows::project(input, linear.weight.matrix(), None)
+        linear.rows_by(input, |input, weight| {
+            few_rows::project(input, weight, None)
+        })
     }
 
     fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
@@ -98,13 +122,15 @@ impl Operators for FewRows<'_> {
         };
         match targets.layers[attention.layer].clone() {
             Target::Apart(buffers) => {
-                let key = write_keys(buffers.key, None);
-                KeyValues::new(key, write_values(buffers.value, None), visible)
+                let key = self.placed(buffers.key, |buffer| write_keys(buffer, None));
+                let value = self.placed(buffers.value, |buffer| write_values(buffer, None));
+                KeyValues::new(key, value, visible)
             }
             Target::Compact(buffer) => {
                 let rotated = Some(buffer.keys.layout.rotated_pairs);
-                let slots = write_values(buffer.slots, rotated);
-                let slots = write_keys(slots, rotated);
+                let slots = self.placed(buffer.slots, |slots| {
+                    write_keys(write_values(slots, rotated), rotated)
+                });
                 KeyValues::of_slots(&slots, &buffer.keys, visible)
             }
         }
@@ -134,12 +160,31 @@ impl Operators for FewRows<'_> {
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
-        let (gate, up) = (mlp.gate_proj.weight.matrix(), mlp.up_proj.weight.matrix());
-        let inner = few_rows::project_gated(input, gate, up);
+        let (gate, up) = (&mlp.gate_proj, &mlp.up_proj);
+        let adapted = [gate, up].map(|linear| linear.weight.adapter().is_some());
+        let inner = match adapted {
+            [false, false] => {
+                few_rows::project_gated(input, gate.weight.matrix(), up.weight.matrix())
+            }
+            // A gate opens by what its adapter has added, too.
+            _ => gelu(self.project(input.clone(), gate)) * self.project(input, up),
+        };
         self.project(inner, &mlp.down_proj)
     }
 
+    fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, _layer: usize) -> Tensor<2> {
+        let choice = mixture.router.choice(stream.clone());
+        let experts = mixture.experts;
+        let normed = mixture.norm.forward(stream);
+        let (gate_up, down) = (&experts.gate_up_proj, &experts.down_proj);
+        let inner = few_rows::gate_experts(normed, gate_up.matrices(), choice.experts.clone());
+        few_rows::mix_experts(inner, down.matrices(), choice.experts, choice.shares)
+    }
+
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
+        if gate.weight.adapter().is_some() {
+            return gelu(self.project(input, gate)) * embedding.columns();
+        }
         few_rows::project_gate_of(input, gate.weight.matrix(), embedding.rows, embedding.start)
     }
 

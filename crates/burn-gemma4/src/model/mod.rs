@@ -24,7 +24,7 @@ use burn::{
     module::Module,
     tensor::{DType, Device, Int, Tensor},
 };
-use cache::Cache;
+use cache::{Cache, kind::CacheKind};
 #[cfg(feature = "cube")]
 use few_rows::FewRows;
 use forward::Text;
@@ -234,15 +234,26 @@ impl Gemma4Model {
     /// An empty cache for a batch of sequences, `padding[i]` leading columns of which are padding: what fills a
     /// short prompt up to the length of the longest.
     pub fn cache(&self, padding: Vec<usize>) -> Cache {
-        Cache::new(&self.config, padding, false)
+        Cache::new(&self.config, padding, CacheKind::default())
     }
 
-    /// A [`cache`](Self::cache) that keeps less, where layers make their values of what their keys are made of
-    /// ([`Gemma4Config::values_are_keys`]): of the keys, only the rotated channels. Those layers keep five eighths at
-    /// Gemma 4's shapes, and a token reads as much less. It is the same mathematics, rounded elsewhere. Models without such
-    /// layers get the cache that they always get.
+    /// A [`cache`](Self::cache) with [compact keys](CacheKind::compact_keys), where layers make their values of what their keys are made of
+    /// ([`Gemma4Config::values_are_keys`]).
     pub fn compact_cache(&self, padding: Vec<usize>) -> Cache {
-        Cache::new(&self.config, padding, true)
+        let kind = CacheKind {
+            compact_keys: true,
+            ..CacheKind::default()
+        };
+        Cache::new(&self.config, padding, kind)
+    }
+
+    /// A [`cache`](Self::cache) of this kind.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] where int8 is asked for, and a head of the model has a part of a word of four numbers.
+    pub fn cache_of(&self, kind: CacheKind, padding: Vec<usize>) -> Result<Cache, Gemma4Error> {
+        kind.check(&self.config)?;
+        Ok(Cache::new(&self.config, padding, kind))
     }
 
     /// Reads more tokens, `[batch, positions]`, after those in the cache, and gives the logits

@@ -66,6 +66,8 @@ pub enum Part {
     Attention,
     /// The feed-forward network.
     Mlp,
+    /// The mixture of experts beside it.
+    Experts,
     /// The per-layer embeddings on their way into the residual stream.
     PerLayerEmbeddings,
     /// Norms and sums of the residual stream.

@@ -1,10 +1,12 @@
 //! Some columns of keys and values that share slots, read where they lie.
 
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cube")]
 use burn::{
     backend::{
-        Backend, Dispatch, backend_extension, fusion::custom::TensorSpec, tensor::FloatTensor,
+        Backend, Dispatch, backend_extension,
+        fusion::custom::TensorSpec,
+        tensor::{FloatTensor, IntTensor},
     },
     tensor::Shape,
 };
@@ -12,6 +14,7 @@ use burn::{
 use burn_cubecl::{
     CubeBackend,
     kernel::{slice, untile},
+    tensor::CubeTensor,
 };
 
 /// `count` columns of `[batch, heads, slots, width]` from `start` on; a view where the device addresses by pointers, and else where
@@ -24,6 +27,22 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
     slots.narrow(3, start, count)
 }
 
+/// [`columns`] of words, where their `scales` are.
+pub(crate) fn columns_of_words(
+    words: Tensor<4, Int>,
+    scales: &Tensor<4>,
+    start: usize,
+    count: usize,
+) -> Tensor<4, Int> {
+    #[cfg(feature = "cube")]
+    if super::serve(scales) {
+        let words = Dispatch::columns_of_words(words.into_dispatch(), start, count);
+        return Tensor::from_dispatch(words);
+    }
+    let _ = scales;
+    words.narrow(3, start, count)
+}
+
 /// The view as an operator of a backend.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
@@ -31,6 +50,10 @@ pub trait ColumnsBackend: Backend {
     /// See [`columns`].
     #[fusion(meta = |slots, _start, count| metadata(slots, *count))]
     fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self>;
+
+    /// See [`columns_of_words`].
+    #[fusion(meta = |words, _start, count| metadata(words, *count))]
+    fn columns_of_words(words: IntTensor<Self>, start: usize, count: usize) -> IntTensor<Self>;
 }
 
 /// What Burn's fusion must know of the columns before they exist.
@@ -47,19 +70,29 @@ const WIDEST_LOAD: u64 = 16;
 #[cfg(feature = "cube")]
 impl ColumnsBackend for CubeBackend {
     fn columns(slots: FloatTensor<Self>, start: usize, count: usize) -> FloatTensor<Self> {
-        let slots = untile(slots);
-        let [batch, heads, rows, width] = slots.meta.shape().dims();
-        assert!(start + count <= width, "the columns are there");
-        let strides = slots.meta.strides();
-        let bytes = |columns: usize| (columns * strides[3] * slots.dtype.size()) as u64;
-        let (before, behind) = (bytes(start), bytes(width - start - count));
-        let by_pointers = matches!(slots.client.name(), "cuda" | "hip");
-        if !by_pointers || !before.is_multiple_of(WIDEST_LOAD) {
-            return slice(slots, &[0..batch, 0..heads, 0..rows, start..start + count]);
-        }
-        let mut view = slots;
-        view.handle = view.handle.offset_start(before).offset_end(behind);
-        view.meta.shape_mut()[3] = count;
-        view
+        view(slots, start, count)
     }
+
+    fn columns_of_words(words: IntTensor<Self>, start: usize, count: usize) -> IntTensor<Self> {
+        view(words, start, count)
+    }
+}
+
+/// Some columns of elements of any kind.
+#[cfg(feature = "cube")]
+fn view(slots: CubeTensor, start: usize, count: usize) -> CubeTensor {
+    let slots = untile(slots);
+    let [batch, heads, rows, width] = slots.meta.shape().dims();
+    assert!(start + count <= width, "the columns are there");
+    let strides = slots.meta.strides();
+    let bytes = |columns: usize| (columns * strides[3] * slots.dtype.size()) as u64;
+    let (before, behind) = (bytes(start), bytes(width - start - count));
+    let by_pointers = matches!(slots.client.name(), "cuda" | "hip");
+    if !by_pointers || !before.is_multiple_of(WIDEST_LOAD) {
+        return slice(slots, &[0..batch, 0..heads, 0..rows, start..start + count]);
+    }
+    let mut view = slots;
+    view.handle = view.handle.offset_start(before).offset_end(behind);
+    view.meta.shape_mut()[3] = count;
+    view
 }

@@ -15,7 +15,11 @@ pub(crate) mod norm;
 pub(crate) mod overwrite;
 pub(crate) mod residual;
 pub(crate) mod rope;
+#[cfg(feature = "cube")]
+pub(crate) mod route;
 pub(crate) mod sample;
+#[cfg(feature = "cube")]
+pub(crate) mod store;
 
 #[cfg(feature = "cube")]
 mod launch;

@@ -5,9 +5,14 @@ use crate::{
     Cache, Gemma4, Gemma4Error, Gemma4Model, Message,
     checkpoint::{Stored, map, write_tensors},
     generate::draft::MOST_DRAFT_TOKENS,
-    model::cache::{checkpoint::Checkpoint, columns::Columns},
+    model::cache::{
+        checkpoint::Checkpoint,
+        columns::Columns,
+        kind::{CacheKind, KvPrecision},
+        slots::{CODES, Slots},
+    },
 };
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData, kind::Basic};
 use safetensors::{Dtype, SafeTensors, tensor::Metadata};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -27,6 +32,9 @@ struct Header {
     /// The model's shape, as in its `config.json`.
     config: Value,
     compact_keys: bool,
+    /// In what keys and values are.
+    #[serde(default, skip_serializing_if = "is_of_model")]
+    kv: KvPrecision,
     /// Columns that may be forgotten.
     spare: usize,
     /// Columns that rings still have.
@@ -34,6 +42,11 @@ struct Header {
     /// The last checkpoint.
     turn: Option<Turn>,
     messages: Vec<Message>,
+}
+
+/// Whether keys and values are as programs before this choice wrote them.
+fn is_of_model(precision: &KvPrecision) -> bool {
+    *precision == KvPrecision::Model
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -108,7 +121,8 @@ impl Session<'_> {
         let header = Header {
             version: VERSION,
             config: config(model)?,
-            compact_keys: self.cache.has_compact_keys(),
+            compact_keys: self.cache.kind().compact_keys,
+            kv: self.cache.kind().precision,
             spare: self.cache.spare(),
             kept: now.kept,
             turn: turn.map(|turn| Turn {
@@ -132,10 +146,7 @@ impl Session<'_> {
         let of_turn = turn.map(|turn| ring_tensors("turn", turn));
         let all = self.cache.columns_of_layers().into_iter();
         let all = all.chain(rings).chain(of_turn.into_iter().flatten());
-        tensors.extend(all.map(|(name, tensor)| {
-            let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
-            (name, Stored::new(shape, dtype, move || tensor.clone()))
-        }));
+        tensors.extend(all.flat_map(|(name, slots)| stored(name, slots)));
         write_tensors(path.as_ref(), Some((HEADER, header)), tensors.into_iter())
     }
 }
@@ -144,7 +155,7 @@ fn bytes(name: &str, dtype: Dtype, count: usize, bytes: Vec<u8>) -> (String, Sto
     (name.to_owned(), Stored::of_bytes(vec![count], dtype, bytes))
 }
 
-fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Tensor<4>)> {
+fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Slots)> {
     let rings = checkpoint.rings.iter().enumerate();
     let tensors = rings.filter_map(|(layer, ring)| Some((layer, ring.as_ref()?)));
     tensors
@@ -153,6 +164,33 @@ fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Tensor<4>
                 .map(|(what, tensor)| (format!("{prefix}.{layer}.{what}"), tensor.clone()))
         })
         .collect()
+}
+
+/// Slots as they are in a file: numbers, or words and scales, each with its name.
+fn stored(name: String, slots: Slots) -> Vec<(String, Stored)> {
+    let numbers = |name, tensor: Tensor<4>| {
+        let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
+        (name, Stored::new(shape, dtype, move || tensor.clone()))
+    };
+    match slots {
+        Slots::Whole(tensor) => vec![numbers(name, tensor)],
+        Slots::Q8 { words, scales } => {
+            let shape = words.dims().to_vec();
+            let read = move || words.clone().into_data().into_bytes().to_vec();
+            vec![
+                (words_of(&name), Stored::of_read(shape, Dtype::I32, read)),
+                numbers(scales_of(&name), scales),
+            ]
+        }
+    }
+}
+
+fn words_of(name: &str) -> String {
+    format!("{name}.words")
+}
+
+fn scales_of(name: &str) -> String {
+    format!("{name}.scales")
 }
 
 /// A model's shape, as its `config.json` has it.
@@ -256,6 +294,7 @@ impl<'a> File<'a> {
             .map_err(|error| self.malformed(error.to_string()))?;
         let Header {
             compact_keys,
+            kv,
             spare,
             kept,
             turn,
@@ -267,7 +306,13 @@ impl<'a> File<'a> {
                 read.len()
             )));
         }
-        let cache = Cache::new(config, vec![0], compact_keys).forgetting(spare);
+        let kind = CacheKind {
+            compact_keys,
+            precision: kv,
+        };
+        kind.check(config)
+            .map_err(|error| self.malformed(error.to_string()))?;
+        let cache = Cache::new(config, vec![0], kind).forgetting(spare);
         let expected = cache.expected_columns(config, read.len());
         let now = Turn {
             column: read.len(),
@@ -287,7 +332,7 @@ impl<'a> File<'a> {
         if let Some(turn) = turn {
             shapes.extend(ring_shapes("turn", turn)?);
         }
-        let mut tensors = self.upload(shapes, model)?;
+        let mut tensors = self.upload(shapes, kv, model)?;
 
         let mut cache = cache;
         cache.fill(model, &mut tensors);
@@ -302,6 +347,9 @@ impl<'a> File<'a> {
         let now = rings("rings", now);
         let turn = turn.map(|turn| rings("turn", turn));
         cache.restore(&now);
+        if !cache.is_empty() {
+            cache.make_rings(model);
+        }
         Ok(SavedSession {
             cache,
             read,
@@ -310,40 +358,91 @@ impl<'a> File<'a> {
         })
     }
 
-    /// The tensors of these names and shapes, which are to be all but the lists.
+    /// The slots of these names and shapes, whose tensors are to be all but the lists.
     fn upload(
         &self,
         shapes: Vec<Columns>,
+        precision: KvPrecision,
         model: &Gemma4Model,
-    ) -> Result<BTreeMap<String, Tensor<4>>, Gemma4Error> {
+    ) -> Result<BTreeMap<String, Slots>, Gemma4Error> {
         let (device, dtype) = (model.device(), model.dtype());
         let mut views = Vec::with_capacity(shapes.len());
         for Columns { name, shape } in shapes {
-            let view = self.tensors.tensor(&name);
-            let view = view.map_err(|_| self.malformed(format!("{name} is missing")))?;
-            if view.shape() != shape {
-                let found = view.shape();
-                return Err(self.malformed(format!(
-                    "{name} has the shape {found:?}; it should be {shape:?}"
-                )));
-            }
-            if dtype_of(view.dtype()) != Some(dtype) {
-                return Err(self.of_another(format!(
-                    "its keys are in {:?}, and the model computes in {}",
-                    view.dtype(),
-                    dtype.name()
-                )));
-            }
-            views.push((name, shape, view));
+            let [batch, heads, columns, width] = shape;
+            let parts = match precision {
+                KvPrecision::Model => vec![self.view(&name, shape, dtype)?],
+                KvPrecision::Q8 => vec![
+                    self.view(
+                        &words_of(&name),
+                        [batch, heads, columns, width / CODES],
+                        DType::I32,
+                    )?,
+                    self.view(&scales_of(&name), [batch, heads, columns, 1], DType::F32)?,
+                ],
+            };
+            views.push((name, parts));
         }
-        if self.tensors.len() != views.len() + 2 {
+        let parts: usize = views.iter().map(|(_, parts)| parts.len()).sum();
+        if self.tensors.len() != parts + 2 {
             return Err(self.malformed("has tensors that no session of this model has"));
         }
-        let uploaded = views.into_iter().map(|(name, shape, view)| {
-            let data = TensorData::from_bytes_vec(view.data().to_vec(), shape, dtype);
-            (name, Tensor::from_data(data, (&device, dtype)))
+        let uploaded = views.into_iter().map(|(name, parts)| {
+            let mut parts = parts.into_iter();
+            let mut next = || parts.next().expect("as many as the precision has");
+            let slots = match precision {
+                KvPrecision::Model => Slots::Whole(next().upload(&device)),
+                KvPrecision::Q8 => Slots::Q8 {
+                    words: next().upload(&device),
+                    scales: next().upload(&device),
+                },
+            };
+            (name, slots)
         });
         Ok(uploaded.collect())
+    }
+
+    /// The numbers of a tensor of this name, shape and dtype.
+    fn view(
+        &self,
+        name: &str,
+        shape: [usize; 4],
+        dtype: DType,
+    ) -> Result<Numbers<'a>, Gemma4Error> {
+        let view = self.tensors.tensor(name);
+        let view = view.map_err(|_| self.malformed(format!("{name} is missing")))?;
+        if view.shape() != shape {
+            let found = view.shape();
+            return Err(self.malformed(format!(
+                "{name} has the shape {found:?}; it should be {shape:?}"
+            )));
+        }
+        if dtype_of(view.dtype()) != Some(dtype) {
+            return Err(self.of_another(format!(
+                "its keys are in {:?}, and the model computes in {}",
+                view.dtype(),
+                dtype.name()
+            )));
+        }
+        let bytes = view.data();
+        Ok(Numbers {
+            bytes,
+            shape,
+            dtype,
+        })
+    }
+}
+
+/// Numbers where they are in a file.
+struct Numbers<'a> {
+    bytes: &'a [u8],
+    shape: [usize; 4],
+    dtype: DType,
+}
+
+impl Numbers<'_> {
+    fn upload<K: Basic>(&self, device: &Device) -> Tensor<4, K> {
+        let data = TensorData::from_bytes_vec(self.bytes.to_vec(), self.shape, self.dtype);
+        Tensor::from_data(data, (device, self.dtype))
     }
 }
 
@@ -352,6 +451,7 @@ fn dtype_of(written: Dtype) -> Option<DType> {
         Dtype::F32 => Some(DType::F32),
         Dtype::F16 => Some(DType::F16),
         Dtype::BF16 => Some(DType::BF16),
+        Dtype::I32 => Some(DType::I32),
         _ => None,
     }
 }

@@ -144,8 +144,7 @@ impl<'a> Session<'a> {
 
     /// Forgets everything read.
     pub fn reset(&mut self) {
-        let compact = self.cache.has_compact_keys();
-        let empty = Cache::new(self.gemma.config(), vec![0], compact);
+        let empty = Cache::new(self.gemma.config(), vec![0], self.cache.kind());
         self.cache = empty.forgetting(self.cache.spare());
         self.read.clear();
         self.checkpoints.clear();

@@ -8,7 +8,10 @@ use crate::{
     Gemma4Error, Gemma4Model, Logits, Packing,
     model::{
         any_rows::{AnyRows, Rotations},
-        cache::key_values::{KeyValues, SharedKeyValues},
+        cache::{
+            key_values::{KeyValues, SharedKeyValues},
+            slots::Slots,
+        },
         forward::last_positions,
         layer::operators::{PerLayerEmbedding, Stream},
         per_layer::Tokens,
@@ -302,8 +305,8 @@ impl<'a> Pass<'a> {
         let shared = kept.shared.get(config.layer_types[layer]);
         let read = shared.filter(|_| source != layer).map(|read| {
             KeyValues::new(
-                self.leaf(read.key.clone()),
-                self.leaf(read.value.clone()),
+                Slots::Whole(self.leaf(read.key.clone().numbers())),
+                Slots::Whole(self.leaf(read.value.clone().numbers())),
                 read.visible.clone(),
             )
         });
@@ -316,11 +319,15 @@ impl<'a> Pass<'a> {
         );
         let mut sought = attach(self.zero(), output, of_output);
         if let (Some(own), Some([key, value])) = (own, of_shared.remove(&layer)) {
-            sought = attach(attach(sought, own.key, key), own.value, value);
+            sought = attach(
+                attach(sought, own.key.numbers(), key),
+                own.value.numbers(),
+                value,
+            );
         }
         let mut gradients = sought.backward();
         if let Some(read) = read {
-            let new = [read.key, read.value].map(|leaf| of_leaf(&leaf, &mut gradients));
+            let new = [read.key, read.value].map(|leaf| of_leaf(&leaf.numbers(), &mut gradients));
             let added = match of_shared.remove(&source) {
                 Some(old) => {
                     let [key, value] = new;

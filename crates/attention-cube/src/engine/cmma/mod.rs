@@ -60,7 +60,7 @@ impl Launch for Cmma {
         inputs: AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend> {
-        launch::forward::launch(inputs, problem, plan)
+        launch::forward::launch(inputs, None, problem, plan)
     }
 
     fn backward(

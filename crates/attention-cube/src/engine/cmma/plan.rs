@@ -58,6 +58,11 @@ fn choice<'a>(
     };
     let fragments = wanted.into_iter().find_map(kind);
     let fragments = *fragments.ok_or(Refusal::MissingFeature(Feature::Fragments(dtype)))?;
+    if problem.quantized && fragments.dtype == DType::F16 {
+        return Err(Refusal::Quantized(
+            "a probability times its value's scale may be too large or too small for F16",
+        ));
+    }
     if let Some(fault) = support.fault {
         return Err(Refusal::Fault(fault));
     }

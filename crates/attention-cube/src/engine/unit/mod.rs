@@ -53,7 +53,7 @@ impl Launch for Unit {
         inputs: AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend> {
-        launch::forward::launch(inputs, problem, plan)
+        launch::forward::launch(inputs, None, problem, plan)
     }
 
     fn backward(

@@ -1,4 +1,4 @@
-//! Launches the forward, and the merge where the keys were split.
+//! Launches the forward, of keys and values as they are or of their words, and the merge where the keys were split.
 
 use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, score_arguments, score_kind, structure};
@@ -12,10 +12,18 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
+use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::CubeDim;
+
+/// The scales of keys and of values, where the inputs' are words of int8: `[batch, kv_heads, kv_len]` in f32.
+pub(crate) struct Scales {
+    pub key: CubeTensor,
+    pub value: CubeTensor,
+}
 
 pub(crate) fn launch(
     inputs: AttentionInputs<CubeBackend>,
+    scales: Option<Scales>,
     problem: &AttentionProblem,
     plan: ForwardPlan,
 ) -> AttentionOutput<CubeBackend> {
@@ -70,6 +78,11 @@ pub(crate) fn launch(
         packed,
         split,
     };
+    let (key_element, key_vector) = match scales {
+        Some(_) => (ElemType::UInt(UIntKind::U32), 1),
+        None => (dtype_to_storage_type(problem.dtype), tiles.vector),
+    };
+    let (key_scales, value_scales) = scales.map(|scales| (scales.key, scales.value)).unzip();
     let kernel_sinks = if split { None } else { sinks.clone() };
     let addresses = address_type(
         [
@@ -80,6 +93,8 @@ pub(crate) fn launch(
             &logsumexp,
         ]
         .into_iter()
+        .chain(&key_scales)
+        .chain(&value_scales)
         .chain(extras.tensors()),
     );
     // SAFETY: the kernel reads rows and columns inside the shapes, by their strides, and writes the
@@ -93,6 +108,8 @@ pub(crate) fn launch(
             inputs.query.into_tensor_arg(),
             inputs.key.into_tensor_arg(),
             inputs.value.into_tensor_arg(),
+            key_scales.map(CubeTensor::into_tensor_arg).into(),
+            value_scales.map(CubeTensor::into_tensor_arg).into(),
             extras.mask().into(),
             extras.bias().into(),
             extras.lengths_and_ids().into(),
@@ -107,12 +124,14 @@ pub(crate) fn launch(
             value_dim as u32,
             kind,
             dtype_to_storage_type(problem.dtype),
+            key_element,
             dtype_to_storage_type(tiles.product_dtype()),
             dtype_to_storage_type(output_dtype),
             extras.mask_element,
             extras.bias_element,
             sink_element,
             tiles.vector,
+            key_vector,
         );
     }
     if split {

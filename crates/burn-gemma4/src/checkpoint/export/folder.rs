@@ -6,7 +6,7 @@ use crate::{
     checkpoint::{
         files::TensorFiles,
         packed::{SCALES, SHAPE, WORDS},
-        save::{copy_beside, create, dtype_in_file, write_file, write_tensors},
+        save::{copy_beside, dtype_in_file, folder_of, partial, write_file, write_tensors},
         source::{Source, Weights},
     },
     quantized::{packed::Scheme, quantize::Target, rows::written},
@@ -19,14 +19,14 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
     ops::Range,
-    path::{Path, PathBuf},
+    path::Path,
     sync::atomic::{AtomicBool, Ordering},
 };
 
 /// Columns that share a scale.
 const GROUP: usize = 32;
-/// What products are not of.
-const TABLES: [&str; 3] = [
+/// What products are not of, and no folder has packed.
+pub(super) const TABLES: [&str; 3] = [
     "embed_tokens.weight",
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
@@ -102,21 +102,15 @@ impl Export<'_> {
         files: &TensorFiles,
         to: &Path,
     ) -> Result<QuantizedCheckpoint, Gemma4Error> {
-        let mut partial = PathBuf::from(to);
-        partial.add_extension("partial");
-        super::refuse_existing(&partial)?;
-        create(&partial)?;
-        let outcome = self.finish(self.fill(files, &partial)).and_then(|()| {
-            fs::rename(&partial, to).map_err(|source| Gemma4Error::Io {
-                path: to.into(),
-                source,
-            })
-        });
-        if outcome.is_err() {
-            // What went wrong says more than that it is still there.
-            let _ = fs::remove_dir_all(&partial);
-        }
-        outcome?;
+        let failed = |source| Gemma4Error::Io {
+            path: to.into(),
+            source,
+        };
+        let partial = partial().tempdir_in(folder_of(to)).map_err(failed)?;
+        self.finish(self.fill(files, partial.path()))?;
+        fs::rename(partial.path(), to).map_err(failed)?;
+        // Under its old name there is nothing to remove.
+        let _ = partial.keep();
         Ok(self.written(&to.join("model.safetensors"), Vec::new()))
     }
 
@@ -174,7 +168,7 @@ impl Export<'_> {
     fn matrices(&self) -> Vec<(String, Matrix<'_>)> {
         let mut matrices = Vec::new();
         for (path, shape) in &self.parameters {
-            if TABLES.contains(&path.as_str()) || !self.is_quantized(path, shape) {
+            if !self.is_quantized(path, shape) {
                 continue;
             }
             let name = self.weights.in_file(path);

@@ -32,7 +32,7 @@ pub struct QuantizedCheckpoint {
     pub left_out: Vec<String>,
 }
 
-/// Writes the checkpoint in the folder `from` with quantized weights to `to`: a GGUF file where that is its ending, else a folder.
+/// Writes the checkpoint in the folder `from` with quantized weights to `to`: a GGUF file where `.gguf` is its ending, in any case, else a folder.
 ///
 /// A GGUF file has the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) quantizes in blocks of Q8_0 or Q4_0, bit
 /// by bit as the Python package `gguf` makes them, and what stays in f32, or a matrix in its own dtype; with the tokenizer, the chat template and
@@ -61,6 +61,9 @@ pub fn quantize_checkpoint(
         reason: format!("is {form:?}; weights are written as Q8 or as Q4"),
     })?;
     refuse_existing(to)?;
+    let is_gguf = to
+        .extension()
+        .is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
     let unsupported = |reason: &str| Gemma4Error::Unsupported {
         path: from.into(),
         reason: reason.into(),
@@ -89,6 +92,7 @@ pub fn quantize_checkpoint(
         .weights_mut()
         .into_iter()
         .map(|(path, _)| path)
+        .filter(|path| is_gguf || !folder::TABLES.contains(&path.as_str()))
         .collect();
     let export = Export {
         from,
@@ -106,7 +110,7 @@ pub fn quantize_checkpoint(
         }),
     };
     export.refuse_nothing()?;
-    match to.extension().is_some_and(|extension| extension == "gguf") {
+    match is_gguf {
         true => export.write_gguf(to),
         false => export.write_folder(&files, to),
     }
@@ -131,7 +135,7 @@ struct Export<'a> {
     weights: &'a Folder,
     /// Path and shape.
     parameters: Vec<(String, Vec<usize>)>,
-    /// The paths of those that may be quantized.
+    /// The paths of those that may be quantized in what is written.
     quantized: BTreeSet<String>,
     target: Target,
     report: RefCell<Report<'a>>,

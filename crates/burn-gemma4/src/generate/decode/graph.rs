@@ -116,20 +116,21 @@ impl GraphCapture {
         outputs
     }
 
-    /// Guesses `count` tokens after `token` of the only sequence, which was chosen by what `hidden`, `[1, hidden]`, became.
+    /// Guesses `count` tokens after one of each sequence, which were chosen by what `hidden`, `[batch, hidden]`, became.
     pub fn guess(
         &mut self,
         drafter: &Drafter,
         model: &Gemma4Model,
         cache: &mut Cache,
-        token: u32,
+        tokens: &[u32],
         hidden: Tensor<2>,
         count: usize,
     ) -> Guesses {
         let device = model.device();
-        let inputs = inputs(cache, &[token], &device);
+        let inputs = inputs(cache, tokens, &device);
         // The guesses' own position is the next one.
         self.make_room(cache, 1);
+        cache.turn();
         let hidden = flat(hidden);
         let mut may_capture = self.may_capture;
         let round = match self.rounds.entry(count) {
@@ -233,7 +234,7 @@ fn position(
     Position {
         targets: cache.targets(),
         batch: cache.batch(),
-        is_ragged: cache.is_padded(),
+        is_ragged: cache.is_padded() || cache.may_be_ragged(),
         ring: cache.ring(device),
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),

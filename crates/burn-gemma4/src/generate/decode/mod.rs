@@ -30,8 +30,8 @@ use std::marker::PhantomData;
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
 ///
 /// On CubeCL devices it runs kernels of its own, bound by the memory's rate, for up to 8 sequences, and where the device
-/// can, it captures their launches in a graph once and replays it. That holds for dense models whose parameters all have one of the
-/// dtypes f32, f16 and bf16; all else goes through [`Gemma4Model::step`], which computes the same. Sequences with padding are moved to
+/// can, it captures their launches in a graph once and replays it. That holds for models whose parameters all have one of the
+/// dtypes f32, f16 and bf16, with up to 512 experts; all else goes through [`Gemma4Model::step`], which computes the same. Sequences with padding are moved to
 /// their buffers' beginnings for it, once, and are as fast as others.
 ///
 /// A capture takes milliseconds, at the third or fourth token and whenever the cache has grown. On CUDA it concerns the
@@ -148,19 +148,25 @@ impl<'a> Decoder<'a> {
         };
         match (self.cache.batch(), tokens.len()) {
             (_, 0) => return refuse("are none; there should be at least 1".into()),
-            (1, _) => self.check_vocabulary(tokens)?,
-            (batch, _) => return refuse(format!("are of one sequence, but the cache has {batch}")),
+            (1, _) => self.read_each(tokens),
+            (batch, _) => refuse(format!("are of one sequence, but the cache has {batch}")),
         }
+    }
+
+    /// [`read`](Self::read) of as many tokens of each sequence, one sequence after the other, of which there is one at least.
+    pub(crate) fn read_each(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
+        self.check_vocabulary(tokens)?;
+        let count = tokens.len() / self.cache.batch();
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph
             && self.cache.has_begun()
         {
             // Kernels write all tokens before any of them looks: a ring must have slots for those after the first.
-            if tokens.len() <= MOST_ROWS && tokens.len() <= 1 + self.cache.spare() {
+            if tokens.len() <= MOST_ROWS && count <= 1 + self.cache.spare() {
                 return Ok(graph.step(self.model, self.cache, tokens).into());
             }
         }
-        self.plain_step(tokens, tokens.len())
+        self.plain_step(tokens, count)
     }
 
     /// With a drafter for [`guess`](Self::guess).
@@ -174,7 +180,7 @@ impl<'a> Decoder<'a> {
             #[cfg(feature = "cube")]
             graph: self.graph.map(GraphCapture::without_rounds),
             #[cfg(feature = "cube")]
-            has_drafter_kernels: FewRows::serve(&drafter.model, 1),
+            has_drafter_kernels: FewRows::serve(&drafter.model, self.cache.batch()),
             drafter: Some(drafter),
             ..self
         })
@@ -211,20 +217,40 @@ impl<'a> Decoder<'a> {
         hidden: Tensor<2>,
         count: usize,
     ) -> Result<Guesses, Gemma4Error> {
-        let Some(drafter) = self.drafter else {
-            return Err(Gemma4Error::Argument {
-                argument: "drafter",
-                reason: "is missing: Decoder::with_drafter gives one".into(),
-            });
-        };
+        let drafter = self.drafter()?;
         drafter.check_call(self.cache, token, &hidden, count)?;
+        self.guess_each(&[token], hidden, count)
+    }
+
+    /// [`guess`](Self::guess) of all sequences, after a token of each: as [`Drafter::guess`].
+    pub(crate) fn guess_each(
+        &mut self,
+        tokens: &[u32],
+        hidden: Tensor<2>,
+        count: usize,
+    ) -> Result<Guesses, Gemma4Error> {
+        let drafter = self.drafter()?;
         #[cfg(feature = "cube")]
-        if let Some(graph) = &mut self.graph
-            && self.has_drafter_kernels
         {
-            return Ok(graph.guess(drafter, self.model, self.cache, token, hidden, count));
+            if let Some(graph) = &mut self.graph {
+                if self.has_drafter_kernels {
+                    return Ok(graph.guess(drafter, self.model, self.cache, tokens, hidden, count));
+                }
+                if self.cache.is_padded() {
+                    // Its buffers are to be turned back.
+                    graph.release();
+                }
+            }
+            self.cache.turn_back();
         }
-        Ok(drafter.guess(self.model, self.cache, token, hidden, count))
+        Ok(drafter.guess(self.model, self.cache, tokens, hidden, count))
+    }
+
+    fn drafter(&self) -> Result<&'a Drafter, Gemma4Error> {
+        self.drafter.ok_or_else(|| Gemma4Error::Argument {
+            argument: "drafter",
+            reason: "is missing: Decoder::with_drafter gives one".into(),
+        })
     }
 
     /// Forgets the last `count` columns that were read: see [`Cache::forget`].
@@ -233,6 +259,14 @@ impl<'a> Decoder<'a> {
     /// Where the cache cannot.
     pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
         self.cache.forget(count)
+    }
+
+    /// Forgets so many of each sequence's last columns.
+    ///
+    /// # Errors
+    /// Where the cache cannot.
+    pub(crate) fn forget_each(&mut self, counts: &[usize]) -> Result<(), Gemma4Error> {
+        self.cache.forget_each(counts)
     }
 
     /// What it has read.

@@ -29,15 +29,15 @@ pub(super) struct Round {
     ring: Ring,
     sliding: RotationTables,
     full: RotationTables,
-    /// `[2]`: the token and its position, which the cache does not hold yet.
+    /// `[2 · batch]`: a token of each sequence, then their positions, which the cache does not hold yet.
     pub inputs: Tensor<1, Int>,
-    /// `[hidden]`: what the token's logits were made of.
+    /// `[batch · hidden]`: what the tokens' logits were made of.
     pub hidden: Tensor<1>,
     count: usize,
 }
 
 impl Round {
-    /// Of `count` tokens after what the cache holds, and as far as it has room.
+    /// Of `count` tokens of each sequence after what the cache holds, and as far as it has room.
     pub fn new(
         drafter: &Drafter,
         target: &Gemma4Model,
@@ -68,11 +68,12 @@ impl Computation for Round {
     type Outputs = Guesses;
 
     fn compute(&self) -> Guesses {
-        let [columns] = self.hidden.dims();
-        let token = self.inputs.clone().narrow(0, 0, 1);
-        let position = self.inputs.clone().narrow(0, 1, 1);
+        let ([rows], [numbers]) = (self.inputs.dims(), self.hidden.dims());
+        let batch = rows / 2;
+        let token = self.inputs.clone().narrow(0, 0, batch);
+        let position = self.inputs.clone().narrow(0, batch, batch);
         // The position's own key is not there yet.
-        let query = position.clone().unsqueeze::<2>();
+        let query = position.clone().reshape([batch, 1]);
         let in_ring = self.ring.visible(query.clone(), query - 1);
         let in_full = Visible {
             lengths: Some(position.clone()),
@@ -88,14 +89,14 @@ impl Computation for Round {
             }
         }
         let mut operators = FewRows {
-            batch: 1,
+            batch,
             positions: position,
             sliding: self.sliding.clone(),
             full: self.full.clone(),
             targets: None,
             after: &mut |_| (),
         };
-        let hidden = self.hidden.clone().reshape([1, columns]);
+        let hidden = self.hidden.clone().reshape([batch, numbers / batch]);
         self.drafter.steps(
             &self.target,
             token,

@@ -17,7 +17,6 @@ use burn::tensor::Tensor;
 use lookup::Lookup;
 use pace::{Cost, Pace};
 use serde::Serialize;
-use std::slice;
 
 /// Tokens that are drafted for one pass at most.
 pub(crate) const MOST_DRAFT_TOKENS: usize = 8;
@@ -65,9 +64,8 @@ fn share(part: usize, whole: usize) -> f64 {
     }
 }
 
-/// Refuses numbers of drafts that there are not, drafts for several sequences, and those of a drafter where there is none.
+/// Refuses numbers of drafts that there are not, and those of a drafter where there is none.
 pub(super) fn check(
-    sequences: usize,
     drafter: Option<&Drafter>,
     options: &GenerateOptions,
 ) -> Result<(), Gemma4Error> {
@@ -80,12 +78,6 @@ pub(super) fn check(
         _ => (),
     }
     match (options.drafts, drafter) {
-        (Drafts::None, _) => Ok(()),
-        _ if sequences > 1 => {
-            // Each would accept another number of them, but all sequences of a cache are at the same column.
-            let reason = format!("are for one sequence at a time, but there are {sequences}");
-            refuse("drafts", reason)
-        }
         (Drafts::Drafter, None) => refuse(
             "drafts",
             "are a drafter's, but none was loaded: Gemma4::with_drafter does".into(),
@@ -111,92 +103,157 @@ enum Source {
 }
 
 impl Guesser {
-    /// Whom the options ask for, after a prompt whose last position left `hidden`; `None` where it is nobody.
-    pub fn new(
+    /// Whom the options ask for, one a sequence, after prompts whose last positions left `hidden`, `[batch, 1, hidden]`; none where it is
+    /// nobody.
+    pub fn of(
         options: &GenerateOptions,
         sequences: &[Sequence<'_>],
         hidden: Tensor<3>,
-    ) -> Option<Self> {
-        let (source, cost) = match (options.drafts, sequences) {
-            (Drafts::Lookup, [sequence]) => {
-                let mut lookup = Lookup::default();
-                lookup.read(&sequence.prompt);
-                (Source::Lookup { lookup, known: 0 }, Cost::LOOKUP)
-            }
-            (Drafts::Drafter, [_]) => (Source::Drafter(flat_rows(hidden)), Cost::DRAFTER),
-            _ => return None,
+    ) -> Vec<Self> {
+        let hidden = flat_rows(hidden);
+        let of_sequence = |(row, sequence): (usize, &Sequence<'_>)| {
+            let (source, cost) = match options.drafts {
+                Drafts::None => return None,
+                Drafts::Lookup => {
+                    let mut lookup = Lookup::default();
+                    lookup.read(&sequence.prompt);
+                    (Source::Lookup { lookup, known: 0 }, Cost::LOOKUP)
+                }
+                Drafts::Drafter => {
+                    let hidden = hidden.clone().narrow(0, row, 1);
+                    (Source::Drafter(hidden), Cost::DRAFTER)
+                }
+            };
+            Some(Self {
+                source,
+                pace: Pace::new(options.draft_tokens, cost, sequences.len()),
+            })
         };
-        Some(Self {
-            source,
-            pace: Pace::new(options.draft_tokens, cost),
-        })
+        sequences
+            .iter()
+            .enumerate()
+            .filter_map(of_sequence)
+            .collect()
     }
 
-    /// Up to `most` tokens that may come after the sequence's last one, `last`, which the cache does not hold yet.
-    fn guess(
-        &mut self,
-        sequence: &Sequence<'_>,
-        last: u32,
-        decoder: &mut Decoder<'_>,
-        most: usize,
-    ) -> Result<Vec<u32>, Gemma4Error> {
-        let count = self.pace.next().min(most);
-        match &mut self.source {
-            Source::Lookup { lookup, known } => {
-                lookup.read(&sequence.tokens[*known..]);
-                *known = sequence.tokens.len();
-                Ok(lookup.draft(count))
-            }
-            Source::Drafter(_) if count == 0 => Ok(Vec::new()),
-            Source::Drafter(hidden) => decoder.guess(last, hidden.clone(), count)?.tokens(),
-        }
-    }
-
-    /// Takes note of a pass that gave `taken` tokens for so many guesses, and of what its logits were made of.
-    fn learn(&mut self, drafted: usize, taken: usize, found: Option<Tensor<2>>) {
+    /// Takes note of a pass that gave `taken` tokens for so many guesses, and of what its logits were made of, from row `first` on.
+    fn learn(&mut self, drafted: usize, taken: usize, found: Option<&Tensor<2>>, first: usize) {
         self.pace.learn(drafted, taken - 1);
         if let (Source::Drafter(hidden), Some(found)) = (&mut self.source, found) {
-            *hidden = found.narrow(0, taken - 1, 1);
+            *hidden = found.clone().narrow(0, first + taken - 1, 1);
         }
     }
 }
 
-/// Goes on with the only sequence, whose last token has not been read yet, until it ends.
-pub(super) fn decode(
-    sequence: &mut Sequence<'_>,
+/// What may come after each sequence's last token, which the cache does not hold yet.
+fn guesses(
+    sequences: &[Sequence<'_>],
     decoder: &mut Decoder<'_>,
-    guesser: &mut Guesser,
-    options: &GenerateOptions,
-    max_tokens: usize,
-    on_token: &mut OnToken<'_>,
-) -> Result<DraftCounts, Gemma4Error> {
-    let mut counts = DraftCounts::default();
-    while let Some(&last) = sequence.tokens.last()
-        && sequence.finished.is_none()
-        && !options.is_cancelled()
-    {
-        // The pass gives one token more than are drafted.
-        let most = max_tokens - sequence.tokens.len() - 1;
-        let drafts = guesser.guess(sequence, last, decoder, most)?;
-        let read = [&[last], &drafts[..]].concat();
-        let next = decoder.read(&read)?;
-        let hidden = next.hidden();
-        let chosen = Chosen::of(next, slice::from_ref(sequence), options)?;
-        let mut taken = 0;
-        for (row, drafted) in drafts.iter().map(Some).chain([None]).enumerate() {
-            let token = chosen.token(row, sequence, options)?;
-            sequence.take(token, max_tokens, options, on_token)?;
-            taken += 1;
-            if sequence.finished.is_some() || drafted != Some(&token) {
-                break;
+    guessers: &mut [Guesser],
+    limits: Limits,
+) -> Result<Vec<Vec<u32>>, Gemma4Error> {
+    let both = sequences.iter().zip(guessers.iter());
+    let counts: Vec<usize> = both
+        .map(|(sequence, guesser)| match sequence.finished {
+            // The pass gives one token more than are drafted.
+            None => {
+                let most = limits.max_tokens - sequence.tokens.len() - 1;
+                guesser.pace.next().min(most)
             }
+            Some(_) => 0,
+        })
+        .collect();
+    let (mut drafts, mut hidden) = (Vec::new(), Vec::new());
+    for ((sequence, guesser), count) in sequences.iter().zip(guessers).zip(&counts) {
+        match &mut guesser.source {
+            Source::Lookup { lookup, known } => {
+                lookup.read(&sequence.tokens[*known..]);
+                *known = sequence.tokens.len();
+                drafts.push(lookup.draft(*count));
+            }
+            Source::Drafter(of_sequence) => hidden.push(of_sequence.clone()),
         }
-        // The last token taken is still to be read.
-        decoder.forget(read.len() - taken)?;
-        counts.passes += 1;
-        counts.drafted += drafts.len();
-        counts.accepted += taken - 1;
-        guesser.learn(drafts.len(), taken, hidden);
     }
-    Ok(counts)
+    let most = counts.iter().copied().max().unwrap_or(0);
+    if hidden.is_empty() || most == 0 {
+        drafts.resize(sequences.len(), Vec::new());
+        return Ok(drafts);
+    }
+    // A drafter guesses for all sequences at once.
+    let last: Vec<u32> = sequences.iter().map(|one| last(one, limits)).collect();
+    let hidden = match hidden.len() {
+        1 => hidden.remove(0),
+        _ => Tensor::cat(hidden, 0),
+    };
+    let found = decoder.guess_each(&last, hidden, most)?.tokens()?;
+    let rows = counts.iter().enumerate();
+    Ok(rows
+        .map(|(row, count)| {
+            let of_row = found[row..].iter().step_by(sequences.len());
+            of_row.take(*count).copied().collect()
+        })
+        .collect())
+}
+
+/// The token that a sequence reads next. One that has ended goes along until the others have.
+fn last(sequence: &Sequence<'_>, limits: Limits) -> u32 {
+    match (sequence.finished, sequence.tokens.last()) {
+        (None, Some(last)) => *last,
+        _ => limits.pad,
+    }
+}
+
+/// How far sequences go, and what fills those up that have ended.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    pub max_tokens: usize,
+    pub pad: u32,
+}
+
+/// Goes on with the sequences, whose last tokens have not been read yet, until they end. A pass reads as many tokens of each, those that have
+/// fewer guesses filled up; each takes its own number of them.
+pub(super) fn decode(
+    sequences: &mut [Sequence<'_>],
+    decoder: &mut Decoder<'_>,
+    guessers: &mut [Guesser],
+    options: &GenerateOptions,
+    limits: Limits,
+    on_token: &mut OnToken<'_>,
+) -> Result<(), Gemma4Error> {
+    while !options.is_cancelled() && sequences.iter().any(|one| one.finished.is_none()) {
+        let drafts = guesses(sequences, decoder, guessers, limits)?;
+        let count = 1 + drafts.iter().map(Vec::len).max().unwrap_or(0);
+        let mut read = Vec::with_capacity(count * sequences.len());
+        for (sequence, drafts) in sequences.iter().zip(&drafts) {
+            let end = read.len() + count;
+            read.push(last(sequence, limits));
+            read.extend(drafts);
+            read.resize(end, limits.pad);
+        }
+        let next = decoder.read_each(&read)?;
+        let hidden = next.hidden();
+        let chosen = Chosen::of(next, sequences, options)?;
+        let mut forgotten = vec![count - 1; sequences.len()];
+        let going = sequences.iter_mut().zip(guessers.iter_mut()).enumerate();
+        for (index, (sequence, guesser)) in going.filter(|(_, (one, _))| one.finished.is_none()) {
+            let (first, drafts) = (index * count, &drafts[index]);
+            let mut taken = 0;
+            for (row, drafted) in drafts.iter().map(Some).chain([None]).enumerate() {
+                let token = chosen.token(first + row, sequence, options)?;
+                sequence.take(token, limits.max_tokens, options, on_token)?;
+                taken += 1;
+                if sequence.finished.is_some() || drafted != Some(&token) {
+                    break;
+                }
+            }
+            // The last token taken is still to be read.
+            forgotten[index] = count - taken;
+            sequence.drafts.passes += 1;
+            sequence.drafts.drafted += drafts.len();
+            sequence.drafts.accepted += taken - 1;
+            guesser.learn(drafts.len(), taken, hidden.as_ref(), first);
+        }
+        decoder.forget_each(&forgotten)?;
+    }
+    Ok(())
 }

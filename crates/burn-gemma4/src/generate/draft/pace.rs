@@ -19,14 +19,15 @@ const MEMORY: f64 = 16.0;
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
-/// The most tokens that are drafted where nobody says how many: with the token before them, as many rows as decoding's kernels
-/// take.
-const MOST: usize = 7;
+/// Rows of a pass where nobody says how many tokens are drafted: as many as decoding's kernels take, of all sequences together.
+const ROWS: usize = 8;
 
 /// Chooses how many tokens are drafted.
 #[derive(Clone, Debug)]
 pub(super) struct Pace {
     fixed: Option<usize>,
+    /// Where it is not fixed, at most so many: with the token before them, each sequence's part of [`ROWS`].
+    most: usize,
     cost: Cost,
     /// Drafts that were looked at, and those of them that were right; older ones count less.
     seen: f64,
@@ -34,9 +35,11 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    pub fn new(fixed: Option<usize>, cost: Cost) -> Self {
+    /// Of one of so many sequences.
+    pub fn new(fixed: Option<usize>, cost: Cost, sequences: usize) -> Self {
         Self {
             fixed,
+            most: (ROWS / sequences).saturating_sub(1),
             cost,
             seen: FIRST_DRAFTS,
             right: FIRST_DRAFTS * FIRST_ACCEPTANCE,
@@ -50,9 +53,9 @@ impl Pace {
             return fixed.min(MOST_DRAFT_TOKENS);
         }
         let acceptance = self.right / self.seen;
-        let (mut best, mut most) = (1, 0.0);
+        let (mut best, mut most) = (self.most.min(1), 0.0);
         let (mut tokens, mut power) = (1.0, 1.0);
-        for count in 1..=MOST {
+        for count in 1..=self.most {
             power *= acceptance;
             tokens += power;
             let rate = tokens / (1.0 + self.cost.0 * count as f64);
@@ -80,7 +83,7 @@ mod tests {
 
     /// After passes each of which accepts `accepted` of what it drafts.
     fn after(accepted: usize) -> usize {
-        let mut pace = Pace::new(None, Cost::LOOKUP);
+        let mut pace = Pace::new(None, Cost::LOOKUP, 1);
         for _ in 0..100 {
             let drafted = pace.next();
             pace.learn(drafted, accepted.min(drafted));
@@ -91,16 +94,16 @@ mod tests {
     #[test]
     fn who_is_right_drafts_more() {
         assert_eq!(after(0), 1);
-        assert_eq!(after(MOST), MOST);
+        assert_eq!(after(7), 7);
         let between = after(2);
-        assert!((2..MOST).contains(&between), "{between}");
-        let counts: Vec<usize> = (0..=MOST).map(after).collect();
+        assert!((2..7).contains(&between), "{between}");
+        let counts: Vec<usize> = (0..=7).map(after).collect();
         assert!(counts.is_sorted(), "{counts:?}");
     }
 
     #[test]
     fn it_forgets() {
-        let mut pace = Pace::new(None, Cost::DRAFTER);
+        let mut pace = Pace::new(None, Cost::DRAFTER, 1);
         for _ in 0..1000 {
             pace.learn(4, 0);
         }
@@ -108,12 +111,25 @@ mod tests {
         for _ in 0..100 {
             pace.learn(4, 4);
         }
-        assert_eq!(pace.next(), MOST);
+        assert_eq!(pace.next(), 7);
+    }
+
+    #[test]
+    fn sequences_share_the_rows() {
+        for (sequences, most) in [(1, 7), (2, 3), (3, 1), (4, 1), (5, 0), (100, 0)] {
+            let mut pace = Pace::new(None, Cost::LOOKUP, sequences);
+            for _ in 0..100 {
+                let drafted = pace.next();
+                assert!(drafted <= most);
+                pace.learn(drafted, drafted);
+            }
+            assert_eq!(pace.next(), most, "{sequences}");
+        }
     }
 
     #[test]
     fn a_fixed_number_stays() {
-        let mut pace = Pace::new(Some(3), Cost::LOOKUP);
+        let mut pace = Pace::new(Some(3), Cost::LOOKUP, 1);
         pace.learn(3, 0);
         assert_eq!(pace.next(), 3);
     }

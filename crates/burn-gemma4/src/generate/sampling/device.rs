@@ -37,7 +37,7 @@ impl DeviceSampler {
             let seed = sampler.seed();
             [seed as u32, (seed >> 32) as u32]
         });
-        let penalty = sampling.repetition_penalty;
+        let penalty = sampling.penalty();
         let seen = || {
             let rows = samplers.iter();
             let rows = rows.flat_map(|sampler| words(sampler.seen(), vocabulary));

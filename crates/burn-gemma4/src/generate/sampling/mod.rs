@@ -71,6 +71,11 @@ impl Sampling {
         self.is_greedy() && !self.changes_logits()
     }
 
+    /// What logits are divided or multiplied by. Devices without subnormal numbers take smaller ones for 0.
+    fn penalty(&self) -> f32 {
+        self.repetition_penalty.max(f32::MIN_POSITIVE)
+    }
+
     fn changes_logits(&self) -> bool {
         self.repetition_penalty != 1.0 || !self.suppress_tokens.is_empty()
     }

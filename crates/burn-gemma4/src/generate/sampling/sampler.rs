@@ -84,7 +84,7 @@ impl Sampler {
 
     /// Applies the penalty and the suppressed tokens.
     fn change(&self, logits: &mut [f32]) {
-        let penalty = self.sampling.repetition_penalty;
+        let penalty = self.sampling.penalty();
         for token in &self.seen {
             if let Some(logit) = logits.get_mut(*token as usize) {
                 *logit = match *logit < 0.0 {

@@ -2,9 +2,9 @@
 
 use super::{
     Cache, Store,
-    buffers::{Buffers, empty, parts_in_order, write, write_ring},
+    buffers::{Buffers, parts_in_order, write, write_ring},
+    slots::Slots,
 };
-use burn::tensor::Tensor;
 
 /// What rings held at a column.
 #[derive(Debug)]
@@ -20,10 +20,9 @@ pub(crate) struct Checkpoint {
 impl Checkpoint {
     /// Bytes on the device.
     pub fn bytes(&self) -> usize {
-        let bytes = |tensor: &Tensor<4>| tensor.shape().num_elements() * tensor.dtype().size();
         let rings = self.rings.iter().flatten();
         rings
-            .map(|ring| bytes(&ring.key) + bytes(&ring.value))
+            .map(|ring| ring.key.bytes() + ring.value.bytes())
             .sum()
     }
 }
@@ -33,7 +32,7 @@ impl Cache {
     pub(crate) fn checkpoint(&self) -> Checkpoint {
         let kept = self.kept_at_most();
         let columns = self.columns;
-        let copy = |ring: &Tensor<4>| copied(ring, columns, kept);
+        let copy = |ring: &Slots| copied(ring, columns, kept);
         let rings = self.stores.iter().map(|store| match store {
             Store::Ring(Some(ring)) if kept > 0 => Some(Buffers {
                 key: copy(&ring.key),
@@ -82,12 +81,12 @@ impl Cache {
         assert!(!self.is_padded(), "of one text");
         let slots = self.ring_slots();
         let past = checkpoint.column - checkpoint.kept;
-        let written = |ring, columns: &Tensor<4>| write_ring(ring, columns.clone(), past);
+        let written = |ring, columns: &Slots| write_ring(ring, columns.clone(), past);
         for (store, kept) in self.stores.iter_mut().zip(&checkpoint.rings) {
             if let (Store::Ring(ring), Some(kept)) = (store, kept) {
                 let old = ring.take().unwrap_or_else(|| Buffers {
-                    key: empty(&kept.key, slots),
-                    value: empty(&kept.value, slots),
+                    key: kept.key.empty(slots),
+                    value: kept.value.empty(slots),
                 });
                 *ring = Some(Buffers {
                     key: written(old.key, &kept.key),
@@ -106,13 +105,13 @@ impl Cache {
 }
 
 /// The last `kept` of `past` columns of a ring, of which there is one at least, in memory of their own: kernels write rings where they lie.
-fn copied(ring: &Tensor<4>, past: usize, kept: usize) -> Tensor<4> {
+fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
     // One slot more than there are columns: what is written to all of a tensor may be the tensor from then on.
     let copy =
         parts_in_order(ring, past, kept)
             .into_iter()
-            .fold(empty(ring, kept + 1), |copy, part| {
+            .fold(ring.empty(kept + 1), |copy, part| {
                 let count = part.dims()[2];
                 let copy = write(copy, part, 0, slot, count);
                 slot += count;

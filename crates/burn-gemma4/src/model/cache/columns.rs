@@ -4,6 +4,7 @@ use super::{
     Cache, Store,
     buffers::{Buffers, extended},
     compact::{CompactBuffer, CompactKeys},
+    slots::Slots,
 };
 use crate::{Gemma4Config, Gemma4Model};
 use burn::tensor::Tensor;
@@ -18,8 +19,8 @@ pub(crate) struct Columns {
 
 impl Cache {
     /// All columns of full layers, by name.
-    pub(crate) fn columns_of_layers(&self) -> Vec<(String, Tensor<4>)> {
-        let columns = |buffer: &Tensor<4>| buffer.clone().narrow(2, 0, self.columns);
+    pub(crate) fn columns_of_layers(&self) -> Vec<(String, Slots)> {
+        let columns = |buffer: &Slots| buffer.narrow(2, 0, self.columns);
         let mut found = Vec::new();
         for (layer, store) in self.stores.iter().enumerate() {
             match store {
@@ -94,7 +95,7 @@ impl Cache {
     }
 
     /// Fills the full layers of an empty cache.
-    pub(crate) fn fill(&mut self, model: &Gemma4Model, tensors: &mut BTreeMap<String, Tensor<4>>) {
+    pub(crate) fn fill(&mut self, model: &Gemma4Model, tensors: &mut BTreeMap<String, Slots>) {
         for (layer, store) in self.stores.iter_mut().enumerate() {
             let mut take = |what| {
                 let columns = tensors.remove(&name(layer, what))?;
@@ -117,11 +118,29 @@ impl Cache {
         }
     }
 
+    /// Gives rings slots that have kept none of the columns that were read: those of a window of one column.
+    pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
+        let (config, slots) = (model.config(), self.ring_slots());
+        let (device, dtype) = (model.device(), model.dtype());
+        let precision = self.kind.precision;
+        for (layer, store) in self.stores.iter_mut().enumerate() {
+            if let Store::Ring(ring @ None) = store {
+                let heads = config.key_value_heads(layer);
+                let shape = [1, heads, slots, config.head_dim(layer)];
+                let empty = || Slots::new(Tensor::zeros(shape, (&device, dtype)), precision);
+                *ring = Some(Buffers {
+                    key: empty(),
+                    value: empty(),
+                });
+            }
+        }
+    }
+
     /// What rings have kept, by layer.
     pub(crate) fn rings_of(
         &self,
         prefix: &str,
-        tensors: &mut BTreeMap<String, Tensor<4>>,
+        tensors: &mut BTreeMap<String, Slots>,
     ) -> Vec<Option<Buffers>> {
         let mut of_layer = |layer| {
             let mut take = |what| tensors.remove(&format!("{prefix}.{layer}.{what}"));

@@ -13,6 +13,7 @@
 //! With Gemma 4's 512 channels, 128 of which are rotated, that is 640 numbers instead of 1024. It is the same mathematics; in half
 //! precision it is rounded elsewhere.
 
+use super::slots::{CODES, Slots};
 use crate::Gemma4Config;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
@@ -33,6 +34,11 @@ impl CompactLayout {
             rotated_pairs: config.global_rope.rotated_pairs(head_dim),
         };
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
+    }
+
+    /// Whether keys and values each begin and end with a word of int8.
+    pub fn has_words(&self) -> bool {
+        self.head_dim.is_multiple_of(CODES) && self.rotated().is_multiple_of(CODES)
     }
 
     /// Columns of a slot.
@@ -136,7 +142,7 @@ impl CompactKeys {
 #[derive(Clone, Debug)]
 pub(crate) struct CompactBuffer {
     /// `[batch, kv_heads, slots, width]`.
-    pub slots: Tensor<4>,
+    pub slots: Slots,
     /// How they are laid out and read.
     pub keys: CompactKeys,
 }

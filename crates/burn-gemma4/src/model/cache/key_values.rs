@@ -1,7 +1,7 @@
 //! What queries read: keys and values, and what is visible of them.
 
-use super::compact::CompactKeys;
-use crate::{LayerType, op::columns::columns};
+use super::{compact::CompactKeys, slots::Slots};
+use crate::LayerType;
 use attention_cube::AttentionOptions;
 use burn::tensor::{Bool, Int, Tensor};
 
@@ -9,9 +9,9 @@ use burn::tensor::{Bool, Int, Tensor};
 #[derive(Clone, Debug)]
 pub(crate) struct KeyValues {
     /// `[batch, kv_heads, kv_len, head_dim]`, normalised and rotated.
-    pub key: Tensor<4>,
+    pub key: Slots,
     /// `[batch, kv_heads, kv_len, head_dim]`, normalised.
-    pub value: Tensor<4>,
+    pub value: Slots,
     /// What the queries see.
     pub visible: Visible,
     /// Where keys and values share columns, how: the key's norm is then the query's in part.
@@ -20,7 +20,7 @@ pub(crate) struct KeyValues {
 
 impl KeyValues {
     /// Keys and values with columns of their own.
-    pub fn new(key: Tensor<4>, value: Tensor<4>, visible: Visible) -> Self {
+    pub fn new(key: Slots, value: Slots, visible: Visible) -> Self {
         Self {
             key,
             value,
@@ -30,11 +30,11 @@ impl KeyValues {
     }
 
     /// Keys and values that share slots, `[batch, kv_heads, slots, width]`, read where they lie.
-    pub fn of_slots(slots: &Tensor<4>, keys: &CompactKeys, visible: Visible) -> Self {
+    pub fn of_slots(slots: &Slots, keys: &CompactKeys, visible: Visible) -> Self {
         let (rotated, head_dim) = (keys.layout.rotated(), keys.layout.head_dim);
         Self {
-            key: columns(slots.clone(), rotated, head_dim),
-            value: columns(slots.clone(), 0, head_dim),
+            key: slots.columns(rotated, head_dim),
+            value: slots.columns(0, head_dim),
             visible,
             compact: Some(keys.clone()),
         }

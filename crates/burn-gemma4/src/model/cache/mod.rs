@@ -14,25 +14,28 @@ pub(crate) mod checkpoint;
 pub(crate) mod columns;
 pub(crate) mod compact;
 pub(crate) mod key_values;
+pub(crate) mod kind;
 #[cfg(feature = "cube")]
 pub(crate) mod ring;
 #[cfg(feature = "cube")]
 mod room;
-#[cfg(feature = "cube")]
+pub(crate) mod slots;
 mod turned;
 
 use crate::{Gemma4Config, Gemma4Error, LayerType, op::rope::Positions};
-use buffers::{Buffers, capacity, empty, extended, in_order, parts_in_order, write, write_ring};
+use buffers::{Buffers, capacity, extended, in_order, parts_in_order, write, write_ring};
 use burn::{
     module::Param,
     tensor::{Bool, Device, Int, Tensor, TensorData},
 };
 use compact::{CompactBuffer, CompactKeys, CompactLayout};
 use key_values::{KeyValues, Visible};
+use kind::{CacheKind, KvPrecision};
 #[cfg(feature = "cube")]
 use ring::Ring;
 #[cfg(feature = "cube")]
 pub(crate) use room::Target;
+use slots::Slots;
 
 /// Keys and values of a batch of sequences.
 #[derive(Debug)]
@@ -48,9 +51,8 @@ pub struct Cache {
     written: usize,
     /// Leading columns of each sequence that are padding.
     padding: Vec<usize>,
-    compact_keys: bool,
+    kind: CacheKind,
     /// Whether each sequence's first token, rather than its padding, is in slot 0: see `turned`.
-    #[cfg(feature = "cube")]
     turned: bool,
     /// See [`Self::room`].
     #[cfg(feature = "cube")]
@@ -81,10 +83,10 @@ pub(crate) struct Call {
 
 impl Cache {
     /// An empty cache for `padding.len()` sequences, each of which begins with that many columns of padding.
-    pub(crate) fn new(config: &Gemma4Config, padding: Vec<usize>, compact_keys: bool) -> Self {
+    pub(crate) fn new(config: &Gemma4Config, padding: Vec<usize>, kind: CacheKind) -> Self {
         let stores = (0..config.first_shared_layer())
             .map(|layer| {
-                let layout = CompactLayout::of(config, layer).filter(|_| compact_keys);
+                let layout = CompactLayout::of(config, layer).filter(|_| kind.compact_keys);
                 match (config.layer_types[layer], layout) {
                     (LayerType::Sliding, _) => Store::Ring(None),
                     (LayerType::Full, Some(layout)) => Store::Compact(layout, None),
@@ -99,8 +101,7 @@ impl Cache {
             columns: 0,
             written: 0,
             padding,
-            compact_keys,
-            #[cfg(feature = "cube")]
+            kind,
             turned: false,
             #[cfg(feature = "cube")]
             room: 0,
@@ -148,9 +149,9 @@ impl Cache {
         }
     }
 
-    /// Whether it was asked to keep keys compact: see [`Gemma4Model::compact_cache`](crate::Gemma4Model::compact_cache).
-    pub fn has_compact_keys(&self) -> bool {
-        self.compact_keys
+    /// How it keeps keys and values.
+    pub fn kind(&self) -> CacheKind {
+        self.kind
     }
 
     /// Sequences.
@@ -170,14 +171,13 @@ impl Cache {
 
     /// Bytes that keys and values take on the device.
     pub fn bytes(&self) -> usize {
-        let bytes = |tensor: &Tensor<4>| tensor.shape().num_elements() * tensor.dtype().size();
         self.stores
             .iter()
             .map(|store| match store {
                 Store::Ring(Some(buffers)) | Store::Growing(Some(buffers)) => {
-                    bytes(&buffers.key) + bytes(&buffers.value)
+                    buffers.key.bytes() + buffers.value.bytes()
                 }
-                Store::Compact(_, Some(buffer)) => bytes(&buffer.slots),
+                Store::Compact(_, Some(buffer)) => buffer.slots.bytes(),
                 Store::Ring(None) | Store::Growing(None) | Store::Compact(_, None) => 0,
             })
             .sum()
@@ -275,14 +275,15 @@ impl Cache {
         call: &Call,
     ) -> KeyValues {
         let (reads_ring, kept) = (self.reads_ring(call.count), self.kept());
-        let ring = self.ring_slots();
+        let (ring, precision) = (self.ring_slots(), self.kind.precision);
+        let apart = |key, value| (Slots::new(key, precision), Slots::new(value, precision));
         match &mut self.stores[layer] {
             Store::Ring(store) => {
+                let (key, value) = apart(key, value);
                 let visible = call.sliding.clone();
-                let slots = |tensor: &Tensor<4>| empty(tensor, ring);
                 let buffers = store.take().unwrap_or_else(|| Buffers {
-                    key: slots(&key),
-                    value: slots(&value),
+                    key: key.empty(ring),
+                    value: value.empty(ring),
                 });
                 if reads_ring {
                     let buffers = buffers.map(key, value, |buffer, new| {
@@ -304,7 +305,9 @@ impl Cache {
                 read
             }
             Store::Growing(store) => {
-                let new = call.reads_itself(&key, &value);
+                let (key, value) = apart(key, value);
+                let new = call
+                    .reads_itself(|| KeyValues::new(key.clone(), value.clone(), call.full.clone()));
                 let (old_key, old_value) = match store.take() {
                     Some(Buffers { key, value }) => (Some(key), Some(value)),
                     None => (None, None),
@@ -318,12 +321,19 @@ impl Cache {
                 read
             }
             Store::Compact(layout, store) => {
-                let new = call.reads_itself(&key, &value);
                 let (old, keys) = match store.take().map(|buffer| *buffer) {
                     Some(CompactBuffer { slots, keys }) => (Some(slots), keys),
                     None => (None, CompactKeys::new(*layout, &key_weight.val())),
                 };
-                let slots = extended(old, keys.slots(key, value), call.past);
+                let slots = Slots::new(keys.slots(key.clone(), value.clone()), precision);
+                let new = call.reads_itself(|| match precision {
+                    KvPrecision::Model => {
+                        let (key, value) = apart(key, value);
+                        KeyValues::new(key, value, call.full.clone())
+                    }
+                    KvPrecision::Q8 => KeyValues::of_slots(&slots, &keys, call.full.clone()),
+                });
+                let slots = extended(old, slots, call.past);
                 let read =
                     new.unwrap_or_else(|| KeyValues::of_slots(&slots, &keys, call.full.clone()));
                 *store = Some(Box::new(CompactBuffer { slots, keys }));
@@ -339,6 +349,7 @@ impl Cache {
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
         let visible = Visible {
             lengths: Some(lengths),
+            mask: self.mask(0..self.full_slots(columns), device),
             ..Visible::default()
         };
         let stores = self.stores.iter().rev();
@@ -346,12 +357,15 @@ impl Cache {
             (LayerType::Sliding, Store::Ring(Some(buffers))) => {
                 // The next position's own key takes one of the window's places, of which there is one at least.
                 let kept = self.kept().max(1);
-                let in_order =
-                    |ring: &Tensor<4>| Tensor::cat(parts_in_order(ring, columns, kept), 2);
+                let in_order = |ring: &Slots| Slots::cat(parts_in_order(ring, columns, kept));
+                let visible = Visible {
+                    mask: self.mask(columns - kept..columns, device),
+                    ..Visible::default()
+                };
                 Some(KeyValues::new(
                     in_order(&buffers.key),
                     in_order(&buffers.value),
-                    Visible::default(),
+                    visible,
                 ))
             }
             (LayerType::Full, Store::Growing(Some(buffers))) => Some(buffers.read(visible.clone())),
@@ -431,9 +445,9 @@ impl Cache {
 }
 
 impl Call {
-    /// What full layers' queries read in a first call: its own keys and values, as they were made.
-    fn reads_itself(&self, key: &Tensor<4>, value: &Tensor<4>) -> Option<KeyValues> {
-        let first = self.past == 0;
-        first.then(|| KeyValues::new(key.clone(), value.clone(), self.full.clone()))
+    /// What full layers' queries read in a first call: its own keys and values, and no buffer. What is kept quantized is read so, too: what
+    /// comes out does not depend on how a text is divided into calls.
+    fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {
+        (self.past == 0).then(own)
     }
 }

@@ -4,9 +4,9 @@ use super::{
     Cache, Store,
     buffers::{BLOCK, Buffers, capacity, grown},
     compact::CompactBuffer,
+    slots::Slots,
 };
 use crate::LayerType;
-use burn::tensor::Tensor;
 
 /// Where a layer's next key and value are written.
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ impl Cache {
     pub(crate) fn make_room(&mut self, count: usize) {
         let columns = self.columns;
         let room = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
-        let grow = |buffer: &mut Tensor<4>| *buffer = grown(buffer.clone(), room, columns);
+        let grow = |buffer: &mut Slots| *buffer = grown(buffer.clone(), room, columns);
         for store in &mut self.stores {
             match store {
                 Store::Growing(Some(buffers)) => {

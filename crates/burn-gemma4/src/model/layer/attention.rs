@@ -1,8 +1,14 @@
-//! Attention of one layer, through `fused_attention`.
+//! Attention of one layer, through `fused_attention`, or `quantized_attention` where keys and values are quantized.
 
 use super::{Linear, RmsNorm};
-use crate::{Gemma4Config, LayerType, model::cache::key_values::KeyValues};
-use attention_cube::fused_attention;
+use crate::{
+    Gemma4Config, LayerType,
+    model::cache::{
+        key_values::KeyValues,
+        slots::{Slots, rows},
+    },
+};
+use attention_cube::{fused_attention, quantized::quantized_attention};
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -78,12 +84,22 @@ impl Attention {
     /// projection back.
     pub(crate) fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<2> {
         let [batch, heads, positions, head_dim] = query.dims();
-        let read = fused_attention(
-            query,
-            key_values.key.clone(),
-            key_values.value.clone(),
-            key_values.visible.options(),
-        );
+        let options = key_values.visible.options();
+        let read = match (key_values.key.clone(), key_values.value.clone()) {
+            (
+                Slots::Q8 { words, scales },
+                Slots::Q8 {
+                    words: values,
+                    scales: value_scales,
+                },
+            ) => quantized_attention(
+                query,
+                rows(words, scales),
+                rows(values, value_scales),
+                options,
+            ),
+            (key, value) => fused_attention(query, key.numbers(), value.numbers(), options),
+        };
         let read = match &key_values.compact {
             Some(compact) => compact.channels(read),
             None => read,

@@ -2,6 +2,7 @@
 
 use super::{
     Attention, Experts, Linear, Mlp, RmsNorm, Router, constant,
+    experts::Mixture,
     operators::{Operators, PerLayerEmbedding, Stream},
 };
 use crate::{
@@ -174,17 +175,18 @@ impl DecoderLayer {
             return dense;
         };
         let layer = self.self_attn.layer;
-        let routing = router.forward(stream.clone());
-        operators.observe(layer, LayerSite::RouterProbabilities, || {
-            routing.probabilities.clone()
-        });
-        operators.observe(layer, LayerSite::RouterExperts, || {
-            routing.experts.clone().float()
-        });
-        operators.observe(layer, LayerSite::RouterWeights, || routing.weights.clone());
-        let mixed = experts.forward(before.forward(stream.clone()), &routing);
+        let mixture = Mixture {
+            router,
+            experts,
+            norm: before,
+        };
+        let mixed = operators.experts(stream.clone(), mixture, layer);
+        operators.after(Part::Experts);
         operators.observe(layer, LayerSite::Experts, || of_text(&mixed, shape));
-        after_dense.forward(dense) + after_experts.forward(mixed)
+        let dense = Stream::new(after_dense.forward(dense));
+        let both = operators.add(dense, mixed, after_experts).rows;
+        operators.after(Part::Norms);
+        both
     }
 }
 

@@ -1,7 +1,10 @@
 //! A matrix product as a module.
 
 use super::Weight;
-use crate::op::{flat_rows, linear::rows};
+use crate::op::{
+    flat_rows,
+    linear::{Matrix, rows},
+};
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -30,23 +33,32 @@ impl Linear {
         rows.reshape([batch, positions, output])
     }
 
-    /// `[rows, columns in]` to `[rows, columns out]`. What a low-rank adapter adds goes through its factors, in the dtype of the
-    /// rows: their product, of the weight's size, is never there, nor is its gradient.
+    /// `[rows, columns in]` to `[rows, columns out]`.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
+        self.rows_by(input, rows)
+    }
+
+    /// [`rows`](Self::rows) by another product. What a low-rank adapter adds goes through its factors, in the dtype of the rows: their
+    /// product, of the weight's size, is never there, nor is its gradient.
+    pub(crate) fn rows_by(
+        &self,
+        input: Tensor<2>,
+        product: impl Fn(Tensor<2>, Matrix) -> Tensor<2>,
+    ) -> Tensor<2> {
         let Some(adapter) = self.weight.adapter() else {
-            return rows(input, self.weight.matrix());
+            return product(input, self.weight.matrix());
         };
         let dtype = input.dtype();
-        let [reads, writes] = [&adapter.b, &adapter.a].map(|factor| factor.val().cast(dtype));
-        let added = rows(rows(input.clone(), reads), writes);
-        rows(input, self.weight.base()) + added * adapter.scale
+        let [reads, writes] =
+            [&adapter.b, &adapter.a].map(|factor| Matrix::Whole(factor.val().cast(dtype)));
+        let added = product(product(input.clone(), reads), writes);
+        product(input, self.weight.base()) + added * adapter.scale
     }
 }
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use crate::op::linear::Matrix;
     use burn::{
         module::{Lora, ModuleMapper, Param},
         tensor::Distribution,

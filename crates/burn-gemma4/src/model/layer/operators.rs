@@ -1,6 +1,6 @@
 //! What a layer is computed by: one definition of a layer serves prompts, training and decoding by kernels.
 
-use super::{Attention, Linear, Mlp, RmsNorm};
+use super::{Attention, Linear, Mlp, RmsNorm, experts::Mixture};
 use crate::model::{
     cache::key_values::KeyValues,
     observe::{LayerSite, Part},
@@ -26,6 +26,9 @@ pub(crate) trait Operators {
 
     /// The dense feed-forward network.
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2>;
+
+    /// What the experts of a layer make of the residual stream.
+    fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, layer: usize) -> Tensor<2>;
 
     /// `gelu(gate(input))` times the layer's per-layer embedding.
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2>;

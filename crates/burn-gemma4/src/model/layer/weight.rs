@@ -1,6 +1,8 @@
 //! A weight matrix: whole, or quantized.
 
 use super::random;
+#[cfg(feature = "cube")]
+use crate::op::linear::Matrices;
 use crate::{
     op::{
         flat_rows,
@@ -134,6 +136,27 @@ impl Weight {
 }
 
 impl Weight<3> {
+    /// The shape of its numbers.
+    #[cfg(feature = "cube")]
+    pub(crate) fn dims(&self) -> [usize; 3] {
+        match self {
+            Self::Whole(weight) => weight.lazy_shape().dims(),
+            Self::Quantized(weight) => weight.shape,
+        }
+    }
+
+    /// As products of several of the matrices take them.
+    #[cfg(feature = "cube")]
+    pub(crate) fn matrices(&self) -> Matrices {
+        match self {
+            Self::Whole(weight) => Matrices::Whole(weight.val()),
+            Self::Quantized(weight) => Matrices::Quantized {
+                all: weight.matrix(),
+                rows: weight.shape[1],
+            },
+        }
+    }
+
     /// One of the matrices.
     pub(crate) fn matrix(&self, index: usize) -> Matrix {
         match self {
@@ -168,6 +191,12 @@ pub(crate) trait AnyWeight {
 
     /// Attaches an adapter where it is a quantized matrix.
     fn attach(&mut self, path: &str, lora: &mut Lora);
+
+    /// The shape of a quantized matrix that has no adapter yet, and the dtype and the device of what one for it has to be.
+    fn without_adapter(&self) -> Option<([usize; 2], DType, Device)>;
+
+    /// Gives such a matrix an adapter.
+    fn adapt(&mut self, adapter: LoraAdapter);
 }
 
 /// The numbers of a quantized weight, made when they are asked for.
@@ -230,6 +259,22 @@ impl<const D: usize> AnyWeight for Weight<D> {
         let device = weight.words.val().device();
         let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
         (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));
+    }
+
+    fn without_adapter(&self) -> Option<([usize; 2], DType, Device)> {
+        match self {
+            Self::Quantized(weight) if weight.lora.is_none() => {
+                let shape = <[usize; 2]>::try_from(weight.shape.to_vec()).ok()?;
+                Some((shape, weight.dtype, weight.words.val().device()))
+            }
+            _ => None,
+        }
+    }
+
+    fn adapt(&mut self, adapter: LoraAdapter) {
+        if let Self::Quantized(weight) = self {
+            weight.lora = Some(adapter);
+        }
     }
 }
 

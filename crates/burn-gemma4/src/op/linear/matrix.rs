@@ -10,6 +10,18 @@ pub(crate) enum Matrix {
     Quantized(QuantizedMatrix),
 }
 
+/// `[matrices, rows, columns]`, whole or quantized.
+#[cfg(feature = "cube")]
+#[derive(Clone)]
+pub(crate) enum Matrices {
+    Whole(Tensor<3>),
+    /// All rows, and how many a matrix has.
+    Quantized {
+        all: QuantizedMatrix,
+        rows: usize,
+    },
+}
+
 /// A matrix by the words of its rows.
 #[derive(Clone)]
 pub(crate) struct QuantizedMatrix {

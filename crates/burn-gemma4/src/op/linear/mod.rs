@@ -2,11 +2,15 @@
 
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
+#[cfg(feature = "cube")]
+pub(crate) mod grouped;
 mod matrix;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
 mod quantized;
 
+#[cfg(feature = "cube")]
+pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};
 
 #[cfg(feature = "cube")]
@@ -45,6 +49,16 @@ pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
         return operator(lhs, rhs);
     }
     lhs.matmul(rhs)
+}
+
+/// Whether [`product`] multiplies such a matrix on matrix units.
+#[cfg(feature = "cube")]
+fn has_matrix_units(matrix: &Tensor<2>) -> bool {
+    #[cfg(feature = "cuda")]
+    let is_on_cuda = product::operator(matrix).is_some();
+    #[cfg(not(feature = "cuda"))]
+    let is_on_cuda = false;
+    is_on_cuda && matrix.dtype() != burn::tensor::DType::F32
 }
 
 /// [`product`] of what a device has.

@@ -148,6 +148,21 @@ fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     last + 1u32
 }
 
+/// The first column of the largest key, from `start` to before `end` of a row that begins at `from`.
+#[cube]
+fn likeliest<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) -> i32 {
+    let mut best = 0u32;
+    let mut found = start;
+    let mut column = start;
+    while column < end {
+        let key = key(f32::cast_from(logits[from + column as usize]));
+        found = select(key > best, column, found);
+        best = max(best, key);
+        column += 1u32;
+    }
+    i32::cast_from(found)
+}
+
 /// Draws each row's token; −1 where a row has none.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn draw<E: Float>(
@@ -261,16 +276,30 @@ pub(super) fn draw<E: Float>(
     let mut used = min(ties_to - ties, most);
     let some = min(ties_to, most) - used;
     let own = Wide { low, high }.plus(tied.times(some));
-    let reached = cube_sums(own, &mut sums).to.plus(Wide {
+    let found = cube_sums(own, &mut sums);
+    let before = Wide {
         low: before_low,
         high: before_high,
-    });
+    };
+    let reached = found.to.plus(before);
     let begins = reached.minus(own);
+    // Here weights may be rounded otherwise than where the stretches were added up: what was drawn beyond the last one is the last one.
+    let last = found.all.plus(before).minus(Wide::of(1u32));
+    let is_beyond = last.is_below(drawn);
+    let drawn = Wide {
+        low: select(is_beyond, last.low, drawn.low),
+        high: select(is_beyond, last.high, drawn.high),
+    };
     let exists = kept.largest > 0u32;
-    if !exists && UNIT_POS == 0 {
+    let is_empty = found.all.low == 0u32 && found.all.high == 0u32;
+    if UNIT_POS == 0 && !exists {
         tokens[CUBE_POS] = -1i32;
     }
-    if exists && !drawn.is_below(begins) && drawn.is_below(reached) {
+    if UNIT_POS == 0 && exists && is_empty {
+        // All of its weights may be rounded to nothing: then it is the likeliest.
+        tokens[CUBE_POS] = likeliest(logits, from, start, end);
+    }
+    if exists && !is_empty && !drawn.is_below(begins) && drawn.is_below(reached) {
         low = begins.low;
         high = begins.high;
         let mut token = own_end;

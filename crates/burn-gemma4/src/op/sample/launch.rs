@@ -282,3 +282,88 @@ fn changed(
     }
     changed
 }
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::{super::weight::KEY_OF_NOTHING, *};
+    use burn::{
+        backend::Cube,
+        tensor::{Device, DeviceKind, Int, Tensor, TensorData},
+    };
+
+    fn integers_of(
+        words: Vec<u32>,
+        shape: [usize; 2],
+        device: &Device,
+        dtype: DType,
+    ) -> CubeTensor {
+        let data = TensorData::new(words, shape).convert_dtype(dtype);
+        let tensor = Tensor::<2, Int>::from_data(data, (device, dtype));
+        let tensor = tensor.try_into_primitive::<Cube>().expect("CubeCL's");
+        let client = tensor.client.clone();
+        client.resolve_tensor_int::<CubeBackend>(tensor)
+    }
+
+    /// What is drawn of rows that are all the same, where the stretches are said to weigh so much, in 2³².
+    fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
+        const ROWS: usize = 64;
+        let device = Device::wgpu(DeviceKind::DefaultDevice);
+        let data = TensorData::new(logits.repeat(ROWS), [ROWS, logits.len()]);
+        let tensor = Tensor::<2>::from_data(data, (&device, DType::F32));
+        let tensor = tensor.try_into_primitive::<Cube>().expect("CubeCL's");
+        let client = tensor.client.clone();
+        let options = Draw {
+            temperature: 1.0,
+            top_k: None,
+            top_p: None,
+            least: f32::MIN,
+        };
+        let rows = Rows {
+            stretches: weights.len(),
+            ..Rows::of(client.resolve_tensor_float::<CubeBackend>(tensor), options)
+        };
+        let summary = |weight: &u32| [0, *weight, 0, KEY_OF_NOTHING + 1, 0, 0];
+        let summaries: Vec<u32> = weights.iter().flat_map(summary).collect();
+        let shape = [ROWS * weights.len(), SUMMARY];
+        let summaries = integers_of(summaries.repeat(ROWS), shape, &device, DType::U32);
+        let seeds: Vec<u32> = (0..2 * ROWS as u32).collect();
+        let seeds = integers_of(seeds, [1, 2 * ROWS], &device, DType::I32);
+        let positions = integers_of(vec![7; ROWS], [1, ROWS], &device, DType::I32);
+        let cuts = Cuts {
+            top_k: false,
+            top_p: false,
+        };
+        let tokens = rows.draw(&rows.largest(), summaries, seeds, positions, cuts);
+        let bytes = tokens
+            .client
+            .read_one(tokens.handle.clone())
+            .expect("tokens");
+        let (words, _) = bytes.as_chunks::<4>();
+        words.iter().map(|word| i32::from_le_bytes(*word)).collect()
+    }
+
+    /// Another kernel's exponential may be rounded otherwise, by a little; here by a lot.
+    #[test]
+    fn what_is_drawn_beyond_the_last_sum_is_the_last_token() {
+        // Each weighs 2⁴⁰, all together half of what is said.
+        let tokens = drawn(&[0.0; 10], &[2 * 10 * 256]);
+        assert!(
+            tokens.iter().all(|token| (0..10).contains(token)),
+            "{tokens:?}"
+        );
+        let last = tokens.iter().filter(|token| **token == 9).count();
+        assert!(last > 16, "{tokens:?}");
+    }
+
+    #[test]
+    fn a_stretch_whose_weights_are_nothing_has_a_likeliest_token() {
+        let mut logits = [-200.0; 10];
+        logits[3] = -100.0;
+        logits[5..].fill(0.0);
+        let tokens = drawn(&logits, &[5 * 256, 5 * 256]);
+        let of_first = tokens.iter().filter(|token| **token == 3).count();
+        assert!((16..48).contains(&of_first), "{tokens:?}");
+        let possible = |token: &i32| *token == 3 || (5..10).contains(token);
+        assert!(tokens.iter().all(possible), "{tokens:?}");
+    }
+}

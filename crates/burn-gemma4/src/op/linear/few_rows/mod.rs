@@ -1,11 +1,12 @@
 //! Products of a few rows, bound by the memory's rate, for inference on CubeCL devices.
 
+mod experts;
 mod kernel;
 mod launch;
 mod sums;
 mod words;
 
-use super::Matrix;
+use super::{Matrices, Matrix};
 use crate::quantized::layout::Layout;
 use burn::{
     backend::{
@@ -13,7 +14,7 @@ use burn::{
         fusion::custom::TensorSpec,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{Shape, Tensor},
+    tensor::{Int, Shape, Tensor},
 };
 
 /// Rows that a product takes at most.
@@ -69,6 +70,44 @@ pub(crate) fn project_gate_of(
     })
 }
 
+/// `gelu(x · gateᵀ) · (x · throughᵀ)` of each row by each of its experts, `chosen`, `[rows, top_k]`: `[rows · top_k, columns]`. A matrix has
+/// the rows of the gate and, below them, those of what goes through.
+pub(crate) fn gate_experts(
+    input: Tensor<2>,
+    weight: Matrices,
+    chosen: Tensor<2, Int>,
+) -> Tensor<2> {
+    let (input, chosen) = (input.into_dispatch(), chosen.into_dispatch());
+    Tensor::from_dispatch(match weight {
+        Matrices::Whole(weight) => Dispatch::gate_experts(input, weight.into_dispatch(), chosen),
+        Matrices::Quantized { all, rows } => {
+            let (words, layout) = (all.words.into_dispatch(), all.layout);
+            Dispatch::gate_experts_words(input, words, chosen, layout, rows)
+        }
+    })
+}
+
+/// The sums of what each row's experts make of its inner ones, `[rows · top_k, inner]`, times their `shares`, `[rows, top_k]` in f32:
+/// `[rows, columns]`.
+pub(crate) fn mix_experts(
+    input: Tensor<2>,
+    weight: Matrices,
+    chosen: Tensor<2, Int>,
+    shares: Tensor<2>,
+) -> Tensor<2> {
+    let (input, chosen) = (input.into_dispatch(), chosen.into_dispatch());
+    let shares = shares.into_dispatch();
+    Tensor::from_dispatch(match weight {
+        Matrices::Whole(weight) => {
+            Dispatch::mix_experts(input, weight.into_dispatch(), chosen, shares)
+        }
+        Matrices::Quantized { all, rows } => {
+            let (words, layout) = (all.words.into_dispatch(), all.layout);
+            Dispatch::mix_experts_words(input, words, chosen, shares, layout, rows)
+        }
+    })
+}
+
 /// The kernels as operators of a backend. The functions above say what they compute; weights are numbers, or the words of quantized rows.
 #[backend_extension(Cube, Fusion)]
 pub trait FewRowsBackend: Backend {
@@ -118,9 +157,54 @@ pub trait FewRowsBackend: Backend {
         layout: Layout,
         start: usize,
     ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, weight, chosen| gated_metadata(input, chosen, weight.shape[1]))]
+    fn gate_experts(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        chosen: IntTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, weight, chosen, _shares| mixed_metadata(input, chosen, weight.shape[1]))]
+    fn mix_experts(
+        input: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        chosen: IntTensor<Self>,
+        shares: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, _words, chosen, _layout, rows| gated_metadata(input, chosen, *rows))]
+    fn gate_experts_words(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        chosen: IntTensor<Self>,
+        layout: Layout,
+        rows: usize,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |input, _words, chosen, _shares, _layout, rows| {
+        mixed_metadata(input, chosen, *rows)
+    })]
+    fn mix_experts_words(
+        input: FloatTensor<Self>,
+        words: IntTensor<Self>,
+        chosen: IntTensor<Self>,
+        shares: FloatTensor<Self>,
+        layout: Layout,
+        rows: usize,
+    ) -> FloatTensor<Self>;
 }
 
 /// What Burn's fusion must know of a product before it exists.
 fn metadata(input: &TensorSpec, weight: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([input.shape[0], weight.shape[0]]), input.dtype)
+}
+
+fn gated_metadata(input: &TensorSpec, chosen: &TensorSpec, rows: usize) -> TensorSpec {
+    let items = chosen.shape[0] * chosen.shape[1];
+    TensorSpec::new(Shape::new([items, rows / 2]), input.dtype)
+}
+
+fn mixed_metadata(input: &TensorSpec, chosen: &TensorSpec, rows: usize) -> TensorSpec {
+    TensorSpec::new(Shape::new([chosen.shape[0], rows]), input.dtype)
 }

@@ -15,6 +15,8 @@ pub(super) struct ProjectPlan {
     pub team: Team,
     /// Teams of a cube.
     pub teams: usize,
+    /// Experts whose inner dimensions lie one after the other in that of an item; 0 where all items have one matrix.
+    pub ranks: usize,
     /// Vectors of each weight row that a unit has in flight. The inner dimension is a multiple of what a team reads at
     /// once, or this is 1.
     pub unroll: usize,
@@ -56,6 +58,8 @@ pub(super) struct FactorPlace {
 /// The outputs of a team.
 #[derive(CubeType, Clone, Copy)]
 pub(super) struct Outputs {
+    /// The first row of the output.
+    pub row: u32,
     pub first: u32,
     /// Of all teams.
     pub outputs: u32,
@@ -128,6 +132,7 @@ pub(super) fn finish<E: Float>(
             if comptime!(epilogue.capped) {
                 value = cap * (value / cap).tanh();
             }
+            let row = of_outputs.row as usize + row;
             output[row * outputs as usize + column] = E::cast_from(value);
         }
         item += comptime!(plan.team.units as u32);

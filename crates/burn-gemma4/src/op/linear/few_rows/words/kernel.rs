@@ -5,7 +5,10 @@
 //! its codes become numbers once for all rows. A vector of words is within one group of columns. Of one row its scale is a factor of the
 //! vector's sum, where numbers are nothing but scaled codes; of several rows that would be more work than scaling the numbers.
 
-use super::super::sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish};
+use super::super::{
+    experts::{ItemPlace, cube_of_item, item, place_of_vector, share_of_vector},
+    sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish},
+};
 use crate::{
     op::dequantize::kernel::{
         Group, RowParts, code, group_of_column, number, of_zero, top_of_word,
@@ -22,9 +25,12 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
     codes: &Tensor<Vector<u32, M>>,
     through: ComptimeOption<&Tensor<u32>>,
     through_codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
+    experts: ComptimeOption<&Tensor<i32>>,
+    shares: ComptimeOption<&Tensor<f32>>,
     factor: ComptimeOption<&Tensor<E>>,
     output: &mut Tensor<E>,
     factor_place: FactorPlace,
+    item_place: ItemPlace,
     parts: RowParts,
     vectors: u32,
     outputs: u32,
@@ -39,14 +45,16 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
 ) {
     let lane = UNIT_POS_X;
     let team = UNIT_POS_Y;
-    let first =
-        (CUBE_POS as u32 * comptime!(plan.teams as u32) + team) * comptime!(plan.outputs as u32);
+    let item = item(item_place, plan.ranks);
+    let cube = cube_of_item(item_place, plan.ranks);
+    let first = (cube * comptime!(plan.teams as u32) + team) * comptime!(plan.outputs as u32);
     let weights = comptime!(plan.weights());
     let columns_of_word = comptime!(format.codes_of_word());
     let columns_of_vector = comptime!(words_of_vector * columns_of_word);
     let width = input.vector_size().comptime();
     let inputs_of_word = comptime!(columns_of_word / width);
     let inputs_of_row = vectors as usize * comptime!(columns_of_vector / width);
+    let first_of_item = (item / item_place.items_of_row) as usize * inputs_of_row;
 
     let mut sums = Array::<f32>::new(comptime!(plan.sums()));
     #[unroll]
@@ -65,11 +73,17 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
         #[unroll]
         for ahead in 0..plan.unroll {
             let at = vector + comptime!((ahead * plan.team.units) as u32);
+            let of_vector = place_of_vector(&experts, item, at, item_place, plan.ranks);
+            let at = of_vector.vector;
             let column = at * comptime!(columns_of_vector as u32);
             #[unroll]
             for w in 0..weights {
                 // Beyond the last output, the last one again, which nobody writes.
-                let row = min(first + comptime!((w % plan.outputs) as u32), outputs - 1u32);
+                let output = min(first + comptime!((w % plan.outputs) as u32), outputs - 1u32);
+                let mut row = of_vector.row + output;
+                if comptime!(w >= plan.outputs) {
+                    row += item_place.through;
+                }
                 let start = row as usize * parts.stride as usize;
                 let place = start / words_of_vector + at as usize;
                 if comptime!(w < plan.outputs) {
@@ -137,14 +151,24 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
                         };
                     }
                 }
-                let first_input = (at as usize * words_of_vector + word) * inputs_of_word;
+                let first_input =
+                    first_of_item + (at as usize * words_of_vector + word) * inputs_of_word;
                 #[unroll]
                 for r in 0..plan.rows {
                     #[unroll]
                     for part in 0..inputs_of_word {
-                        let x = Vector::<f32, N>::cast_from(
+                        let mut x = Vector::<f32, N>::cast_from(
                             input[r * inputs_of_row + first_input + part],
                         );
+                        #[comptime]
+                        match shares {
+                            ComptimeOption::Some(shares) => {
+                                let share =
+                                    share_of_vector(shares, item, at, item_place, plan.ranks);
+                                x *= Vector::<f32, N>::cast_from(share);
+                            }
+                            ComptimeOption::None => {}
+                        }
                         #[unroll]
                         for w in 0..weights {
                             let mut sum = 0.0f32;
@@ -174,6 +198,7 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
         vector += comptime!((plan.unroll * plan.team.units) as u32);
     }
     let of_outputs = Outputs {
+        row: item,
         first,
         outputs,
         factor_place,

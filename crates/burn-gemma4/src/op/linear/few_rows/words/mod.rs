@@ -31,9 +31,8 @@ pub(super) fn launch(
 ) -> CubeTensor {
     let client = input.client.clone();
     let (input, words) = (into_contiguous(input), rows_of(words));
+    let items = options.items(input.meta.shape()[0], words.meta.shape()[0]);
     let through = options.through.take().map(rows_of);
-    let rows = input.meta.shape()[0];
-    let outputs = words.meta.shape()[0];
     let format = layout.format;
     let stride = words.meta.strides()[0];
     if let Some(through) = &through {
@@ -52,10 +51,11 @@ pub(super) fn launch(
     let vectors = layout.top() / of_vector;
     let is_gated = through.is_some();
     let in_flight = WORDS_IN_FLIGHT / of_vector;
-    let plan = plan(&client, rows, outputs, vectors, is_gated, in_flight);
+    let plan = plan(&client, items, vectors, is_gated, in_flight);
     let vector = vector_size(&client, input.dtype.size(), &[codes_of_word]);
-    let output = empty(&input, [rows, outputs], input.dtype);
+    let output = empty(&input, [items.rows_out, items.outputs], input.dtype);
     let (factor, factor_place) = options.factor();
+    let [experts, shares] = options.experts();
     let address_type = address_type(
         [&input, &words, &output]
             .into_iter()
@@ -63,12 +63,12 @@ pub(super) fn launch(
             .chain(&factor),
     );
     let element = dtype_to_storage_type(input.dtype);
-    // SAFETY: a unit reads vectors of codes of the rows that the shapes have, and the parts of these rows that the layout has; it writes the
-    // outputs below `outputs`. What is bound twice is only read.
+    // SAFETY: a unit reads vectors of codes of the rows that the shapes have, and the parts of these rows that the layout has, of
+    // experts of those that were chosen among them; it writes the outputs below `outputs` of its item. What is bound twice is only read.
     unsafe {
         project_words::launch_unchecked(
             &client,
-            exact_cube_count(&client, outputs.div_ceil(plan.outputs * plan.teams)),
+            exact_cube_count(&client, items.count * items.cubes(plan)),
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
             address_type,
             input.into_tensor_arg(),
@@ -76,12 +76,15 @@ pub(super) fn launch(
             words.clone().into_tensor_arg(),
             through.clone().map(CubeTensor::into_tensor_arg).into(),
             through.map(CubeTensor::into_tensor_arg).into(),
+            experts.map(CubeTensor::into_tensor_arg).into(),
+            shares.map(CubeTensor::into_tensor_arg).into(),
             factor.map(CubeTensor::into_tensor_arg).into(),
             output.clone().into_tensor_arg(),
             factor_place,
+            items.place(plan, vectors),
             row_parts(&words, layout),
-            vectors as u32,
-            outputs as u32,
+            (items.inner() * vectors) as u32,
+            items.outputs as u32,
             options.cap.unwrap_or(1.0) as f32,
             format,
             plan,

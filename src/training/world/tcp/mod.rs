@@ -2,15 +2,17 @@
 //!
 //! Whoever is gone without a farewell has failed, and takes all others with it: they would wait for its gradients forever.
 
+mod address;
+mod arrival;
+mod message;
+
 use super::{link::Link, place::Place};
-use crate::{Error, terminal::fault};
-use serde::{Deserialize, Serialize};
+use crate::Error;
+use arrival::{Caller, Introduction};
+use message::{LARGEST, Message, receive, send};
 use std::{
     collections::BTreeMap,
-    env,
-    io::{self, Read, Write},
     net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
-    process,
     sync::{
         Arc, Mutex, PoisonError,
         mpsc::{Receiver, Sender, channel},
@@ -21,36 +23,11 @@ use std::{
 
 /// How long processes wait for the last one to come.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// How long whoever connects may take to say who it is.
-const INTRODUCTION: Duration = Duration::from_secs(5);
-/// How long a process waits before it tries again to connect.
-const PAUSE: Duration = Duration::from_millis(200);
-/// The most that one sends at once: a tokenizer is 30 MB.
-const LARGEST: usize = 1 << 28;
-/// What a stranger does not begin with.
-const GREETING: &str = "attention-cube 1";
-/// PyTorch's.
-const PORT: u16 = 29500;
-
-/// Who connects.
-#[derive(Deserialize, Serialize)]
-struct Introduction {
-    greeting: String,
-    rank: usize,
-    size: usize,
-}
-
-/// What is sent: a byte that says which, the length, the bytes.
-#[derive(Debug, PartialEq, Eq)]
-enum Message {
-    Data(Vec<u8>),
-    /// Why all have to end.
-    Failure(String),
-    Farewell,
-}
+/// How long the first process waits before it looks again who has come.
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// What to do where another process fails.
-type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
+pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// A connection to every other process for the first one, and to the first one for the others.
 pub struct Tcp {
@@ -63,53 +40,19 @@ struct Peer {
     data: Mutex<Receiver<Vec<u8>>>,
 }
 
-/// Where the first process listens: `MASTER_ADDR` and `MASTER_PORT`, as torchrun sets them.
-fn address() -> Result<(String, u16), Error> {
-    let one_machine = || {
-        let nodes = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"];
-        let nodes = nodes.iter().find_map(|name| env::var(name).ok());
-        nodes.is_some_and(|nodes| nodes == "1")
-    };
-    let host = match env::var("MASTER_ADDR") {
-        Ok(host) => host,
-        Err(_) if one_machine() => "127.0.0.1".into(),
-        Err(_) => {
-            return Err("MASTER_ADDR is not set: it names the machine of the first process".into());
-        }
-    };
-    let port = match env::var("MASTER_PORT") {
-        Ok(port) => port
-            .parse()
-            .map_err(|_| format!("MASTER_PORT is {port:?}, and no port"))?,
-        Err(_) => PORT,
-    };
-    // There torchrun listens itself.
-    let is_taken = env::var("TORCHELASTIC_USE_AGENT_STORE").is_ok_and(|value| value == "True");
-    match port.checked_add(u16::from(is_taken)) {
-        Some(port) => Ok((host, port)),
-        None => Err(format!("MASTER_PORT is {port}, and there is no port after it").into()),
-    }
-}
-
 impl Tcp {
-    /// Waits until all processes are there.
+    /// Waits until all processes are there. Afterwards `end` ends this one with the error of another, or because that is gone.
     ///
     /// # Errors
     /// Where they do not come, or are of another run.
-    pub fn join(place: Place) -> Result<Self, Error> {
-        let (host, port) = address()?;
-        let end: OnFailure = Arc::new(|message: &str| {
-            fault(message);
-            process::exit(1);
-        });
-        let address = format!("{host}:{port}");
+    pub fn join(place: Place, end: OnFailure) -> Result<Self, Error> {
+        let (host, port) = address::of_first()?;
+        let address = address::told(&host, port);
         match place.is_first() {
-            true => {
-                // On every interface: the name may be that of one that others see.
-                let listener = TcpListener::bind(("0.0.0.0", port))
-                    .map_err(|error| format!("{address}: {error}"))?;
-                Self::listen(place, &listener, PATIENCE, end)
-            }
+            true => match address::listeners(port) {
+                Ok(listeners) => Self::listen(place, &listeners, PATIENCE, end),
+                Err(error) => Err(error.into()),
+            },
             false => Self::connect(place, (host, port), PATIENCE, end),
         }
         .map_err(|error| format!("{address}: {error}").into())
@@ -117,53 +60,52 @@ impl Tcp {
 
     fn listen(
         place: Place,
-        listener: &TcpListener,
+        listeners: &[TcpListener],
         patience: Duration,
         end: OnFailure,
     ) -> Result<Self, Error> {
-        listener.set_nonblocking(true)?;
+        for listener in listeners {
+            listener.set_nonblocking(true)?;
+        }
         let until = Instant::now() + patience;
         let mut streams = BTreeMap::new();
+        let mut callers: Vec<Caller> = Vec::new();
         while streams.len() + 1 < place.size {
-            let stream = match listener.accept() {
-                Ok((stream, _)) => stream,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    if Instant::now() > until {
-                        let missing: Vec<_> = (1..place.size)
-                            .filter(|rank| !streams.contains_key(rank))
-                            .map(|rank| rank.to_string())
-                            .collect();
-                        let (missing, seconds) = (missing.join(", "), patience.as_secs());
-                        let reason = format!("no process {missing} came within {seconds} s");
-                        return Err(reason.into());
-                    }
-                    thread::sleep(PAUSE / 10);
-                    continue;
-                }
-                Err(error) => return Err(error.into()),
-            };
-            stream.set_nonblocking(false)?;
-            // A stranger is not answered.
-            let Some(introduction) = introduction(&stream) else {
-                continue;
-            };
-            let Introduction { rank, size, .. } = introduction;
-            let refusal = match (size == place.size, streams.contains_key(&rank)) {
-                (false, _) => format!(
-                    "process {rank} is of {size}, and the first of {}",
-                    place.size
-                ),
-                (true, true) => format!("two processes are number {rank}"),
-                (true, false) if (1..size).contains(&rank) => {
-                    streams.insert(rank, stream);
-                    continue;
-                }
-                _ => format!("no process is number {rank}"),
-            };
-            for stream in streams.values().chain([&stream]) {
-                let _ = send(stream, &Message::Failure(refusal.clone()));
+            if Instant::now() > until {
+                let missing: Vec<_> = (1..place.size)
+                    .filter(|rank| !streams.contains_key(rank))
+                    .map(|rank| rank.to_string())
+                    .collect();
+                let (missing, seconds) = (missing.join(", "), patience.as_secs());
+                return Err(format!("no process {missing} came within {seconds} s").into());
             }
-            return Err(refusal.into());
+            let known = callers.len();
+            // What goes wrong with one who comes is nothing to the others.
+            let arrivals = listeners
+                .iter()
+                .filter_map(|listener| listener.accept().ok());
+            callers.extend(arrivals.filter_map(|(stream, _)| Caller::new(stream).ok()));
+            let is_quiet = callers.len() == known;
+            for caller in std::mem::take(&mut callers) {
+                match caller.hear() {
+                    // A stranger is not answered.
+                    None => {}
+                    Some(Err(caller)) => callers.push(caller),
+                    Some(Ok((introduction, stream))) => {
+                        let rank = introduction.rank;
+                        if let Some(refusal) = refusal(&introduction, place, &streams) {
+                            for stream in streams.values().chain([&stream]) {
+                                let _ = send(stream, &Message::Failure(refusal.clone()));
+                            }
+                            return Err(refusal.into());
+                        }
+                        streams.insert(rank, stream);
+                    }
+                }
+            }
+            if is_quiet {
+                thread::sleep(PAUSE);
+            }
         }
         let streams: Vec<_> = streams
             .into_iter()
@@ -185,25 +127,13 @@ impl Tcp {
 
     fn connect(
         place: Place,
-        address: impl ToSocketAddrs + Clone,
+        address: impl ToSocketAddrs,
         patience: Duration,
         end: OnFailure,
     ) -> Result<Self, Error> {
-        let until = Instant::now() + patience;
-        let stream = loop {
-            // The name may not be known yet, nor the port open.
-            match TcpStream::connect(address.clone()) {
-                Ok(stream) => break stream,
-                Err(error) if Instant::now() > until => return Err(error.into()),
-                Err(_) => thread::sleep(PAUSE),
-            }
-        };
+        let stream = address::reach(address, patience)?;
         stream.set_nodelay(true)?;
-        let introduction = Introduction {
-            greeting: GREETING.into(),
-            rank: place.rank,
-            size: place.size,
-        };
+        let introduction = Introduction::of(place);
         send(&stream, &Message::Data(serde_json::to_vec(&introduction)?))?;
         let peer = Peer::new(0, Arc::new(Mutex::new(stream)), end)?;
         Ok(Self {
@@ -227,17 +157,22 @@ impl Tcp {
     }
 }
 
-/// Who connects, if it is one of the run.
-fn introduction(stream: &TcpStream) -> Option<Introduction> {
-    stream.set_nodelay(true).ok()?;
-    stream.set_read_timeout(Some(INTRODUCTION)).ok()?;
-    let message = receive(stream, 1 << 10).ok()?;
-    stream.set_read_timeout(None).ok()?;
-    let Message::Data(data) = message else {
-        return None;
-    };
-    let introduction: Introduction = serde_json::from_slice(&data).ok()?;
-    (introduction.greeting == GREETING).then_some(introduction)
+/// Why who connects cannot be one of the run.
+fn refusal(
+    introduction: &Introduction,
+    place: Place,
+    there: &BTreeMap<usize, TcpStream>,
+) -> Option<String> {
+    let Introduction { rank, size, .. } = *introduction;
+    match (size == place.size, there.contains_key(&rank)) {
+        (false, _) => Some(format!(
+            "process {rank} is of {size}, and the first of {}",
+            place.size
+        )),
+        (true, true) => Some(format!("two processes are number {rank}")),
+        (true, false) if (1..size).contains(&rank) => None,
+        _ => Some(format!("no process is number {rank}")),
+    }
 }
 
 impl Peer {
@@ -277,38 +212,6 @@ fn read(rank: usize, stream: &TcpStream, data: &Sender<Vec<u8>>, end: &dyn Fn(&s
             Ok(Message::Failure(message)) => return end(&message),
             Err(_) => return end(&format!("process {rank} is gone")),
         }
-    }
-}
-
-fn send(mut stream: &TcpStream, message: &Message) -> io::Result<()> {
-    let (kind, bytes) = match message {
-        Message::Data(bytes) => (0, &bytes[..]),
-        Message::Failure(text) => (1, text.as_bytes()),
-        Message::Farewell => (2, &[][..]),
-    };
-    let mut frame = vec![kind];
-    frame.extend(u64::to_le_bytes(bytes.len() as u64));
-    frame.extend(bytes);
-    stream.write_all(&frame)
-}
-
-fn receive(mut stream: &TcpStream, largest: usize) -> io::Result<Message> {
-    let mut head = [0; 9];
-    stream.read_exact(&mut head)?;
-    let [kind, length @ ..] = head;
-    let length = u64::from_le_bytes(length);
-    if length > largest as u64 {
-        return Err(io::ErrorKind::InvalidData.into());
-    }
-    let mut bytes = vec![0; length as usize];
-    stream.read_exact(&mut bytes)?;
-    match kind {
-        0 => Ok(Message::Data(bytes)),
-        1 => Ok(Message::Failure(
-            String::from_utf8_lossy(&bytes).into_owned(),
-        )),
-        2 => Ok(Message::Farewell),
-        _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }
 
@@ -354,6 +257,10 @@ impl Drop for Tcp {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{
+        io::Write,
+        sync::atomic::{AtomicBool, Ordering},
+    };
 
     const SHORT: Duration = Duration::from_secs(20);
 
@@ -376,20 +283,26 @@ mod tests {
         (Arc::new(end), receiver)
     }
 
-    /// As many linked processes, and what each hears.
-    fn all(size: usize) -> Vec<(Tcp, Receiver<String>)> {
+    /// One who listens, and where.
+    fn listening() -> ([TcpListener; 1], std::net::SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("a port");
+        ([listener], address)
+    }
+
+    /// As many linked processes, and what each hears.
+    fn all(size: usize) -> Vec<(Tcp, Receiver<String>)> {
+        let (listeners, address) = listening();
         thread::scope(|scope| {
             let joined: Vec<_> = (0..size)
                 .rev()
                 .map(|rank| {
-                    let listener = &listener;
+                    let listeners = &listeners;
                     scope.spawn(move || {
                         let (end, heard) = ear();
                         let place = place(rank, size);
                         let link = match rank {
-                            0 => Tcp::listen(place, listener, SHORT, end),
+                            0 => Tcp::listen(place, listeners, SHORT, end),
                             _ => Tcp::connect(place, address, SHORT, end),
                         };
                         (link.expect("a link"), heard)
@@ -474,11 +387,10 @@ mod tests {
 
     #[test]
     fn strangers_and_doubles() {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = listener.local_addr().expect("a port");
+        let (listeners, address) = listening();
         thread::scope(|scope| {
             let first = scope.spawn(|| {
-                let joined = Tcp::listen(place(0, 3), &listener, SHORT, ear().0);
+                let joined = Tcp::listen(place(0, 3), &listeners, SHORT, ear().0);
                 joined.map(|_| ()).expect_err("a double").to_string()
             });
             let mut stranger = TcpStream::connect(address).expect("a connection");
@@ -499,11 +411,65 @@ mod tests {
         });
     }
 
+    /// One who says nothing, and one who says it a byte at a time: as long as they stay, the others come.
+    #[test]
+    fn who_is_slow_keeps_nobody_waiting() {
+        let (listeners, address) = listening();
+        let is_joined = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let silent = TcpStream::connect(address).expect("a connection");
+            let mut slow = TcpStream::connect(address).expect("a connection");
+            let is_joined = &is_joined;
+            let dripping = scope.spawn(move || {
+                // The beginning of a message of a kilobyte.
+                let mut all = vec![0, 0, 4, 0, 0, 0, 0, 0, 0];
+                all.resize(9 + 1024, b' ');
+                let mut written = all.iter().map(|byte| slow.write_all(&[*byte]).is_ok());
+                let until = Instant::now() + SHORT / 2;
+                while !is_joined.load(Ordering::Relaxed) && Instant::now() < until {
+                    // It is sent away at some time.
+                    let _ = written.next();
+                    thread::sleep(Duration::from_millis(50));
+                }
+                is_joined.load(Ordering::Relaxed)
+            });
+            let first = scope.spawn(|| {
+                let joined = Tcp::listen(place(0, 2), &listeners, SHORT, ear().0);
+                is_joined.store(true, Ordering::Relaxed);
+                joined.expect("a link")
+            });
+            // They are there before it is.
+            thread::sleep(Duration::from_millis(200));
+            let second = Tcp::connect(place(1, 2), address, SHORT, ear().0).expect("a link");
+            assert!(dripping.join().expect("no panic"), "it was waited for");
+            drop((first.join().expect("no panic"), second, silent));
+        });
+    }
+
+    /// By either protocol, whichever the first process's name means to another.
+    #[test]
+    fn addresses_are_of_both_protocols() {
+        let Ok(free) = TcpListener::bind("[::1]:0") else {
+            println!("this machine has no IPv6");
+            return;
+        };
+        let port = free.local_addr().expect("a port").port();
+        drop(free);
+        let listeners = address::listeners(port).expect("a port");
+        thread::scope(|scope| {
+            let first = scope.spawn(|| Tcp::listen(place(0, 3), &listeners, SHORT, ear().0));
+            let others = [(1, "::1"), (2, "127.0.0.1")].map(|(rank, host)| {
+                Tcp::connect(place(rank, 3), (host, port), SHORT, ear().0).expect("a link")
+            });
+            drop((first.join().expect("no panic").expect("a link"), others));
+        });
+    }
+
     #[test]
     fn who_does_not_come_is_named() {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let (listeners, _) = listening();
         let brief = Duration::from_millis(50);
-        let joined = Tcp::listen(place(0, 3), &listener, brief, ear().0);
+        let joined = Tcp::listen(place(0, 3), &listeners, brief, ear().0);
         let error = joined.map(|_| ()).expect_err("nobody").to_string();
         assert!(error.contains("no process 1, 2 came"), "{error}");
     }

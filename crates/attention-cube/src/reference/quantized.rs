@@ -1,0 +1,119 @@
+//! Quantized rows in Burn's own tensor operations: what the kernels are compared with, and what devices without them run.
+
+use super::tensors::{bool_dtype, cast};
+use crate::backend::{AttentionInputs, QuantizedInputs, QuantizedTensors};
+use crate::quantized::{CODES, LARGEST, ZERO_BELOW};
+use burn::backend::{
+    Backend, TensorMetadata,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn::tensor::{DType, FloatDType, IntDType, Shape, Slice};
+
+/// See [`QuantizedRows::new`](crate::quantized::QuantizedRows::new).
+pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> {
+    let rows = cast::<B>(rows, DType::F32);
+    let shape = rows.shape();
+    let [batch, heads, length, columns] = [shape[0], shape[1], shape[2], shape[3]];
+    let scales_shape = Shape::new([batch, heads, length]);
+    let words_shape = Shape::new([batch, heads, length, columns / CODES]);
+    if batch * heads * length == 0 {
+        let device = rows.device();
+        return QuantizedTensors {
+            words: B::int_zeros(words_shape, &device, IntDType::I32),
+            scales: B::float_zeros(scales_shape, &device, FloatDType::F32),
+        };
+    }
+    let bools = bool_dtype::<B>(&rows);
+    // 0, or NaN where there is NaN or infinity, which a maximum may pass over.
+    let flaw = B::float_sum_dim(B::float_mul_scalar(rows.clone(), 0.0.into()), 3);
+    let largest = B::float_max_dim(B::float_abs(rows.clone()), 3);
+    let least = f32::from_bits(ZERO_BELOW);
+    let is_zero = B::float_lower_elem(largest.clone(), least.into(), bools);
+    let scales = B::float_div_scalar(largest, LARGEST.into());
+    let divisors = B::float_mask_fill(scales.clone(), is_zero.clone(), f32::MAX.into());
+    let scales = B::float_add(B::float_mask_fill(scales, is_zero, 0.0.into()), flaw);
+
+    let multiples = B::float_div(rows, divisors);
+    // Halves go up: what rounding does to them differs among devices.
+    let codes = B::float_floor(B::float_add_scalar(multiples, 0.5.into()));
+    let codes = B::float_clamp(codes, (-LARGEST).into(), LARGEST.into());
+    let codes = B::float_into_int(codes, IntDType::I32);
+    let codes = B::int_reshape(
+        codes,
+        Shape::new([batch, heads, length, columns / CODES, CODES]),
+    );
+    let code = |lane: usize| {
+        let of_all = [batch, heads, length, columns / CODES].map(|size| Slice::from(0..size));
+        let [a, b, c, d] = of_all;
+        let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
+        B::int_reshape(code, words_shape.clone())
+    };
+    // The highest byte has the sign, and the others none.
+    let highest = CODES - 1;
+    let words = (0..highest).fold(
+        B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
+        |words, lane| {
+            let byte = B::bitwise_and_scalar(code(lane), 255i32.into());
+            B::int_add(words, B::int_mul_scalar(byte, (1i32 << (8 * lane)).into()))
+        },
+    );
+    QuantizedTensors {
+        words,
+        scales: B::float_reshape(scales, scales_shape),
+    }
+}
+
+/// `code · scale`, in `dtype`: computed in f32, in f64 for that.
+pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) -> FloatTensor<B> {
+    let QuantizedTensors { words, scales } = rows;
+    let compute = match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    };
+    let shape = words.shape();
+    let [batch, heads, length, count] = [shape[0], shape[1], shape[2], shape[3]];
+    let rows = Shape::new([batch, heads, length, count * CODES]);
+    if batch * heads * length == 0 {
+        return B::float_zeros(rows, &words.device(), dtype.into());
+    }
+    let codes = (0..CODES)
+        .map(|lane| {
+            let code = code::<B>(words.clone(), lane, compute.into());
+            B::float_reshape(code, Shape::new([batch, heads, length, count, 1]))
+        })
+        .collect();
+    let codes = B::float_reshape(B::float_cat(codes, 4), rows);
+    let scales = B::float_reshape(scales, Shape::new([batch, heads, length, 1]));
+    cast::<B>(B::float_mul(codes, cast::<B>(scales, compute)), dtype)
+}
+
+/// One of each word's codes.
+fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> FloatTensor<B> {
+    let byte = |words| B::bitwise_and_scalar(words, 255i32.into());
+    let shifted = match lane {
+        0 => words,
+        lane => B::bitwise_right_shift_scalar(words, (8 * lane as i32).into()),
+    };
+    // From 0 on, and then less what that was more.
+    let raised = byte(B::int_add_scalar(byte(shifted), 128i32.into()));
+    B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
+}
+
+/// The inputs with keys and values in the query's dtype.
+pub(crate) fn inputs<B: Backend>(
+    inputs: QuantizedInputs<B>,
+    dequantize: impl Fn(QuantizedTensors<B>, DType) -> FloatTensor<B>,
+) -> AttentionInputs<B> {
+    let dtype = inputs.query.dtype();
+    AttentionInputs {
+        query: inputs.query,
+        key: dequantize(inputs.key, dtype),
+        value: dequantize(inputs.value, dtype),
+        mask: inputs.mask,
+        bias: inputs.bias,
+        kv_lengths: inputs.kv_lengths,
+        query_segments: inputs.query_segments,
+        key_segments: inputs.key_segments,
+        sinks: inputs.sinks,
+    }
+}

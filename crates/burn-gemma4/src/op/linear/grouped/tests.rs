@@ -1,0 +1,285 @@
+//! Products with the matrices of experts, of many rows and of few, whole and quantized, and their gradients, are the definition's in f64: sizes
+//! that are multiples of nothing, an expert with all places, experts with none, and more places than tiles have rows.
+
+use super::*;
+use crate::{
+    op::{dequantize::tests, linear::few_rows},
+    quantized::layout::Scales,
+};
+use burn::tensor::{Device, Distribution, TensorData};
+
+/// What the rows of a choice read, and whose matrices they are.
+struct Case {
+    experts: usize,
+    top_k: usize,
+    chosen: Vec<i32>,
+}
+
+impl Case {
+    fn rows(&self) -> usize {
+        self.chosen.len() / self.top_k
+    }
+
+    fn chosen(&self, device: &Device) -> Tensor<2, Int> {
+        let data = TensorData::new(self.chosen.clone(), [self.rows(), self.top_k]);
+        Tensor::from_data(data, (device, DType::I32))
+    }
+}
+
+fn cases() -> [Case; 3] {
+    [
+        // One row.
+        Case {
+            experts: 3,
+            top_k: 2,
+            chosen: vec![2, 0],
+        },
+        // All to one, beside experts with none.
+        Case {
+            experts: 4,
+            top_k: 1,
+            chosen: vec![2; 131],
+        },
+        Case {
+            experts: 5,
+            top_k: 3,
+            chosen: (0..70)
+                .flat_map(|row| [row % 5, (row + 1 + row % 2) % 5, (row + 4) % 5])
+                .collect(),
+        },
+    ]
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+    tensor.into_data().iter::<f64>().collect()
+}
+
+fn check(found: &[f64], expected: &[f64], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+    for (found, expected) in found.iter().zip(expected) {
+        let error = (found - expected).abs();
+        assert!(error <= 2e-5 * scale, "{what}: {found}, not {expected}");
+    }
+}
+
+/// `[places, columns_out]`, from `[places / of_row, columns_in]` and `[experts, columns_out, columns_in]`.
+fn product(
+    case: &Case,
+    input: &[f64],
+    weight: &[f64],
+    columns_in: usize,
+    of_row: usize,
+) -> Vec<f64> {
+    let columns_out = weight.len() / case.experts / columns_in;
+    let mut output = Vec::new();
+    for (place, expert) in case.chosen.iter().enumerate() {
+        let row = &input[place / of_row * columns_in..][..columns_in];
+        let matrix = &weight[*expert as usize * columns_out * columns_in..];
+        for weight in matrix.chunks_exact(columns_in).take(columns_out) {
+            output.push(row.iter().zip(weight).map(|(x, w)| x * w).sum());
+        }
+    }
+    output
+}
+
+/// The gradients of [`product`] by its input and its weight.
+fn gradients(
+    case: &Case,
+    [gradient, input, weight]: [&[f64]; 3],
+    columns_in: usize,
+    of_row: usize,
+) -> [Vec<f64>; 2] {
+    let columns_out = gradient.len() / case.chosen.len();
+    let (mut of_input, mut of_weight) = (vec![0.0; input.len()], vec![0.0; weight.len()]);
+    for (place, expert) in case.chosen.iter().enumerate() {
+        let row = place / of_row * columns_in;
+        for output in 0..columns_out {
+            let matrix = (*expert as usize * columns_out + output) * columns_in;
+            let gradient = gradient[place * columns_out + output];
+            for column in 0..columns_in {
+                of_input[row + column] += gradient * weight[matrix + column];
+                of_weight[matrix + column] += gradient * input[row + column];
+            }
+        }
+    }
+    [of_input, of_weight]
+}
+
+#[test]
+fn are_the_definitions() {
+    let device = Device::default();
+    let tracked = device.clone().autodiff();
+    device.seed(3);
+    let random =
+        |shape: [usize; 2]| Tensor::<2>::random(shape, Distribution::Default, &device) - 0.5;
+    for (case, (columns_out, columns_in)) in cases().iter().zip([(7, 17), (66, 40), (130, 65)]) {
+        let (places, experts) = (case.chosen.len(), case.experts);
+        for of_row in [1, case.top_k] {
+            let what = format!("{places} places, {of_row} of a row");
+            let input = random([places / of_row, columns_in]);
+            let weight = random([experts * columns_out, columns_in]);
+            let gradient = random([places, columns_out]);
+            let [of_input, of_weight, of_gradient] =
+                [&input, &weight, &gradient].map(|tensor| values(tensor.clone()));
+            let track = |tensor: Tensor<2>| Tensor::<2>::from_data(tensor.into_data(), &tracked);
+            let leaves = [input, weight].map(|tensor| track(tensor).require_grad());
+            let [input, weight] = leaves.clone();
+            let groups = groups(&case.chosen(&tracked), experts);
+            let weight = weight.reshape([experts, columns_out, columns_in]);
+            let output = rows(input, Matrices::Whole(weight), &groups, of_row);
+            let expected = product(case, &of_input, &of_weight, columns_in, of_row);
+            check(&values(output.clone()), &expected, &what);
+
+            let found = (output * track(gradient)).sum().backward();
+            let tensors = [&of_gradient[..], &of_input, &of_weight];
+            let expected = gradients(case, tensors, columns_in, of_row);
+            for ((leaf, expected), of) in leaves.iter().zip(expected).zip(["input", "weight"]) {
+                let found = leaf.grad(&found).expect("a gradient");
+                check(
+                    &values(found),
+                    &expected,
+                    &format!("{what}: gradient of the {of}"),
+                );
+            }
+        }
+    }
+}
+
+/// Quantized matrices of experts, and the same as numbers.
+fn matrices(layout: Layout, experts: usize, rows: usize, device: &Device) -> [Matrices; 2] {
+    let words = tests::even_words(layout, experts * rows);
+    let words = TensorData::new(words, [experts * rows, layout.words()]);
+    let all = QuantizedMatrix {
+        words: Tensor::<2, Int>::from_data(words, (device, DType::U32)),
+        layout,
+    };
+    let whole = all.dequantized(DType::F32);
+    [
+        Matrices::Quantized { all, rows },
+        Matrices::Whole(whole.reshape([experts, rows, layout.columns])),
+    ]
+}
+
+/// Blocks of 4 bits, of 6 bits with scales of scales, and groups with zero points.
+fn some_layouts() -> Vec<Layout> {
+    let all = tests::layouts();
+    let has_zeros = |layout: &&Layout| {
+        layout.format.group == Some(96) && layout.format.scales == Scales::SingleAndZero
+    };
+    let with_zeros = all.iter().find(has_zeros).expect("one");
+    vec![all[0], all[7], *with_zeros]
+}
+
+#[test]
+fn of_words_as_of_numbers() {
+    let device = Device::default();
+    device.seed(5);
+    let tracked = device.clone().autodiff();
+    let [_, _, case] = cases();
+    let columns_out = 70;
+    for layout in some_layouts() {
+        let what = format!("{layout:?}");
+        let columns_in = layout.columns;
+        let input = Tensor::<2>::random([70, columns_in], Distribution::Default, &device);
+        let [found, expected] =
+            matrices(layout, case.experts, columns_out, &tracked).map(|weight| {
+                let input =
+                    Tensor::<2>::from_data(input.clone().into_data(), &tracked).require_grad();
+                let groups = groups(&case.chosen(&tracked), case.experts);
+                let output = rows(input.clone(), weight, &groups, case.top_k);
+                let gradients = (output.clone() * output.clone().detach()).sum().backward();
+                let gradient = input.grad(&gradients).expect("a gradient");
+                [values(output), values(gradient)]
+            });
+        for ((found, expected), of) in found.iter().zip(&expected).zip(["output", "gradient"]) {
+            check(found, expected, &format!("{what}: {of}"));
+        }
+    }
+}
+
+/// `gelu(gate) · through` of outputs whose first half is the gates.
+fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
+    let gelu = |x: f64| {
+        let inner = (x + 0.044715 * x.powi(3)) * (2.0 / std::f64::consts::PI).sqrt();
+        0.5 * x * (1.0 + inner.tanh())
+    };
+    let of_place = |outputs: &[f64]| -> Vec<f64> {
+        let (gates, through) = outputs.split_at(columns);
+        gates
+            .iter()
+            .zip(through)
+            .map(|(x, y)| gelu(*x) * y)
+            .collect()
+    };
+    outputs
+        .chunks_exact(2 * columns)
+        .flat_map(of_place)
+        .collect()
+}
+
+/// The sums of outputs of each row's places by their shares.
+fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
+    let columns = outputs.len() / case.chosen.len();
+    let mut sums = vec![0.0; case.rows() * columns];
+    for (place, outputs) in outputs.chunks_exact(columns).enumerate() {
+        let sums = &mut sums[place / case.top_k * columns..];
+        for (sum, output) in sums.iter_mut().zip(outputs) {
+            *sum += shares[place] * output;
+        }
+    }
+    sums
+}
+
+/// As decoding computes them.
+#[test]
+fn of_few_rows_are_the_definitions() {
+    let device = Device::default();
+    device.seed(4);
+    let case = Case {
+        experts: 5,
+        top_k: 3,
+        chosen: vec![4, 0, 2, 2, 4, 3],
+    };
+    let random =
+        |shape: [usize; 2]| Tensor::<2>::random(shape, Distribution::Default, &device) - 0.5;
+    let whole = |columns_out, columns_in| {
+        let weight = random([case.experts * columns_out, columns_in]);
+        let weight = weight.reshape([case.experts, columns_out, columns_in]);
+        [Matrices::Whole(weight.clone()), Matrices::Whole(weight)]
+    };
+    let mut weights = vec![whole(14, 9), whole(6, 160)];
+    for layout in some_layouts() {
+        weights.push(matrices(layout, case.experts, 22, &device));
+    }
+    for [weight, numbers] in weights {
+        let what = match &weight {
+            Matrices::Whole(weight) => format!("{:?}", weight.dims()),
+            Matrices::Quantized { all, .. } => format!("{:?}", all.layout),
+        };
+        let Matrices::Whole(numbers) = numbers else {
+            panic!("the second is whole");
+        };
+        let [_, columns_out, columns_in] = numbers.dims();
+        let numbers = values(numbers);
+        let shares = random([case.rows(), case.top_k]);
+        let input = random([case.rows(), columns_in]) * 0.1;
+        let inner = random([case.chosen.len(), columns_in]);
+
+        let outputs = product(
+            &case,
+            &values(input.clone()),
+            &numbers,
+            columns_in,
+            case.top_k,
+        );
+        let found = few_rows::gate_experts(input, weight.clone(), case.chosen(&device));
+        let expected = gated(&outputs, columns_out / 2);
+        check(&values(found), &expected, &format!("{what}: gated"));
+
+        let outputs = product(&case, &values(inner.clone()), &numbers, columns_in, 1);
+        let expected = mixed(&case, &outputs, &values(shares.clone()));
+        let found = few_rows::mix_experts(inner, weight, case.chosen(&device), shares);
+        check(&values(found), &expected, &format!("{what}: mixed"));
+    }
+}

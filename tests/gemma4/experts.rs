@@ -1,0 +1,259 @@
+//! A mixture of experts by kernels is what it is on the host, of sizes that fit nothing: the choice, also where experts are equally
+//! probable, logits of a text read at once and token by token, and every gradient, of which experts that nobody chose have none; and twice the
+//! same is the same bits.
+
+use crate::{
+    devices::devices,
+    fixture::{assert_close, tokens, values},
+    gradients::{gradients_of, norm},
+};
+use burn::{
+    module::{Module, ModuleMapper, Param},
+    tensor::{Device, Tensor, TensorData},
+};
+use burn_gemma4::{
+    DecodeMode, ExpertsConfig, Gemma4Config, Gemma4Model, LayerType, Logits,
+    observe::{LayerSite, Observer, Site},
+};
+use std::collections::BTreeMap;
+
+/// Sizes of a mixture, and of a text.
+struct Case {
+    num_experts: usize,
+    top_k_experts: usize,
+    hidden_size: usize,
+    moe_intermediate_size: usize,
+    positions: usize,
+    /// Whether all experts are equally probable for all tokens.
+    tied: bool,
+}
+
+/// Two of many for all tokens, which are more than a tile has rows, of widths that are multiples of nothing.
+const TIED: Case = Case {
+    num_experts: 9,
+    top_k_experts: 2,
+    hidden_size: 18,
+    moe_intermediate_size: 7,
+    positions: 70,
+    tied: true,
+};
+
+/// Every expert for each token; more experts than a cube's units choose among at once.
+const DECODED: [(Case, usize); 2] = [
+    (
+        Case {
+            num_experts: 5,
+            top_k_experts: 5,
+            hidden_size: 24,
+            moe_intermediate_size: 13,
+            positions: 9,
+            tied: false,
+        },
+        1,
+    ),
+    (
+        Case {
+            num_experts: 130,
+            top_k_experts: 8,
+            hidden_size: 16,
+            moe_intermediate_size: 8,
+            positions: 9,
+            tied: false,
+        },
+        8,
+    ),
+];
+
+impl Case {
+    fn name(&self) -> String {
+        let Self {
+            num_experts,
+            top_k_experts,
+            positions,
+            ..
+        } = self;
+        format!("{top_k_experts} of {num_experts}, {positions} positions")
+    }
+
+    /// The same on every device.
+    fn model(&self, device: &Device) -> Gemma4Model {
+        let config = Gemma4Config {
+            vocab_size: 50,
+            vocab_size_per_layer_input: 50,
+            hidden_size: self.hidden_size,
+            intermediate_size: 20,
+            layer_types: vec![LayerType::Sliding, LayerType::Full],
+            num_attention_heads: 2,
+            num_key_value_heads: 1,
+            num_global_key_value_heads: 1,
+            sliding_head_dim: 16,
+            global_head_dim: 16,
+            experts: Some(ExpertsConfig {
+                num_experts: self.num_experts,
+                top_k_experts: self.top_k_experts,
+                moe_intermediate_size: self.moe_intermediate_size,
+            }),
+            ..Gemma4Config::moe_26b_a4b()
+        };
+        let mut numbers = Numbers {
+            path: Vec::new(),
+            tied: self.tied,
+        };
+        Gemma4Model::new(&config, device).map(&mut numbers)
+    }
+
+    fn text(&self) -> Vec<u32> {
+        (0..self.positions as u32)
+            .map(|position| (position * position * 7 + 3 * position + 2) % 50)
+            .collect()
+    }
+}
+
+/// Parameters by their paths.
+struct Numbers {
+    path: Vec<String>,
+    tied: bool,
+}
+
+impl ModuleMapper for Numbers {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.path.join(".");
+        if path.ends_with("layer_scalar") {
+            return param;
+        }
+        let mut state = path.bytes().fold(17u32, |state, byte| {
+            state.wrapping_mul(31).wrapping_add(u32::from(byte))
+        });
+        let (middle, width) = match D {
+            1 => (1.0, 0.2),
+            _ if self.tied && path.contains("router.proj") => (0.0, 0.0),
+            _ => (0.0, 0.6),
+        };
+        let mut number = || {
+            state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+            middle + width * ((state >> 8) as f32 / (1 << 24) as f32 - 0.5)
+        };
+        param.map(|tensor| {
+            let shape = tensor.dims();
+            let count = shape.iter().product();
+            let numbers: Vec<f32> = (0..count).map(|_| number()).collect();
+            let tracked = tensor.is_require_grad();
+            let numbers = Tensor::from_data(TensorData::new(numbers, shape), &tensor.device());
+            numbers.set_require_grad(tracked)
+        })
+    }
+}
+
+/// The experts that were chosen.
+#[derive(Default)]
+struct Chosen(Vec<Vec<f32>>);
+
+impl Observer for Chosen {
+    fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>) {
+        if let Site::Layer(_, LayerSite::RouterExperts) = site {
+            self.0.push(values(tensor()));
+        }
+    }
+}
+
+/// Logits of the whole text, the experts, and all gradients of a loss of them.
+struct Outcome {
+    logits: Vec<f32>,
+    chosen: Vec<Vec<f32>>,
+    gradients: BTreeMap<String, Option<Vec<f32>>>,
+}
+
+fn outcome(case: &Case, device: &Device) -> Outcome {
+    let tracked = device.clone().autodiff();
+    let model = case.model(&tracked);
+    let text = case.text();
+    let mut chosen = Chosen::default();
+    let logits = model
+        .forward_observed(tokens(&[&text], &tracked), &mut chosen)
+        .expect("tokens within");
+    let loss = (logits.clone() * logits.clone().detach().sin()).mean();
+    Outcome {
+        logits: values(logits),
+        chosen: chosen.0,
+        gradients: gradients_of(&model, &loss.backward()),
+    }
+}
+
+#[test]
+fn of_any_size_as_on_the_host() {
+    let case = TIED;
+    let expected = outcome(&case, &Device::flex());
+    for chosen in &expected.chosen {
+        assert_eq!(*chosen, [0.0, 1.0].repeat(case.positions));
+    }
+    for device in devices() {
+        let what = format!("{} {}", case.name(), device.name);
+        let found = outcome(&case, &device.device);
+        assert_eq!(found.chosen, expected.chosen, "{what}");
+        assert_close(&found.logits, &expected.logits, &what);
+        let again = outcome(&case, &device.device);
+        assert!(found.gradients == again.gradients, "{what}");
+        let norms = expected.gradients.values().flatten();
+        let most = norms.map(|gradient| norm(gradient.iter().copied()));
+        let most = most.fold(0f64, f64::max);
+        for (path, found) in found.gradients {
+            let (found, expected) = match (found, &expected.gradients[&path]) {
+                (Some(found), Some(expected)) => (found, expected),
+                (found, expected) => {
+                    assert_eq!(found.is_some(), expected.is_some(), "{what} {path}");
+                    continue;
+                }
+            };
+            // Those of a softmax of one number are 0, but for rounding.
+            let error = norm(found.iter().zip(expected).map(|(a, b)| a - b));
+            let bound = 1e-4 * norm(expected.iter().copied()) + 1e-6 * most;
+            assert!(
+                error <= bound,
+                "{what}: {path} is off by {error:e}, not {bound:e}"
+            );
+            if path.contains("experts.") {
+                let idle = found.len() / case.num_experts * case.top_k_experts;
+                assert!(found[idle..].iter().all(|gradient| *gradient == 0.0));
+                assert!(found[..idle].iter().any(|gradient| *gradient != 0.0));
+            }
+        }
+    }
+}
+
+#[test]
+fn token_by_token_as_at_once() {
+    for device in devices() {
+        for (case, batch) in DECODED {
+            let what = format!("{} batch {batch} {}", case.name(), device.name);
+            let model = case.model(&device.device);
+            let text = case.text();
+            let at_once = model.forward(tokens(&[&text], &device.device));
+            let at_once = values(at_once.expect("tokens within"));
+            let mut cache = model.cache(vec![0; batch]);
+            let prefix = vec![&text[..3]; batch];
+            let read = model.step(tokens(&prefix, &device.device), &mut cache, Logits::None);
+            read.expect("a step");
+            let mut decoder = model.decoder(&mut cache);
+            for (position, token) in text.iter().enumerate().skip(3) {
+                let next = decoder.step(&vec![*token; batch]).expect("a step");
+                let logits = next.logits().expect("logits");
+                for logits in logits.chunks(50) {
+                    assert_close(logits, &at_once[position * 50..][..50], &what);
+                }
+            }
+            let expected = match device.device == Device::flex() {
+                true => DecodeMode::Layers,
+                false => DecodeMode::Graph,
+            };
+            assert_eq!(decoder.mode(), expected, "{what}");
+        }
+    }
+}

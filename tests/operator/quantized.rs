@@ -1,0 +1,573 @@
+//! Keys and values in int8 against the definition in f64 over the numbers that they stand for: few rows, which read words where they lie, and
+//! many, which read a copy; every option, lengths that fill no tile, views; rows of zeros, of tiny and of huge numbers; what nobody sees, NaN in
+//! scales included; rows with NaN or infinity; what the quantizer errs; the query's gradient; what is refused.
+
+use crate::case::{Case, FULL, seed};
+use crate::compare::Named;
+use crate::definition::Definition;
+use crate::dense::{Dense, Layout, read};
+use crate::devices::{TestDevice, devices};
+use crate::inputs::{Extras, Inputs};
+use attention_cube::engine::Engine;
+use attention_cube::quantized::{QuantizedRows, quantized_attention, try_quantized_attention};
+use attention_cube::{
+    AttentionError, AttentionOptions, AttentionProblem, CausalAlignment, explain, fused_attention,
+    reference,
+};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+/// Codes and scales on the host.
+#[derive(Clone)]
+struct Rows {
+    /// `[batch, kv_heads, kv_len, columns]`.
+    codes: Dense,
+    /// `[batch, kv_heads, kv_len, 1]`, in f32.
+    scales: Dense,
+}
+
+impl Rows {
+    /// Random ones: their numbers are of size 1.
+    fn random(shape: [usize; 4], rng: &mut StdRng) -> Self {
+        let [batch, heads, length, _] = shape;
+        Self {
+            codes: Dense::from_fn(shape, |_| f64::from(rng.random_range(-127..=127))),
+            scales: Dense::from_fn([batch, heads, length, 1], |_| {
+                f64::from(rng.random_range(0.002f32..0.02))
+            }),
+        }
+    }
+
+    /// The numbers, exactly.
+    fn numbers(&self) -> Dense {
+        Dense::from_fn(self.codes.shape, |[b, h, j, c]| {
+            self.codes.at([b, h, j, c]) * self.scales.at([b, h, j, 0])
+        })
+    }
+
+    fn words(&self) -> Vec<i32> {
+        let word = |codes: &[f64]| {
+            let bytes = [0, 1, 2, 3].map(|lane| (codes[lane] as i8).cast_unsigned());
+            i32::from_le_bytes(bytes)
+        };
+        self.codes.values.chunks(4).map(word).collect()
+    }
+
+    fn on(&self, device: &Device) -> QuantizedRows {
+        let [batch, heads, length, columns] = self.codes.shape;
+        let words = TensorData::new(self.words(), [batch, heads, length, columns / 4]);
+        let scales = self.scales.tensor(device, DType::F32);
+        QuantizedRows::of_parts(
+            Tensor::from_data(words, (device, DType::I32)),
+            scales.reshape([batch, heads, length]),
+        )
+        .expect("words and their scales")
+    }
+}
+
+/// A case whose keys and values are quantized.
+struct Quantized {
+    case: Case,
+    inputs: Inputs,
+    key: Rows,
+    value: Rows,
+}
+
+impl Quantized {
+    fn new(case: Case) -> Self {
+        let inputs = case.inputs();
+        let mut rng = StdRng::seed_from_u64(seed() ^ case.kv_len as u64);
+        let key = Rows::random(inputs.key.shape, &mut rng);
+        let value = Rows::random(inputs.value.shape, &mut rng);
+        Self {
+            case,
+            inputs,
+            key,
+            value,
+        }
+    }
+
+    /// Output and logsumexp of each device against the definition over `key` and `value`; what the devices are given may differ from
+    /// these where it must not matter.
+    fn check(&self, given_key: &Rows, given_value: &Rows) {
+        self.check_on(&devices(), given_key, given_value);
+    }
+
+    fn check_on(&self, devices: &[TestDevice], given_key: &Rows, given_value: &Rows) {
+        let inputs = Inputs {
+            key: self.key.numbers(),
+            value: self.value.numbers(),
+            ..self.inputs.clone()
+        };
+        let definition = Definition::new(&self.case, &inputs);
+        let dtype = self.case.dtype;
+        for device in devices.iter().filter(|device| device.supports(dtype)) {
+            let TestDevice { name, device } = device;
+            let extras = untracked(&self.inputs, device, self.case.extras_dtype());
+            let (output, logsumexp) = try_quantized_attention(
+                self.inputs.query.tensor(device, dtype),
+                given_key.on(device),
+                given_value.on(device),
+                self.case.options(extras),
+            )
+            .unwrap_or_else(|error| panic!("{:?}: {error}", self.case));
+            assert_eq!((output.dtype(), logsumexp.dtype()), (dtype, DType::F32));
+            let named = |index: usize, values| Named {
+                values,
+                ..definition.exact()[index].clone()
+            };
+            let got = [named(0, read(output)), named(1, read(logsumexp))];
+            let faults = definition.far_among(&got);
+            assert!(
+                faults.is_empty(),
+                "{name}, seed {}: {:?}: {}",
+                seed(),
+                self.case,
+                faults.join("; ")
+            );
+        }
+    }
+}
+
+/// The optional tensors, which nothing is to be learned from.
+fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
+    let extras = inputs.extras(&device.clone().autodiff(), dtype);
+    let plain = |(queries, keys): (Tensor<2, Int>, Tensor<2, Int>)| {
+        (queries.without_autodiff(), keys.without_autodiff())
+    };
+    Extras {
+        mask: extras.mask.map(Tensor::without_autodiff),
+        bias: extras.bias.map(Tensor::without_autodiff),
+        kv_lengths: extras.kv_lengths.map(Tensor::without_autodiff),
+        segments: extras.segments.map(plain),
+        sinks: extras.sinks.map(Tensor::without_autodiff),
+    }
+}
+
+fn check(case: Case) {
+    let quantized = Quantized::new(case);
+    quantized.check(&quantized.key, &quantized.value);
+}
+
+fn causal(sizes: [usize; 7]) -> Case {
+    Case {
+        causal: Some(CausalAlignment::BottomRight),
+        ..Case::new(sizes)
+    }
+}
+
+/// Few rows in f16, whose products have to be in fragments; keys are split, and some are no sequence's.
+pub fn check_in_fragments(device: &TestDevice) {
+    let quantized = Quantized::new(Case {
+        dtype: DType::F16,
+        kv_lengths: Some(vec![150, 60]),
+        ..causal([2, 4, 2, 3, 150, 40, 36])
+    });
+    let on = &device.device;
+    let query = quantized.inputs.query.tensor(on, DType::F16);
+    let (key, value) = (quantized.key.on(on), quantized.value.on(on));
+    let problem = AttentionProblem::quantized(&query, &key, &value, &AttentionOptions::new());
+    let explanation = explain(&problem.expect("it fits"), on);
+    let engine = explanation.forward.kernel.engine();
+    assert_eq!(engine, Engine::Cmma, "{explanation}");
+    let devices = std::slice::from_ref(device);
+    quantized.check_on(devices, &quantized.key, &quantized.value);
+}
+
+/// Rows that share a tile, and more, for which keys and values are copied; keys that are split and others.
+#[test]
+fn few_rows_and_many() {
+    for (q_heads, kv_heads, q_len, kv_len) in [
+        (4, 2, 1, 700),
+        (8, 1, 3, 65),
+        (2, 2, 32, 33),
+        (4, 1, 9, 130),
+        (2, 1, 70, 90),
+    ] {
+        check(causal([2, q_heads, kv_heads, q_len, kv_len, 32, 32]));
+    }
+}
+
+#[test]
+fn widths_and_lengths_that_fill_no_tile() {
+    for (kv_len, head_dim, value_dim) in [(1, 4, 4), (3, 20, 36), (63, 512, 512), (129, 100, 8)] {
+        check(causal([1, 2, 1, 2, kv_len, head_dim, value_dim]));
+    }
+}
+
+#[test]
+fn half_precision() {
+    for dtype in [DType::F16, DType::BF16] {
+        for q_len in [2, 40] {
+            check(Case {
+                dtype,
+                ..causal([2, 4, 2, q_len, 150, 64, 64])
+            });
+        }
+    }
+}
+
+#[test]
+fn every_option() {
+    let ids = |length: i64| (0..2 * length).map(|i| i % length / 30).collect();
+    for q_len in [2, 20] {
+        let base = Case::new([2, 4, 2, q_len, 90, 32, 20]);
+        for case in [
+            Case {
+                window: (Some(30), Some(2)),
+                softcap: Some(3.0),
+                ..base.clone()
+            },
+            Case {
+                mask: Some(FULL),
+                bias: Some([false, true, true, true]),
+                sinks: true,
+                ..base.clone()
+            },
+            Case {
+                causal: Some(CausalAlignment::BottomRight),
+                kv_lengths: Some(vec![0, 41]),
+                sinks: true,
+                ..base.clone()
+            },
+            Case {
+                causal: Some(CausalAlignment::TopLeft),
+                segments: Some((ids(q_len as i64), ids(90))),
+                ..base.clone()
+            },
+        ] {
+            check(case);
+        }
+    }
+}
+
+/// Rows of zeros, among them some that only a scale of 0 says; tiny ones; huge ones.
+#[test]
+fn rows_of_any_size() {
+    for q_len in [1, 40] {
+        let mut quantized = Quantized::new(causal([1, 2, 1, q_len, 50, 32, 32]));
+        quantized
+            .key
+            .codes
+            .fill_rows(0.0, |[_, _, key]| key % 5 == 0);
+        quantized
+            .key
+            .scales
+            .fill_rows(0.0, |[_, _, key]| key % 5 == 1);
+        quantized
+            .value
+            .codes
+            .fill_rows(0.0, |[_, _, key]| key % 7 == 0);
+        quantized
+            .value
+            .scales
+            .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
+        // Without zeros in its keys, none would see the huge values alone.
+        let huge = f64::from(1e30f32);
+        quantized
+            .value
+            .scales
+            .fill_rows(huge, |[_, _, key]| key % 7 == 2);
+        let tiny = f64::from(1e-30f32);
+        quantized
+            .key
+            .scales
+            .fill_rows(tiny, |[_, _, key]| key % 5 == 2);
+        quantized.check(&quantized.key, &quantized.value);
+    }
+}
+
+/// Behind a sequence's length scales are NaN and infinite, and codes anything.
+#[test]
+fn what_nobody_sees_is_not_read() {
+    for q_len in [1, 3, 40] {
+        let lengths = [0i64, 1, 33, 64, 100];
+        let quantized = Quantized::new(Case {
+            kv_lengths: Some(lengths.to_vec()),
+            ..causal([lengths.len(), 2, 1, q_len, 100, 32, 32])
+        });
+        let beyond = |[batch, _, key]: [usize; 3]| key as i64 >= lengths[batch];
+        let (mut key, mut value) = (quantized.key.clone(), quantized.value.clone());
+        for rows in [&mut key, &mut value] {
+            rows.codes.fill_rows(-128.0, beyond);
+        }
+        key.scales.fill_rows(f64::NAN, beyond);
+        value.scales.fill_rows(f64::INFINITY, beyond);
+        quantized.check(&key, &value);
+    }
+}
+
+/// Words and scales of a longer, wider buffer, heads last: slots that keys and values share.
+#[test]
+fn views() {
+    for TestDevice { name, device } in devices() {
+        let mut rng = StdRng::seed_from_u64(seed());
+        let (batch, heads, length, width) = (2, 2, 40, 96);
+        let slots = Rows::random([batch, length, heads, width], &mut rng);
+        let (words, scales) = slots.on(&device).into_parts();
+        let (words, scales) = (words.swap_dims(1, 2), scales.swap_dims(1, 2));
+        let view = |first: usize| {
+            let words = words
+                .clone()
+                .slice([0..batch, 0..heads, 3..33, first / 4..first / 4 + 16]);
+            QuantizedRows::of_parts(words, scales.clone().narrow(2, 3, 30)).expect("views")
+        };
+        for q_len in [1, 40] {
+            let query = Dense::normal([batch, 4, q_len, 64], DType::F32, &mut rng);
+            let query = query.tensor(&device, DType::F32);
+            let options = || AttentionOptions::new().scale(0.1).causal();
+            let output = quantized_attention(query.clone(), view(32), view(0), options());
+            let whole = |first| view(first).dequantize(DType::F32).expect("a float");
+            let expected = match name == "flex" {
+                true => {
+                    let by_definition =
+                        reference::quantized_attention(query, view(32), view(0), options());
+                    by_definition.expect("the same").0
+                }
+                false => fused_attention(query, whole(32), whole(0), options()),
+            };
+            let difference = read((output - expected).abs().max());
+            assert!(difference[0] < 1e-5, "{name}: {difference:?}");
+        }
+    }
+}
+
+/// Every number is a nearest multiple of its row's scale, in every dtype, whatever the rows' strides; dequantized it is what words stand for.
+#[test]
+fn quantized_rows_err_by_half_a_scale() {
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            if !device.supports(dtype) {
+                continue;
+            }
+            let on = &device.device;
+            let mut rng = StdRng::seed_from_u64(seed());
+            let largest = if dtype == DType::F16 { 6e4 } else { 1e38 };
+            let sizes = [1.0, 0.0, 1e-3, largest, 1e-37, 300.0];
+            let rows = Dense::normal([2, 6, 3, 260], DType::F32, &mut rng);
+            let rows = Dense::from_fn(rows.shape, |at| {
+                (rows.at(at).clamp(-1.0, 1.0) * sizes[at[1]]) as f32 as f64
+            });
+            let rows = rows.rounded(dtype);
+            let tensor = rows.tensor(on, dtype);
+            let heads_last = Layout::HeadsLast.store(&rows).tensor(on, dtype);
+            for tensor in [tensor, heads_last.swap_dims(1, 2)] {
+                let quantized = QuantizedRows::new(tensor);
+                assert_eq!(
+                    (quantized.dims(), quantized.bytes()),
+                    (rows.shape, 36 * 66 * 4)
+                );
+                let (words, scales) = quantized.clone().into_parts();
+                let (words, scales) = (words.into_data(), read(scales));
+                let words: Vec<i32> = words.iter::<i32>().collect();
+                let found = read(quantized.dequantize(DType::F32).expect("a float"));
+                for (row, numbers) in rows.values.chunks(260).enumerate() {
+                    let scale = scales[row];
+                    let magnitude = numbers.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+                    let expected = if magnitude < 2f64.powi(-116) {
+                        0.0
+                    } else {
+                        magnitude / 127.0
+                    };
+                    assert!(
+                        (scale - expected).abs() <= 1e-6 * expected,
+                        "{} {dtype:?}: scale {scale} instead of {expected}",
+                        device.name
+                    );
+                    for (column, number) in numbers.iter().enumerate() {
+                        let word = words[row * 65 + column / 4].to_le_bytes();
+                        let code = f64::from(word[column % 4].cast_signed());
+                        let exact = code * scale;
+                        let bound = (0.5 + 1e-4) * scale + 2f64.powi(-116);
+                        assert!(
+                            (exact - number).abs() <= bound && code.abs() <= 127.0,
+                            "{} {dtype:?}: {number} became {code} · {scale}",
+                            device.name
+                        );
+                        let found = found[row * 260 + column];
+                        assert!(
+                            (found - exact).abs() <= 1e-6 * exact.abs(),
+                            "{}: {found} instead of {exact}",
+                            device.name
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Of a row with NaN or infinity the scale is NaN; its neighbours are as they were.
+#[test]
+fn what_is_no_number_is_told_by_the_scale() {
+    for TestDevice { name, device } in devices() {
+        for flaw in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+            let mut rows = Dense::from_fn([1, 1, 3, 8], |[_, _, _, column]| column as f64);
+            rows.values[8 + 5] = flaw;
+            let quantized = QuantizedRows::new(rows.tensor(&device, DType::F32));
+            let (_, scales) = quantized.into_parts();
+            let scales = read(scales);
+            assert!(scales[1].is_nan(), "{name}: {scales:?} of {flaw}");
+            assert_eq!(scales[0], scales[2], "{name}");
+            assert!((scales[0] - 7.0 / 127.0).abs() < 1e-6, "{name}: {scales:?}");
+        }
+    }
+}
+
+/// The error of attention over what the quantizer made of normal numbers: the number that the documentation says.
+#[test]
+fn quantized_attention_is_near_the_unquantized() {
+    for TestDevice { name, device } in devices() {
+        let case = causal([1, 4, 1, 2, 200, 64, 64]);
+        let inputs = case.inputs();
+        let tensor = |dense: &Dense| dense.tensor(&device, DType::F32);
+        let (query, key, value) = (
+            tensor(&inputs.query),
+            tensor(&inputs.key),
+            tensor(&inputs.value),
+        );
+        let options = || AttentionOptions::new().causal();
+        let whole = fused_attention(query.clone(), key.clone(), value.clone(), options());
+        let (key, value) = (QuantizedRows::new(key), QuantizedRows::new(value));
+        let output = quantized_attention(query, key, value, options());
+        let size = read(whole.clone().powi_scalar(2).mean())[0].sqrt();
+        let error = read((output - whole).powi_scalar(2).mean())[0].sqrt();
+        // A code errs by a scale / √12, which is a 127th of three deviations or so: less than a hundredth of a number.
+        assert!(error < 0.02 * size, "{name}: {error} of {size}");
+    }
+}
+
+/// The query's gradient is that of the dequantized copy.
+#[test]
+fn queries_have_gradients() {
+    for TestDevice { name, device } in devices() {
+        let mut rng = StdRng::seed_from_u64(seed());
+        let tracked = device.clone().autodiff();
+        let rows = |rng: &mut StdRng| Rows::random([1, 1, 30, 16], rng);
+        let (key, value) = (rows(&mut rng), rows(&mut rng));
+        let query = Dense::normal([1, 2, 3, 16], DType::F32, &mut rng);
+        let leaf = || query.tensor(&tracked, DType::F32).require_grad();
+        let gradient = |leaf: Tensor<4>, output: Tensor<4>| {
+            let weights = query.tensor(&tracked, DType::F32);
+            let gradients = (output * weights).sum().backward();
+            read(leaf.grad(&gradients).expect("the query's gradient"))
+        };
+        let options = || AttentionOptions::new().causal();
+        let of_words = leaf();
+        let output = quantized_attention(
+            of_words.clone(),
+            key.on(&device),
+            value.on(&device),
+            options(),
+        );
+        let found = gradient(of_words, output);
+        let of_numbers = leaf();
+        let tensor = |rows: &Rows| rows.numbers().tensor(&tracked, DType::F32);
+        let output = fused_attention(of_numbers.clone(), tensor(&key), tensor(&value), options());
+        let expected = gradient(of_numbers, output);
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() < 1e-5,
+                "{name}: {found} instead of {expected}"
+            );
+        }
+    }
+}
+
+/// Nothing to read, and nobody who reads.
+#[test]
+fn nothing() {
+    for TestDevice { name, device } in devices() {
+        for (batch, q_len, kv_len) in [(0, 1, 3), (1, 0, 3), (1, 2, 0)] {
+            let rows = |length| Tensor::<4>::zeros([batch, 1, length, 8], &device);
+            let quantized = || QuantizedRows::new(rows(kv_len));
+            let options = AttentionOptions::new();
+            let output = quantized_attention(rows(q_len), quantized(), quantized(), options);
+            assert_eq!(output.dims(), [batch, 1, q_len, 8], "{name}");
+            assert!(read(output).iter().all(|x| *x == 0.0), "{name}");
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    for TestDevice { name, device } in devices() {
+        let rows = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &device);
+        for columns in [0, 6] {
+            let error = QuantizedRows::try_new(rows([1, 1, 2, columns])).expect_err("no words");
+            let AttentionError::Shape {
+                argument,
+                dimension,
+                found,
+                ..
+            } = error
+            else {
+                panic!("{name}: {error}")
+            };
+            assert_eq!((argument, dimension, found), ("rows", "columns", columns));
+        }
+        let words = |dtype| Tensor::<4, Int>::zeros([1, 2, 3, 2], (&device, dtype));
+        let scales = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
+        let error = QuantizedRows::of_parts(words(DType::I32), scales([1, 2, 4]));
+        let error = error.expect_err("other lengths").to_string();
+        assert!(error.contains("scales has shape [1, 2, 4]") && error.contains("3, the words'"));
+        let error = QuantizedRows::of_parts(words(DType::U32), scales([1, 2, 3]));
+        assert!(matches!(
+            error,
+            Err(AttentionError::Dtype {
+                argument: "words",
+                ..
+            })
+        ));
+
+        let key = || QuantizedRows::new(rows([1, 2, 3, 8]));
+        let call = |query, value| {
+            try_quantized_attention(rows(query), key(), value, AttentionOptions::new()).map(|_| ())
+        };
+        let head_dim = call([1, 2, 1, 6], key()).expect_err("another head_dim");
+        assert!(
+            head_dim.to_string().contains("6, the query's head_dim"),
+            "{head_dim}"
+        );
+        let length = call([1, 2, 1, 8], QuantizedRows::new(rows([1, 2, 4, 8])));
+        let length = length.expect_err("another length");
+        assert!(
+            length.to_string().contains("3, the key's kv_len"),
+            "{length}"
+        );
+        let heads = call([1, 3, 1, 8], key()).expect_err("no groups");
+        assert!(
+            heads
+                .to_string()
+                .contains("a divisor of the query's 3 heads"),
+            "{heads}"
+        );
+    }
+}
+
+/// Who reads words, and who says that it does not.
+#[test]
+fn choices_are_explained() {
+    for device in devices().into_iter().filter(TestDevice::is_cube) {
+        let on = &device.device;
+        let problem = |q_len| {
+            let query = Tensor::<4>::zeros([1, 2, q_len, 8], on);
+            let rows = QuantizedRows::new(Tensor::<4>::zeros([1, 1, 5, 8], on));
+            AttentionProblem::quantized(&query, &rows, &rows, &AttentionOptions::new())
+                .expect("it fits")
+        };
+        let few = explain(&problem(16), on);
+        assert_ne!(
+            few.forward.kernel.engine().to_string(),
+            "reference",
+            "{few}"
+        );
+        let many = explain(&problem(17), on);
+        assert_eq!(
+            many.forward.kernel.engine().to_string(),
+            "reference",
+            "{many}"
+        );
+        assert!(many.to_string().contains("int8"), "{many}");
+    }
+}
