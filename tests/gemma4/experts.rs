@@ -82,12 +82,13 @@ impl Case {
             vocab_size_per_layer_input: 50,
             hidden_size: self.hidden_size,
             intermediate_size: 20,
-            layer_types: vec![LayerType::Sliding, LayerType::Full],
-            num_attention_heads: 2,
-            num_key_value_heads: 1,
+            // Attention is the fixture's, whose kernels other tests have compiled.
+            layer_types: vec![LayerType::Full],
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
             num_global_key_value_heads: 1,
-            sliding_head_dim: 16,
-            global_head_dim: 16,
+            sliding_head_dim: 32,
+            global_head_dim: 64,
             experts: Some(ExpertsConfig {
                 num_experts: self.num_experts,
                 top_k_experts: self.top_k_experts,
