@@ -5,8 +5,8 @@
 
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
-use crate::engine::unit::plan::DECODE_ROWS;
 use crate::engine::{Engine, Kernel};
+use crate::tiled::plan::DECODE_ROWS;
 use burn::tensor::DType;
 use std::fmt;
 

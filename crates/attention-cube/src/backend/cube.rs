@@ -3,10 +3,10 @@
 use super::*;
 use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
 use crate::device::DeviceProfile;
-use crate::engine::unit::launch::forward::{Scales, launch};
 use crate::engine::{Engine, Kernel, Plan};
 use crate::passes::quantize::{dequantized, quantized};
 use crate::select::{BackwardRequest, Layouts, Operands, Pass, select};
+use crate::tiled::launch::forward::{Scales, launch};
 use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
