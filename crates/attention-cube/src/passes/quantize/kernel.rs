@@ -82,10 +82,11 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
         largest = max(largest, found[unit]);
     }
 
-    let has_codes = largest >= comptime!(ZERO_BELOW) && largest < comptime!(INFINITE);
+    let is_number = largest < comptime!(INFINITE);
+    let has_codes = is_number && largest >= comptime!(ZERO_BELOW);
     let scale = f32::reinterpret(select(has_codes, largest, 0u32)) / comptime!(LARGEST);
     if UNIT_POS == 0u32 {
-        scales[scale_at] = select(largest >= comptime!(INFINITE), not_a_number, scale);
+        scales[scale_at] = select(is_number, scale, not_a_number);
     }
     let mut word = UNIT_POS;
     while word < words_of_row {
