@@ -147,7 +147,7 @@ impl<'a> Decoder<'a> {
             Err(Gemma4Error::Argument { argument, reason })
         };
         match (self.cache.batch(), tokens.len()) {
-            (_, 0) => return refuse("are none; there should be at least 1".into()),
+            (_, 0) => refuse("are none; there should be at least 1".into()),
             (1, _) => self.read_each(tokens),
             (batch, _) => refuse(format!("are of one sequence, but the cache has {batch}")),
         }
