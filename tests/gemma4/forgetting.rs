@@ -1,8 +1,10 @@
 //! Caches that forget, where forgetting meets something else: padding, the end of a block of the growing buffers, passes of more tokens
-//! than a cache has spare slots for, and texts of which nothing is left.
+//! than a cache has spare slots for, rings that come round, and texts of which nothing is left.
 
 use crate::devices::devices;
-use crate::fixture::{Fixture, assert_close, tokens, values};
+use crate::drafts::repeated;
+use crate::fixture::{Fixture, TOLERANCE, assert_close, largest, tokens, values};
+use attention_workspace::testing::devices::TestDevice;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Decoder, Gemma4, Logits};
 
@@ -106,4 +108,165 @@ fn all_may_be_forgotten() {
             .collect();
         assert_close(&found, &expected, device.name);
     }
+}
+
+/// Passes that read right tokens and wrong ones, which are forgotten: what comes after each is what it is at once. Windows are of 8
+/// and 16 tokens, so that every ring comes round with wrong tokens in it.
+#[test]
+fn what_is_forgotten_was_never_read() {
+    for device in devices() {
+        for fixture in Fixture::all() {
+            let gemma = fixture.load(&device.device, DType::F32);
+            for compact in [false, gemma.config().attention_k_eq_v] {
+                for graph_capture in [false, true] {
+                    forget(&fixture, &gemma, &device, compact, graph_capture);
+                }
+            }
+        }
+    }
+}
+
+fn forget(
+    fixture: &Fixture,
+    gemma: &Gemma4,
+    device: &TestDevice,
+    compact: bool,
+    graph_capture: bool,
+) {
+    const SPARE: usize = 8;
+    let model = gemma.model();
+    let text = [repeated(fixture), fixture.prompt.clone()].concat();
+    let at_once = model.forward(tokens(&[&text], &device.device));
+    let at_once = values(at_once.expect("tokens within"));
+    let vocabulary = gemma.config().vocab_size;
+    let cache = match compact {
+        true => model.compact_cache(vec![0]),
+        false => model.cache(vec![0]),
+    };
+    let mut cache = cache.forgetting(SPARE);
+    let first = tokens(&[&text[..5]], &device.device);
+    model.step(first, &mut cache, Logits::None).expect("a step");
+    let mut decoder = model.decoder(&mut cache);
+    if !graph_capture {
+        decoder = decoder.without_graph_capture();
+    }
+    // Tokens that are right and tokens that are wrong, round and round; among them no more than kernels take, and more.
+    let passes = [
+        (1, 3),
+        (2, 2),
+        (4, 0),
+        (1, 7),
+        (1, 0),
+        (3, 5),
+        (1, 8),
+        (8, 0),
+    ];
+    let mut read = 5;
+    for (right, wrong) in passes.into_iter().cycle() {
+        if read + right > text.len() {
+            break;
+        }
+        let mut now = text[read..read + right].to_vec();
+        now.extend((0..wrong).map(|index| 30 + (read + index) as u32 % 250));
+        let next = decoder.read(&now).expect("a pass");
+        let logits = next.logits().expect("logits");
+        assert_eq!(logits.len(), now.len() * vocabulary);
+        let expected = &at_once[read * vocabulary..(read + right) * vocabulary];
+        let found = &logits[..right * vocabulary];
+        let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+        let scale = largest(expected.iter().copied());
+        assert!(
+            error <= TOLERANCE * scale,
+            "{} {} compact {compact} graph {graph_capture} at {read} + {right}: {error:e} of {scale:e}",
+            fixture.name,
+            device.name
+        );
+        decoder.forget(wrong).expect("few enough");
+        read += right;
+        assert_eq!(decoder.cache().len(), read);
+    }
+}
+
+/// Several sequences forget the same columns, and their next tokens are as if these had not been read.
+#[test]
+fn batches_forget_together() {
+    for device in devices() {
+        let fixture = Fixture::open("dense-ple");
+        let gemma = fixture.load(&device.device, DType::F32);
+        let model = gemma.model();
+        let whole = [&fixture.prompt[..], &fixture.generated].concat();
+        let rows: Vec<Vec<u32>> = (0..3)
+            .map(|row| {
+                let mut text = whole.clone();
+                text.rotate_left(row);
+                text
+            })
+            .collect();
+        let vocabulary = gemma.config().vocab_size;
+        let at_once = rows.iter().map(|row| {
+            let logits = model.forward(tokens(&[row], &device.device));
+            values(logits.expect("tokens within"))
+        });
+        let at_once: Vec<Vec<f32>> = at_once.collect();
+        let mut cache = model.cache(vec![0; 3]).forgetting(2);
+        let first: Vec<&[u32]> = rows.iter().map(|row| &row[..6]).collect();
+        let first = tokens(&first, &device.device);
+        model.step(first, &mut cache, Logits::None).expect("a step");
+        let mut decoder = model.decoder(&mut cache);
+        for column in 6..whole.len() {
+            let now: Vec<u32> = rows.iter().map(|row| row[column]).collect();
+            let logits = decoder
+                .step(&now)
+                .expect("a step")
+                .logits()
+                .expect("logits");
+            for (found, row) in logits.chunks(vocabulary).zip(&at_once) {
+                let expected = &row[column * vocabulary..][..vocabulary];
+                let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
+                let scale = largest(expected.iter().copied());
+                assert!(
+                    error <= TOLERANCE * scale,
+                    "{} at {column}: {error:e} of {scale:e}",
+                    device.name
+                );
+            }
+            let wrong = column % 3;
+            for _ in 0..wrong {
+                decoder.step(&[60, 70, 80]).expect("a step");
+            }
+            decoder.forget(wrong).expect("few enough");
+        }
+    }
+}
+
+#[test]
+fn more_than_it_may_is_not_forgotten() {
+    let fixture = Fixture::open("dense-ple");
+    let device = Device::flex();
+    let gemma = fixture.load(&device, DType::F32);
+    let mut cache = gemma.model().cache(vec![0]).forgetting(3);
+    assert_eq!(cache.forgettable(), 0);
+    let read = |cache: &mut burn_gemma4::Cache, count: usize| {
+        let row = tokens(&[&fixture.prompt[..count]], &device);
+        gemma
+            .model()
+            .step(row, cache, Logits::None)
+            .expect("a step");
+    };
+    read(&mut cache, 2);
+    assert_eq!(cache.forgettable(), 2);
+    read(&mut cache, 9);
+    assert_eq!(cache.forgettable(), 3);
+    cache.forget(2).expect("two");
+    assert_eq!((cache.len(), cache.forgettable()), (9, 1));
+    let error = cache.forget(2).expect_err("one").to_string();
+    assert_eq!(error, "count: is 2, but the cache can forget 1 columns");
+    read(&mut cache, 1);
+    assert_eq!(cache.forgettable(), 2);
+    read(&mut cache, 2);
+    assert_eq!(cache.forgettable(), 3);
+    let mut usual = gemma.model().cache(vec![0]);
+    read(&mut usual, 9);
+    assert!(usual.forget(1).is_err());
+    assert!(usual.forget(0).is_ok());
 }

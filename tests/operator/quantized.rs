@@ -2,152 +2,20 @@
 //! many, which read a copy; every option, lengths that fill no tile, views; rows of zeros, of tiny and of huge numbers; what nobody sees, NaN in
 //! scales included; rows with NaN or infinity; what the quantizer errs; the query's gradient; what is refused.
 
+mod case;
+
 use crate::case::{Case, FULL, seed};
-use crate::compare::Named;
-use crate::definition::Definition;
 use crate::dense::{Dense, Layout, read};
 use crate::devices::{TestDevice, devices};
-use crate::inputs::{Extras, Inputs};
 use attention_cube::engine::Engine;
 use attention_cube::quantized::{QuantizedRows, quantized_attention, try_quantized_attention};
 use attention_cube::{
     AttentionError, AttentionOptions, AttentionProblem, CausalAlignment, explain, fused_attention,
     reference,
 };
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
-use rand::{Rng, SeedableRng, rngs::StdRng};
-
-/// Codes and scales on the host.
-#[derive(Clone)]
-struct Rows {
-    /// `[batch, kv_heads, kv_len, columns]`.
-    codes: Dense,
-    /// `[batch, kv_heads, kv_len, 1]`, in f32.
-    scales: Dense,
-}
-
-impl Rows {
-    /// Random ones: their numbers are of size 1.
-    fn random(shape: [usize; 4], rng: &mut StdRng) -> Self {
-        let [batch, heads, length, _] = shape;
-        Self {
-            codes: Dense::from_fn(shape, |_| f64::from(rng.random_range(-127..=127))),
-            scales: Dense::from_fn([batch, heads, length, 1], |_| {
-                f64::from(rng.random_range(0.002f32..0.02))
-            }),
-        }
-    }
-
-    /// The numbers, exactly.
-    fn numbers(&self) -> Dense {
-        Dense::from_fn(self.codes.shape, |[b, h, j, c]| {
-            self.codes.at([b, h, j, c]) * self.scales.at([b, h, j, 0])
-        })
-    }
-
-    fn words(&self) -> Vec<i32> {
-        let word = |codes: &[f64]| {
-            let bytes = [0, 1, 2, 3].map(|lane| (codes[lane] as i8).cast_unsigned());
-            i32::from_le_bytes(bytes)
-        };
-        self.codes.values.chunks(4).map(word).collect()
-    }
-
-    fn on(&self, device: &Device) -> QuantizedRows {
-        let [batch, heads, length, columns] = self.codes.shape;
-        let words = TensorData::new(self.words(), [batch, heads, length, columns / 4]);
-        let scales = self.scales.tensor(device, DType::F32);
-        QuantizedRows::of_parts(
-            Tensor::from_data(words, (device, DType::I32)),
-            scales.reshape([batch, heads, length]),
-        )
-        .expect("words and their scales")
-    }
-}
-
-/// A case whose keys and values are quantized.
-struct Quantized {
-    case: Case,
-    inputs: Inputs,
-    key: Rows,
-    value: Rows,
-}
-
-impl Quantized {
-    fn new(case: Case) -> Self {
-        let inputs = case.inputs();
-        let mut rng = StdRng::seed_from_u64(seed() ^ case.kv_len as u64);
-        let key = Rows::random(inputs.key.shape, &mut rng);
-        let value = Rows::random(inputs.value.shape, &mut rng);
-        Self {
-            case,
-            inputs,
-            key,
-            value,
-        }
-    }
-
-    /// Output and logsumexp of each device against the definition over `key` and `value`; what the devices are given may differ from
-    /// these where it must not matter.
-    fn check(&self, given_key: &Rows, given_value: &Rows) {
-        self.check_on(&devices(), given_key, given_value);
-    }
-
-    fn check_on(&self, devices: &[TestDevice], given_key: &Rows, given_value: &Rows) {
-        let inputs = Inputs {
-            key: self.key.numbers(),
-            value: self.value.numbers(),
-            ..self.inputs.clone()
-        };
-        let definition = Definition::new(&self.case, &inputs);
-        let dtype = self.case.dtype;
-        for device in devices.iter().filter(|device| device.supports(dtype)) {
-            let TestDevice { name, device } = device;
-            let extras = untracked(&self.inputs, device, self.case.extras_dtype());
-            let (output, logsumexp) = try_quantized_attention(
-                self.inputs.query.tensor(device, dtype),
-                given_key.on(device),
-                given_value.on(device),
-                self.case.options(extras),
-            )
-            .unwrap_or_else(|error| panic!("{:?}: {error}", self.case));
-            assert_eq!((output.dtype(), logsumexp.dtype()), (dtype, DType::F32));
-            let named = |index: usize, values| Named {
-                values,
-                ..definition.exact()[index].clone()
-            };
-            let got = [named(0, read(output)), named(1, read(logsumexp))];
-            let faults = definition.far_among(&got);
-            assert!(
-                faults.is_empty(),
-                "{name}, seed {}: {:?}: {}",
-                seed(),
-                self.case,
-                faults.join("; ")
-            );
-        }
-    }
-}
-
-/// The optional tensors, which nothing is to be learned from.
-fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
-    let extras = inputs.extras(&device.clone().autodiff(), dtype);
-    let plain = |(queries, keys): (Tensor<2, Int>, Tensor<2, Int>)| {
-        (queries.without_autodiff(), keys.without_autodiff())
-    };
-    Extras {
-        mask: extras.mask.map(Tensor::without_autodiff),
-        bias: extras.bias.map(Tensor::without_autodiff),
-        kv_lengths: extras.kv_lengths.map(Tensor::without_autodiff),
-        segments: extras.segments.map(plain),
-        sinks: extras.sinks.map(Tensor::without_autodiff),
-    }
-}
-
-fn check(case: Case) {
-    let quantized = Quantized::new(case);
-    quantized.check(&quantized.key, &quantized.value);
-}
+use burn::tensor::{DType, Int, Tensor};
+use case::{Quantized, Rows, check};
+use rand::{SeedableRng, rngs::StdRng};
 
 fn causal(sizes: [usize; 7]) -> Case {
     Case {
