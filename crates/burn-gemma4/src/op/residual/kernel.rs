@@ -1,8 +1,8 @@
 //! The end of a block and the beginning of the next: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
 //!
 //! Budget: a float a part of the cube in shared memory, in registers a unit's vectors of each operand, of which a team for rows of
-//! models has one to three. Bound by latency: a row is a few KB, which one cube reads once. Every intermediate is rounded to the stream's
-//! dtype where the model was trained with it so.
+//! models has one to three, and up to twenty without plane operations, where teams are small. Bound by latency: a row is a few KB,
+//! which one cube reads once. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;

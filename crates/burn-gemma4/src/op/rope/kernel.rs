@@ -1,8 +1,8 @@
 //! The heads of a projection: `norm`, its weight, the rotation of the row's position, and the place where attention reads
 //! them — the queries' tensor or a slot of the cache.
 //!
-//! Budget: a float a part of the cube in shared memory, in registers a unit's pairs of channels, of which a team has one. Bound by
-//! latency: one cube a head, which it reads once.
+//! Budget: a float a part of the cube in shared memory, in registers a unit's pairs of channels, of which a team has one, and up
+//! to four without plane operations. Bound by latency: one cube a head, which it reads once.
 
 use crate::op::sums::{Team, cube_sum};
 use cubecl::prelude::*;

@@ -159,6 +159,9 @@ enum Right {
 
 impl Product {
     fn launch(self, order: CubeTensor, starts: CubeTensor) -> CubeTensor {
+        if let Right::Whole(right) = &self.right {
+            assert_eq!(self.left.dtype, right.dtype, "a product of one dtype");
+        }
         let left = into_contiguous(self.left);
         let client = left.client.clone();
         let experts = starts.meta.shape()[0] - 1;
