@@ -305,6 +305,36 @@ fn quantized_attention_is_near_the_unquantized() {
     }
 }
 
+/// Words and scales have no gradients, wherever they come from: nor a strategy of gradient checkpointing that a query's might differ from.
+#[test]
+fn parts_are_no_part_of_autodiff() {
+    for TestDevice { name, device } in devices() {
+        let mut rng = StdRng::seed_from_u64(seed());
+        let tracked = device.clone().autodiff();
+        let rows = Rows::random([1, 1, 20, 16], &mut rng);
+        let query = Dense::normal([1, 2, 3, 16], DType::F32, &mut rng);
+        let expected = quantized_attention(
+            query.tensor(&device, DType::F32),
+            rows.on(&device),
+            rows.on(&device),
+            AttentionOptions::new(),
+        );
+        let output = quantized_attention(
+            query.tensor(&tracked, DType::F32).require_grad(),
+            rows.on(&tracked.clone().gradient_checkpointing()),
+            rows.on(&tracked),
+            AttentionOptions::new(),
+        );
+        for (found, expected) in read(output).iter().zip(read(expected)) {
+            assert!(
+                (found - expected).abs() < 1e-5,
+                "{name}: {found} {expected}"
+            );
+        }
+        assert!(!rows.on(&tracked).device().is_autodiff(), "{name}");
+    }
+}
+
 /// The query's gradient is that of the dequantized copy.
 #[test]
 fn queries_have_gradients() {

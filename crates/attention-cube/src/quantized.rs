@@ -28,7 +28,7 @@
 //! | more rows, other devices, a query under autodiff | read through a copy in the query's dtype, of this call's keys and values alone: a number is rounded once more, to that dtype |
 //! | [`QuantizedRows::new`] | the scale is a row's largest magnitude / 127, each number the nearest multiple: off by at most half of the scale, and a rounding in f32 |
 //! | a row of zeros, or of nothing above 2⁻¹¹⁶ | zeros, scale 0 |
-//! | a row with NaN or infinity | scale NaN: whoever sees the row may get NaN, others never |
+//! | a row with NaN or infinity | scale NaN: whoever sees the row may get NaN, and as with whole numbers, where some queries see it, others of their head and those that share its keys; what no query sees reaches nobody |
 //! | queries | up to 2¹⁰⁰: their products with codes are summed before the scale makes them smaller |
 //! | gradients | the query's (by the copy), the bias's and the sinks' as ever; keys and values have none |
 
@@ -88,7 +88,7 @@ impl QuantizedRows {
         })
     }
 
-    /// Rows that were quantized before: the words, and the scales of each.
+    /// Rows that were quantized before: the words, and the scales of each. They get no gradients.
     ///
     /// # Errors
     /// [`AttentionError`] where they do not fit each other.
@@ -123,7 +123,11 @@ impl QuantizedRows {
         check_dtype("words", words.dtype(), &[(DType::I32, "four codes")])?;
         check_dtype("scales", scales.dtype(), &[(DType::F32, "of any rows")])?;
         check_place("scales", scales.device(), &words.device())?;
-        Ok(Self { words, scales })
+        // Else they would have a strategy of gradient checkpointing, which might not be the query's.
+        Ok(Self {
+            words: words.without_autodiff(),
+            scales: scales.without_autodiff(),
+        })
     }
 
     /// Words `[batch, kv_heads, kv_len, columns / 4]`, and the scales of their rows.
