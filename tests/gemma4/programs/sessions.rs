@@ -2,7 +2,11 @@
 
 use super::{Ended, greedy, program, refused, report, run, succeed, write};
 use crate::fixture;
+#[cfg(unix)]
+use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
+#[cfg(unix)]
+use std::{fs, path::Path};
 
 /// A second run reads what is new, and a chat goes on with its conversation.
 #[test]
@@ -25,7 +29,13 @@ fn sessions_are_kept_in_a_file() {
     let longer = format!("{trunk},50,60");
     let first = report(&succeed(&mut generate(trunk, "dense-ple")));
     assert_eq!(first["timings"]["prefill_tokens"], 14);
+    #[cfg(unix)]
+    let mode = |of: &Path| fs::metadata(of).expect("a file").permissions().mode() & 0o777;
+    #[cfg(unix)]
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).expect("its owner's");
     let again = report(&succeed(&mut generate(&longer, "dense-ple")));
+    #[cfg(unix)]
+    assert_eq!(mode(&path), 0o640);
     // Up to its last 8 tokens the first prompt is there.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");

@@ -265,7 +265,11 @@ pub(super) fn replace(
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
     let written = builder.tempfile_in(folder_of(path)).and_then(|file| {
-        let permissions = file.as_file().metadata()?.permissions();
+        let permissions = match fs::symlink_metadata(path) {
+            // What its owner has made of it.
+            Ok(former) if former.is_file() => former.permissions(),
+            _ => file.as_file().metadata()?.permissions(),
+        };
         // Where something goes wrong it is removed.
         let partial = file.into_temp_path();
         write(&partial)?;
