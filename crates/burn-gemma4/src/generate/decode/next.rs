@@ -12,7 +12,7 @@ use crate::{
 use burn::tensor::{DType, Int, Tensor};
 use std::marker::PhantomData;
 
-/// What comes after tokens, one of each sequence or [several](Decoder::read) of one: the next ones' logits, on the device until
+/// What comes after tokens, one of each sequence or [several](super::Decoder::read) of one: the next ones' logits, on the device until
 /// they are asked for.
 #[derive(Debug)]
 pub struct Next<'a> {
@@ -79,7 +79,7 @@ impl Next<'_> {
 
     /// The next token of each sequence, by its sampler, which reads it: on the device where kernels serve and all samplers have the same
     /// options but for their seeds, so that only the tokens' numbers leave it; else on the host. A token that a decoder
-    /// [with samplers](Decoder::with_samplers) has drawn in its step is that one.
+    /// [with samplers](super::Decoder::with_samplers) has drawn in its step is that one.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] where there is not one sampler for each of the logits' rows, and where every logit of a sequence, by its
