@@ -43,7 +43,7 @@ const fn row(
     }
 }
 
-/// The first that is wide enough and whose shared memory the device has. By rows, two cubes of four warps share a multiprocessor, where
+/// The first that is wide enough, whose shared memory the device has and that has room there for three slots. By rows, two cubes of four warps share a multiprocessor, where
 /// there is room for them, or one has eight: so that one warp multiplies while another makes weights. By columns, blocks of 128 columns, or
 /// tiles of 128 rows, give each warp 32 × 32 scores, which read two thirds of what two times 16 × 32 do.
 const ROWS: &[Row] = &[
@@ -75,6 +75,13 @@ const ROWS: &[Row] = &[
         Columns(Dots, [64, 128, 128, 32, 3]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
+    // With a bias, whose terms leave no room for three slots of the former.
+    row(
+        [512, 227],
+        Columns(All, [64, 128, 64, 16, 6]),
+        Columns(All, [64, 128, 64, 16, 6]),
+        Some(Columns(All, [64, 128, 128, 32, 4])),
+    ),
     row(
         [512, 163],
         Columns(Nothing, [64, 128, 64, 16, 6]),
@@ -88,16 +95,6 @@ const ROWS: &[Row] = &[
         Some(Columns(Nothing, [64, 128, 64, 16, 3])),
     ),
 ];
-
-impl Shape {
-    /// Threads of a cube.
-    const fn units(&self) -> usize {
-        match self {
-            Rows([warps, ..]) => 32 * *warps,
-            Columns(..) => GradientSplitDTiles::UNITS,
-        }
-    }
-}
 
 /// Tiles of queries, of keys, and of values where these have a kernel of their own.
 type Kernels = (GradientTiles, GradientTiles, Option<GradientTiles>);
@@ -121,60 +118,64 @@ pub(crate) fn gradient_tiles(
             value_dim,
         });
     }
-    let row = rows
-        .find(|row| {
-            row.shared_memory << 10 <= device.shared_memory
-                && [row.query, row.key]
-                    .into_iter()
-                    .chain(row.value)
-                    .all(|shape| shape.units() <= device.units_per_cube)
-        })
-        .ok_or(Refusal::Tiles {
-            width,
-            shared_memory: device.shared_memory,
-            units: device.units_per_cube,
-        })?;
     let terms = if biased { 3 } else { 2 };
-    let tiles = |side, sums, shape| match shape {
-        Rows([warps, fragments, columns]) => GradientTiles::SplitM(GradientSplitMTiles {
-            side,
-            sums,
-            head_dim,
-            value_dim,
-            half,
-            terms,
-            warps,
-            fragments,
-            columns,
-        }),
-        Columns(held, [rows, columns, score_columns, sum_rows, slots]) => {
-            let tiles = GradientSplitDTiles {
+    let kernels = |row: &Row| {
+        let tiles = |side, sums, shape| match shape {
+            Rows([warps, fragments, columns]) => GradientTiles::SplitM(GradientSplitMTiles {
                 side,
                 sums,
                 head_dim,
                 value_dim,
                 half,
                 terms,
-                rows,
+                warps,
+                fragments,
                 columns,
-                held,
-                score_columns,
-                sum_rows,
-                slots,
-            };
-            GradientTiles::SplitD(with_slots(tiles, row.shared_memory << 10))
-        }
+            }),
+            Columns(held, [rows, columns, score_columns, sum_rows, slots]) => {
+                let tiles = GradientSplitDTiles {
+                    side,
+                    sums,
+                    head_dim,
+                    value_dim,
+                    half,
+                    terms,
+                    rows,
+                    columns,
+                    held,
+                    score_columns,
+                    sum_rows,
+                    slots,
+                };
+                GradientTiles::SplitD(with_slots(tiles, row.shared_memory << 10))
+            }
+        };
+        let keys = match row.value {
+            Some(_) => Sums::Dots,
+            None => Sums::Both,
+        };
+        let value = row.value;
+        (
+            tiles(Side::Queries, Sums::Dots, row.query),
+            tiles(Side::Keys, keys, row.key),
+            value.map(|shape| tiles(Side::Keys, Sums::Values, shape)),
+        )
     };
-    let keys = match row.value {
-        Some(_) => Sums::Dots,
-        None => Sums::Both,
+    let fits = |tiles: GradientTiles| {
+        tiles.units() <= device.units_per_cube
+            && match tiles {
+                GradientTiles::SplitM(_) => true,
+                GradientTiles::SplitD(tiles) => tiles.slots >= LEAST_SLOTS.min(tiles.chunks()),
+            }
     };
-    Ok((
-        tiles(Side::Queries, Sums::Dots, row.query),
-        tiles(Side::Keys, keys, row.key),
-        row.value
-            .map(|shape| tiles(Side::Keys, Sums::Values, shape)),
-    ))
+    rows.filter(|row| row.shared_memory << 10 <= device.shared_memory)
+        .map(kernels)
+        .find(|(query, key, value)| fits(*query) && fits(*key) && value.is_none_or(fits))
+        .ok_or(Refusal::Tiles {
+            width,
+            shared_memory: device.shared_memory,
+            units: device.units_per_cube,
+        })
 }
 
 /// The tiles with as many slots of those that they have as fit `shared_memory`: a bias has a number more of each query. Rather with
