@@ -2,12 +2,11 @@
 //! goes on at its own position, drawn or not, to ends of their own; by kernels, and where a pass has more rows than these take.
 
 use crate::devices::devices;
+use crate::drafts;
 use crate::fixture::{Fixture, folder, greedy};
 use crate::programs::folder::{Folder, WRITING};
 use burn::tensor::{DType, Device};
-use burn_gemma4::{
-    DraftCounts, Drafts, Gemma4, GenerateOptions, Generation, LoadOptions, Prompt, Sampling,
-};
+use burn_gemma4::{Drafts, Gemma4, GenerateOptions, Generation, LoadOptions, Prompt, Sampling};
 use std::path::Path;
 
 fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> Vec<Generation> {
@@ -45,18 +44,8 @@ fn assert_same(
     pairs
         .map(|(row, (found, expected))| {
             let what = format!("{what}, sequence {row} of {}", prompts.len());
-            assert_eq!(found.tokens, expected.tokens, "{what}");
-            assert_eq!(found.text, expected.text, "{what}");
-            assert_eq!(found.finish_reason, expected.finish_reason, "{what}");
-            assert_eq!(found.logprobs.len(), expected.logprobs.len(), "{what}");
-            let DraftCounts {
-                passes,
-                drafted,
-                accepted,
-            } = found.drafts;
-            assert!(accepted <= drafted, "{what}: {accepted} of {drafted}");
-            assert_eq!(1 + passes + accepted, found.tokens.len(), "{what}");
-            accepted
+            drafts::assert_same(found, expected, &what);
+            found.drafts.accepted
         })
         .collect()
 }

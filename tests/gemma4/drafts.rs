@@ -40,7 +40,7 @@ pub fn repeated(fixture: &Fixture) -> Vec<u32> {
 const REPEATED: [u32; 5] = [2, 50, 60, 50, 60];
 
 #[track_caller]
-fn assert_same(found: &Generation, expected: &Generation, what: &str) {
+pub fn assert_same(found: &Generation, expected: &Generation, what: &str) {
     assert_eq!(found.tokens, expected.tokens, "{what}");
     assert_eq!(found.text, expected.text, "{what}");
     assert_eq!(found.logprobs.len(), expected.logprobs.len(), "{what}");

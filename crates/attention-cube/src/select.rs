@@ -273,7 +273,7 @@ fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Re
     if pass == Pass::Backward {
         return Err(Refusal::Quantized("they have no gradients"));
     }
-    if !matches!(engine, Engine::Cmma | Engine::Unit) {
+    if !engine.reads_words() {
         return Err(Refusal::Quantized("its kernels read whole numbers"));
     }
     if problem.q_len * problem.group() > DECODE_ROWS {

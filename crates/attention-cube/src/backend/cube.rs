@@ -76,12 +76,7 @@ impl AttentionBackend for CubeBackend {
                 Err(inputs) => *inputs,
             },
         };
-        let inputs = reference::quantized::inputs::<Self>(inputs, Self::dequantize_rows);
-        let problem = AttentionProblem {
-            quantized: false,
-            ..problem
-        };
-        Self::attention_forward(inputs, problem)
+        forward_of_copy(inputs, problem)
     }
 
     fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {
@@ -122,23 +117,16 @@ fn in_words(
     else {
         return Err(Box::new(inputs));
     };
-    // On this backend a tensor is one of any elements.
-    let inputs_of_words = AttentionInputs {
-        query,
-        key: rows_in_order(inputs.key.words),
-        value: rows_in_order(inputs.value.words),
-        mask: inputs.mask,
-        bias: inputs.bias,
-        kv_lengths: inputs.kv_lengths,
-        query_segments: inputs.query_segments,
-        key_segments: inputs.key_segments,
-        sinks: inputs.sinks,
-    };
     let scales = Scales {
-        key: untile(inputs.key.scales),
-        value: untile(inputs.value.scales),
+        key: untile(inputs.key.scales.clone()),
+        value: untile(inputs.value.scales.clone()),
     };
-    Ok(launch(inputs_of_words, Some(scales), problem, plan))
+    let inputs = AttentionInputs {
+        query,
+        // On this backend a tensor is one of any elements.
+        ..inputs.read(|rows| rows_in_order(rows.words))
+    };
+    Ok(launch(inputs, Some(scales), problem, plan))
 }
 
 /// Rows whose elements lie together.

@@ -134,6 +134,23 @@ pub struct QuantizedInputs<B: Backend> {
     pub sinks: MaybeFloat<B>,
 }
 
+impl<B: Backend> QuantizedInputs<B> {
+    /// With keys and values as `rows` reads them.
+    fn read(self, rows: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>) -> AttentionInputs<B> {
+        AttentionInputs {
+            query: self.query,
+            key: rows(self.key),
+            value: rows(self.value),
+            mask: self.mask,
+            bias: self.bias,
+            kv_lengths: self.kv_lengths,
+            query_segments: self.query_segments,
+            key_segments: self.key_segments,
+            sinks: self.sinks,
+        }
+    }
+}
+
 /// The output, in the query's dtype, and the logsumexp of every query's scores, in f32 (f64 for f64).
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -316,12 +333,7 @@ pub trait AttentionBackend: Backend {
         #[extension_type] inputs: QuantizedInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        let inputs = reference::quantized::inputs::<Self>(inputs, Self::dequantize_rows);
-        let problem = AttentionProblem {
-            quantized: false,
-            ..problem
-        };
-        Self::attention_forward(inputs, problem)
+        forward_of_copy::<Self>(inputs, problem)
     }
 
     /// Rows of floats, whose columns fill words, in int8.
@@ -338,6 +350,19 @@ pub trait AttentionBackend: Backend {
     ) -> FloatTensor<Self> {
         reference::quantized::dequantize::<Self>(rows, dtype)
     }
+}
+
+/// The output and the logsumexp over a copy of keys and values in the query's dtype.
+fn forward_of_copy<B: AttentionBackend>(
+    inputs: QuantizedInputs<B>,
+    problem: AttentionProblem,
+) -> AttentionOutput<B> {
+    let inputs = inputs.read(|rows| B::dequantize_rows(rows, problem.dtype));
+    let problem = AttentionProblem {
+        quantized: false,
+        ..problem
+    };
+    B::attention_forward(inputs, problem)
 }
 
 #[cfg(feature = "flex")]

@@ -26,6 +26,9 @@ pub trait AttentionEngine {
     /// The kernels of a backward.
     type Backward: Clone + fmt::Debug + PartialEq;
 
+    /// Whether its forward for few rows reads keys and values [of int8](crate::quantized) where they lie.
+    const READS_WORDS: bool = false;
+
     /// The forward of `problem` on `device`.
     ///
     /// # Errors
@@ -166,6 +169,14 @@ macro_rules! engines {
                         }
                     )+
                     Self::Reference => Ok(Kernel::Reference),
+                }
+            }
+
+            /// See [`AttentionEngine::READS_WORDS`].
+            pub(crate) fn reads_words(self) -> bool {
+                match self {
+                    $(Self::$engine => $module::$engine::READS_WORDS,)+
+                    Self::Reference => false,
                 }
             }
 

@@ -1,7 +1,7 @@
 //! Quantized rows in Burn's own tensor operations: what the kernels are compared with, and what devices without them run.
 
 use super::tensors::{bool_dtype, cast};
-use crate::backend::{AttentionInputs, QuantizedInputs, QuantizedTensors};
+use crate::backend::QuantizedTensors;
 use crate::quantized::{CODES, LARGEST, ZERO_BELOW};
 use burn::backend::{
     Backend, TensorMetadata,
@@ -97,23 +97,4 @@ fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> Floa
     // From 0 on, and then less what that was more.
     let raised = byte(B::int_add_scalar(byte(shifted), 128i32.into()));
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
-}
-
-/// The inputs with keys and values in the query's dtype.
-pub(crate) fn inputs<B: Backend>(
-    inputs: QuantizedInputs<B>,
-    dequantize: impl Fn(QuantizedTensors<B>, DType) -> FloatTensor<B>,
-) -> AttentionInputs<B> {
-    let dtype = inputs.query.dtype();
-    AttentionInputs {
-        query: inputs.query,
-        key: dequantize(inputs.key, dtype),
-        value: dequantize(inputs.value, dtype),
-        mask: inputs.mask,
-        bias: inputs.bias,
-        kv_lengths: inputs.kv_lengths,
-        query_segments: inputs.query_segments,
-        key_segments: inputs.key_segments,
-        sinks: inputs.sinks,
-    }
 }

@@ -27,6 +27,8 @@ impl AttentionEngine for Cmma {
     type Forward = ForwardPlan;
     type Backward = BackwardPlan;
 
+    const READS_WORDS: bool = true;
+
     fn plan_forward(
         problem: &AttentionProblem,
         device: &DeviceProfile,

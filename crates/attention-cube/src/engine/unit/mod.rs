@@ -25,6 +25,8 @@ impl AttentionEngine for Unit {
     type Forward = ForwardPlan;
     type Backward = BackwardPlan;
 
+    const READS_WORDS: bool = true;
+
     fn plan_forward(
         problem: &AttentionProblem,
         device: &DeviceProfile,

@@ -31,6 +31,9 @@ impl CacheKind {
     /// # Errors
     /// [`Gemma4Error::Argument`] where int8 is asked for, and a head has a part of a word.
     pub(crate) fn check(self, config: &Gemma4Config) -> Result<(), Gemma4Error> {
+        if self.precision == KvPrecision::Model {
+            return Ok(());
+        }
         let refuse = |reason| {
             let argument = "kv_precision";
             Err(Gemma4Error::Argument { argument, reason })
@@ -38,9 +41,6 @@ impl CacheKind {
         for layer in 0..config.first_shared_layer() {
             let head_dim = config.head_dim(layer);
             let compact = CompactLayout::of(config, layer).filter(|_| self.compact_keys);
-            if self.precision == KvPrecision::Model {
-                continue;
-            }
             if !head_dim.is_multiple_of(CODES) {
                 return refuse(format!(
                     "is q8, which keeps numbers by fours, but layer {layer} has heads of {head_dim}"

@@ -165,7 +165,7 @@ pub(crate) fn gradient_tiles(
         tiles.units() <= device.units_per_cube
             && match tiles {
                 GradientTiles::SplitM(_) => true,
-                GradientTiles::SplitD(tiles) => tiles.slots >= LEAST_SLOTS.min(tiles.chunks()),
+                GradientTiles::SplitD(tiles) => tiles.slots >= LEAST_SLOTS,
             }
     };
     rows.filter(|row| row.shared_memory << 10 <= device.shared_memory)
