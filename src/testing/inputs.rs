@@ -29,6 +29,7 @@ pub struct Inputs {
 }
 
 /// The optional tensors of a call on a device.
+#[derive(Clone)]
 pub struct Extras {
     /// See [`AttentionOptions::mask`](attention_cube::AttentionOptions::mask).
     pub mask: Option<Tensor<4, Bool>>,

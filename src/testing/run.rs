@@ -2,12 +2,12 @@
 
 use super::case::Case;
 use super::compare::Named;
-use super::dense::{Dense, Layout, read, rms};
+use super::dense::{Dense, Layout, host, rms};
 use super::inputs::{Extras, Inputs};
 use attention_cube::{
     AttentionError, AttentionOptions, AttentionProblem, attention_with_lse, reference,
 };
-use burn::tensor::{DType, Device, Gradients, Tensor};
+use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 
 /// The operator under test, or its definition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +93,36 @@ impl Case {
         )
     }
 
+    /// The case's tensors on a device, for as many runs as one likes.
+    pub fn prepare<'a>(
+        &'a self,
+        inputs: &'a Inputs,
+        device: &Device,
+        dtype: DType,
+    ) -> Prepared<'a> {
+        let device = device.clone().autodiff();
+        let leaf = |dense: &Dense, layout: Layout| {
+            layout.store(dense).tensor(&device, dtype).require_grad()
+        };
+        let extras_dtype = if dtype == self.dtype {
+            self.extras_dtype()
+        } else {
+            dtype
+        };
+        Prepared {
+            case: self,
+            inputs,
+            dtype,
+            leaves: [
+                leaf(&inputs.query, self.layouts[0]),
+                leaf(&inputs.key, self.layouts[1]),
+                leaf(&inputs.value, self.layouts[2]),
+            ],
+            extras: inputs.extras(&device, extras_dtype),
+            device,
+        }
+    }
+
     /// Output, logsumexp and the gradients of everything differentiable, for the loss
     /// `Σ output ∘ output_gradient + Σ logsumexp ∘ lse_gradient`.
     ///
@@ -105,109 +135,112 @@ impl Case {
         dtype: DType,
         operator: Operator,
     ) -> Vec<Named> {
-        let device = device.clone().autodiff();
-        let leaf = |dense: &Dense, layout: Layout| {
-            layout.store(dense).tensor(&device, dtype).require_grad()
-        };
-        let extras_dtype = if dtype == self.dtype {
-            self.extras_dtype()
-        } else {
-            dtype
-        };
-        let leaves = [
-            leaf(&inputs.query, self.layouts[0]),
-            leaf(&inputs.key, self.layouts[1]),
-            leaf(&inputs.value, self.layouts[2]),
-        ];
-        let shapes = [inputs.query.shape, inputs.key.shape, inputs.value.shape];
-        let [query, key, value] =
-            [0, 1, 2].map(|i| self.layouts[i].view(leaves[i].clone(), shapes[i]));
-        let extras = inputs.extras(&device, extras_dtype);
-        let (bias, sinks) = (extras.bias.clone(), extras.sinks.clone());
-
-        let (output, lse) = operator
-            .call(query, key, value, self.options(extras))
-            .unwrap_or_else(|error| panic!("{self:?}: {error}"));
-        let wide = if dtype == DType::F64 {
-            DType::F64
-        } else {
-            DType::F32
-        };
-        assert_eq!((output.dtype(), lse.dtype()), (dtype, wide), "{self:?}");
-        let wide_output = if dtype == wide {
-            output.clone()
-        } else {
-            output.clone().cast(wide)
-        };
-        let mut loss = self.layouts[3].weigh(wide_output, &inputs.output_gradient, &device);
-        if let Some(weights) = &inputs.lse_gradient {
-            loss = loss + self.layouts[3].weigh(lse.clone().unsqueeze_dim(3), weights, &device);
-        }
-        let gradients = loss.backward();
-
-        let output = read(output.inner());
-        let magnitudes = Magnitudes::new(self, inputs, rms(&output));
-        let mut results = vec![
+        let results = self.prepare(inputs, device, dtype).run(operator);
+        let results = results.into_iter().map(|(name, data)| {
+            let values = host(data);
             Named {
-                name: "output",
-                values: output,
-                magnitude: 0.0,
-                stored: 0.0,
-            },
-            Named {
-                name: "logsumexp",
-                values: read(lse.inner()),
-                magnitude: magnitudes.score,
-                stored: 0.0,
-            },
-        ];
-        let [query, key, value] = leaves;
-        let mut add = |name, gradient: Option<Vec<f64>>, factor: f64| {
-            let values = gradient.unwrap_or_else(|| panic!("{self:?}: no {name}"));
-            let Magnitudes {
-                difference, stored, ..
-            } = magnitudes;
-            let (magnitude, stored) = (factor * difference, factor * stored);
-            results.push(Named {
                 name,
                 values,
-                magnitude,
-                stored,
-            });
-        };
-        add(
-            "query gradient",
-            gradient(&query, &gradients),
-            magnitudes.query,
-        );
-        add("key gradient", gradient(&key, &gradients), magnitudes.key);
-        add("value gradient", gradient(&value, &gradients), 0.0);
-        if let Some(bias) = bias {
-            add(
-                "bias gradient",
-                gradient(&bias, &gradients),
-                magnitudes.bias,
-            );
-        }
-        if let Some(sinks) = sinks {
-            add(
-                "sinks gradient",
-                gradient(&sinks, &gradients),
-                magnitudes.sinks,
-            );
+                magnitude: 0.0,
+                stored: 0.0,
+            }
+        });
+        let mut results: Vec<_> = results.collect();
+        let magnitudes = Magnitudes::new(self, inputs, rms(&results[0].values));
+        for result in &mut results {
+            let factor = match result.name {
+                "logsumexp" => {
+                    result.magnitude = magnitudes.score;
+                    continue;
+                }
+                "query gradient" => magnitudes.query,
+                "key gradient" => magnitudes.key,
+                "bias gradient" => magnitudes.bias,
+                "sinks gradient" => magnitudes.sinks,
+                _ => 0.0,
+            };
+            result.magnitude = factor * magnitudes.difference;
+            result.stored = factor * magnitudes.stored;
         }
         results
     }
 }
 
+/// The tensors of a case on a device.
+pub struct Prepared<'a> {
+    case: &'a Case,
+    inputs: &'a Inputs,
+    dtype: DType,
+    leaves: [Tensor<4>; 3],
+    extras: Extras,
+    device: Device,
+}
+
+impl Prepared<'_> {
+    /// See [`Case::run`]: names and numbers as the device has them.
+    ///
+    /// # Panics
+    /// Where the operator refuses the case, or leaves a gradient out.
+    pub fn run(&self, operator: Operator) -> Vec<(&'static str, TensorData)> {
+        let (case, inputs, dtype, leaves) = (self.case, self.inputs, self.dtype, &self.leaves);
+        let shapes = [inputs.query.shape, inputs.key.shape, inputs.value.shape];
+        let [query, key, value] =
+            [0, 1, 2].map(|i| case.layouts[i].view(leaves[i].clone(), shapes[i]));
+        let options = case.options(self.extras.clone());
+
+        let (output, lse) = operator
+            .call(query, key, value, options)
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        let wide = if dtype == DType::F64 {
+            DType::F64
+        } else {
+            DType::F32
+        };
+        assert_eq!((output.dtype(), lse.dtype()), (dtype, wide), "{case:?}");
+        let wide_output = if dtype == wide {
+            output.clone()
+        } else {
+            output.clone().cast(wide)
+        };
+        let layout = case.layouts[3];
+        let mut loss = layout.weigh(wide_output, &inputs.output_gradient, &self.device);
+        if let Some(weights) = &inputs.lse_gradient {
+            loss = loss + layout.weigh(lse.clone().unsqueeze_dim(3), weights, &self.device);
+        }
+        let gradients = loss.backward();
+
+        let [query, key, value] = leaves;
+        let mut found = vec![
+            ("query gradient", gradient(query, &gradients)),
+            ("key gradient", gradient(key, &gradients)),
+            ("value gradient", gradient(value, &gradients)),
+        ];
+        if let Some(bias) = &self.extras.bias {
+            found.push(("bias gradient", gradient(bias, &gradients)));
+        }
+        if let Some(sinks) = &self.extras.sinks {
+            found.push(("sinks gradient", gradient(sinks, &gradients)));
+        }
+        let mut results = vec![
+            ("output", output.inner().into_data()),
+            ("logsumexp", lse.inner().into_data()),
+        ];
+        results.extend(found.into_iter().map(|(name, gradient)| {
+            let gradient = gradient.unwrap_or_else(|| panic!("{case:?}: no {name}"));
+            (name, gradient)
+        }));
+        results
+    }
+}
+
 /// The gradient of a leaf, which has its shape and dtype.
-fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<Vec<f64>> {
+fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<TensorData> {
     let gradient = leaf.grad(gradients)?;
     assert_eq!(
         (gradient.dims(), gradient.dtype()),
         (leaf.dims(), leaf.dtype())
     );
-    Some(read(gradient))
+    Some(gradient.into_data())
 }
 
 /// The sizes of the terms that cancel. `ds = p (do·v − Δ)` is a difference of terms of size

@@ -131,7 +131,11 @@ fn rows_of_any_size() {
             .scales
             .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
         // Without zeros in its keys, none would see the huge values alone.
-        let huge = f64::from(1e30f32);
+        let huge = match quantized.case.dtype {
+            // The output holds no larger ones.
+            DType::F16 => 400.0,
+            _ => f64::from(1e30f32),
+        };
         quantized
             .value
             .scales

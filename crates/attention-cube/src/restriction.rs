@@ -2,7 +2,7 @@
 //!
 //! `ATTENTION_ENGINES` names the engines that may serve, such as `unit` or `wgmma,unit`; the reference, which serves everything, comes last
 //! in any case. `ATTENTION_SHARED_MEMORY` is the bytes of shared memory that a cube may take at most, such as 101376, which are a
-//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply: `device` for what the device has, which nobody has seen to be right yet;
+//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply: `device` for what the device has, which is right on one H200 and has been seen on no other;
 //! `none`; or a shape, which is then emulated, such as `16x16x16`, or `8x8x8:f32` for operands that are widened. All are read once, when a
 //! device is first asked.
 
@@ -33,7 +33,7 @@ enum Asked {
 }
 
 /// Why a device's own fragments are not taken unless they are asked for.
-const UNTRIED: &str = "its products have run on no matrix unit yet; ATTENTION_FRAGMENTS=device has it take this device's";
+const UNTRIED: &str = "its products have run on few matrix units yet; ATTENTION_FRAGMENTS=device has it take this device's";
 
 /// Units of a plane that emulates a product of `m × n` elements: a vector of 4 of them for each, but of the sizes that planes have.
 fn emulated_plane(fragments: &Fragments) -> usize {

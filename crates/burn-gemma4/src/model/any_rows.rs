@@ -10,7 +10,7 @@ use super::{
     layer::{
         Attention, Linear, Mlp, RmsNorm,
         experts::Mixture,
-        operators::{Operators, PerLayerEmbedding, Stream},
+        operators::{Columns, Operators, Stream},
     },
     observe::{LayerSite, Observer, Site},
 };
@@ -88,12 +88,12 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
         linear.rows(input)
     }
 
-    fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
+    fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
         let (layer, kind, norm) = (attention.layer, attention.kind, attention.key_norm());
         let (weight, epsilon) = (norm.weight.val(), norm.epsilon());
         let rotation = self.rotations.of(kind);
-        let key = rotation.heads(key, self.batch, weight, epsilon);
-        let value = rotation.value_heads(value, self.batch, epsilon);
+        let key = rotation.heads(key.columns(), self.batch, weight, epsilon);
+        let value = rotation.value_heads(value.columns(), self.batch, epsilon);
         self.observe(layer, LayerSite::Key, || key.clone());
         self.observe(layer, LayerSite::Value, || value.clone());
         match &mut self.cache {
@@ -111,12 +111,13 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     fn queries(
         &mut self,
         attention: &Attention,
-        projected: Tensor<2>,
+        projected: Columns,
         key_values: &KeyValues,
     ) -> Tensor<4> {
         let weight = attention.query_weight(key_values);
         let rotation = self.rotations.of(attention.kind);
-        let queries = rotation.heads(projected, self.batch, weight, attention.q_norm.epsilon());
+        let epsilon = attention.q_norm.epsilon();
+        let queries = rotation.heads(projected.columns(), self.batch, weight, epsilon);
         match &key_values.compact {
             Some(compact) => compact.queries(queries),
             None => queries,
@@ -141,7 +142,7 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
             .forward(mixture.norm.forward(stream), &routing)
     }
 
-    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2> {
         let gate = gelu(gate.forward(self.of_text(input)));
         flat_rows(gate * self.of_text(embedding.columns()))
     }

@@ -14,7 +14,7 @@ use super::{
     layer::{
         Attention, Linear, Mlp, RmsNorm,
         experts::Mixture,
-        operators::{Operators, PerLayerEmbedding, Stream},
+        operators::{Columns, Operators, Stream},
     },
     observe::Part,
 };
@@ -23,7 +23,10 @@ use crate::{
     op::{
         self,
         gelu::gelu,
-        linear::few_rows::{self, MOST_ROWS},
+        linear::{
+            Matrix,
+            few_rows::{self, Factors, MOST_ROWS},
+        },
         residual::{Added, residual, residual_and_norm},
         rope::{
             RotationTables,
@@ -102,7 +105,28 @@ impl Operators for FewRows<'_> {
         })
     }
 
-    fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues {
+    fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<Columns> {
+        if projections.iter().any(|linear| is_adapted(linear)) {
+            let project = |linear: &&Linear| Columns::all(self.project(input.clone(), linear));
+            return projections.iter().map(project).collect();
+        }
+        let matrices = projections.iter().map(|linear| linear.weight.matrix());
+        let matrices: Vec<_> = matrices.collect();
+        let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
+        let rows = few_rows::multiply(input, Factors::Sides(matrices));
+        let mut start = 0;
+        let columns = counts.into_iter().map(|count| {
+            start += count;
+            Columns {
+                rows: rows.clone(),
+                start: start - count,
+                count,
+            }
+        });
+        columns.collect()
+    }
+
+    fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
         let targets = self.targets.as_ref().expect("the layer has a target");
         let visible = match attention.kind {
             LayerType::Sliding => &targets.sliding,
@@ -111,14 +135,20 @@ impl Operators for FewRows<'_> {
         let visible = visible.clone();
         let norm = attention.key_norm();
         let (tables, epsilon) = (self.tables(attention.kind), norm.epsilon());
+        let options = |columns: &Columns, compact| HeadOptions {
+            start: columns.start,
+            count: columns.count,
+            compact,
+            epsilon,
+        };
         let write_values = |buffer, compact| {
-            let options = HeadOptions { compact, epsilon };
-            heads::write_values(value, self.positions.clone(), buffer, options)
+            let options = options(&value, compact);
+            heads::write_values(value.rows, self.positions.clone(), buffer, options)
         };
         let write_keys = |buffer, compact| {
-            let options = HeadOptions { compact, epsilon };
-            let positions = self.positions.clone();
-            heads::write_keys(key, norm.weight.val(), tables, positions, buffer, options)
+            let (options, positions) = (options(&key, compact), self.positions.clone());
+            let weight = norm.weight.val();
+            heads::write_keys(key.rows, weight, tables, positions, buffer, options)
         };
         match targets.layers[attention.layer].clone() {
             Target::Apart(buffers) => {
@@ -139,17 +169,20 @@ impl Operators for FewRows<'_> {
     fn queries(
         &mut self,
         attention: &Attention,
-        projected: Tensor<2>,
+        projected: Columns,
         key_values: &KeyValues,
     ) -> Tensor<4> {
         let compact = key_values.compact.as_ref();
         let options = HeadOptions {
+            start: projected.start,
+            count: projected.count,
             compact: compact.map(|keys| keys.layout.rotated_pairs),
             epsilon: attention.q_norm.epsilon(),
         };
         let weight = attention.query_weight(key_values);
         let tables = self.tables(attention.kind);
-        let heads = heads::query_heads(projected, weight, tables, self.positions.clone(), options);
+        let positions = self.positions.clone();
+        let heads = heads::query_heads(projected.rows, weight, tables, positions, options);
         let [rows, count, _, head_dim] = heads.dims();
         match rows == self.batch {
             true => heads,
@@ -161,13 +194,15 @@ impl Operators for FewRows<'_> {
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
         let (gate, up) = (&mlp.gate_proj, &mlp.up_proj);
-        let adapted = [gate, up].map(|linear| linear.weight.adapter().is_some());
-        let inner = match adapted {
-            [false, false] => {
-                few_rows::project_gated(input, gate.weight.matrix(), up.weight.matrix())
-            }
+        let inner = if is_adapted(gate) || is_adapted(up) {
             // A gate opens by what its adapter has added, too.
-            _ => gelu(self.project(input.clone(), gate)) * self.project(input, up),
+            gelu(self.project(input.clone(), gate)) * self.project(input, up)
+        } else {
+            let factors = Factors::Gated {
+                gate: gate.weight.matrix(),
+                through: up.weight.matrix(),
+            };
+            few_rows::multiply(input, factors)
         };
         self.project(inner, &mlp.down_proj)
     }
@@ -181,11 +216,16 @@ impl Operators for FewRows<'_> {
         few_rows::mix_experts(inner, down.matrices(), choice.experts, choice.shares)
     }
 
-    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2> {
-        if gate.weight.adapter().is_some() {
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2> {
+        if is_adapted(gate) {
             return gelu(self.project(input, gate)) * embedding.columns();
         }
-        few_rows::project_gate_of(input, gate.weight.matrix(), embedding.rows, embedding.start)
+        let factors = Factors::GateOf {
+            gate: gate.weight.matrix(),
+            through: embedding.rows,
+            start: embedding.start,
+        };
+        few_rows::multiply(input, factors)
     }
 
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
@@ -211,6 +251,10 @@ impl Operators for FewRows<'_> {
     fn after(&mut self, part: Part) {
         (self.after)(part);
     }
+}
+
+fn is_adapted(linear: &Linear) -> bool {
+    linear.weight.adapter().is_some()
 }
 
 fn added(stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Added {

@@ -8,7 +8,7 @@ use super::{
     cache::{Cache, key_values::SharedKeyValues},
     layer::{
         RmsNorm,
-        operators::{Operators, PerLayerEmbedding, Stream},
+        operators::{Columns, Operators, Stream},
     },
     observe::{Observer, Site},
     per_layer::Tokens,
@@ -149,7 +149,7 @@ impl Gemma4Model {
         let count = self.config.hidden_size_per_layer_input;
         for index in range {
             let kind = self.config.layer_types[index];
-            let embedding = embeddings.map(|rows| PerLayerEmbedding {
+            let embedding = embeddings.map(|rows| Columns {
                 rows: rows.clone(),
                 start: index * count,
                 count,

@@ -13,7 +13,7 @@ use crate::{
             slots::Slots,
         },
         forward::last_positions,
-        layer::operators::{PerLayerEmbedding, Stream},
+        layer::operators::{Columns, Stream},
         per_layer::Tokens,
     },
     op::{attach::attach, flat_rows, linear, rope::Positions},
@@ -277,7 +277,7 @@ impl<'a> Pass<'a> {
         };
         let (stream, own) = model.layers[layer].forward(
             Stream::new(stream),
-            embedding.map(PerLayerEmbedding::of_one_layer),
+            embedding.map(Columns::all),
             shared,
             model.norm_after(layer),
             &mut operators,

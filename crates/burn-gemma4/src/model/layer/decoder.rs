@@ -3,7 +3,7 @@
 use super::{
     Attention, Experts, Linear, Mlp, RmsNorm, Router, constant,
     experts::Mixture,
-    operators::{Operators, PerLayerEmbedding, Stream},
+    operators::{Columns, Operators, Stream},
 };
 use crate::{
     Gemma4Config,
@@ -91,20 +91,27 @@ impl DecoderLayer {
     pub(crate) fn forward<O: Operators>(
         &self,
         mut stream: Stream,
-        embedding: Option<PerLayerEmbedding>,
+        embedding: Option<Columns>,
         shared: Option<&KeyValues>,
         next: &RmsNorm,
         operators: &mut O,
     ) -> (Stream, Option<KeyValues>) {
         let attention = &self.self_attn;
         let normed = stream.norm(&self.input_layernorm);
-        let query = operators.project(normed.clone(), &attention.q_proj);
-        let own = attention.k_proj.as_ref().map(|k_proj| {
-            let key = operators.project(normed.clone(), k_proj);
-            let value = match &attention.v_proj {
-                Some(v_proj) => operators.project(normed, v_proj),
-                None => key.clone(),
-            };
+        let projections: Vec<&Linear> = [
+            Some(&attention.q_proj),
+            attention.k_proj.as_ref(),
+            attention.v_proj.as_ref(),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        let projected = operators.project_together(normed, &projections);
+        let mut projected = projected.into_iter();
+        let query = projected.next().expect("queries come first");
+        let own = projected.next().map(|key| {
+            // Values are made of what keys are made of, where nothing else is there.
+            let value = projected.next().unwrap_or_else(|| key.clone());
             (key, value)
         });
         operators.after(Part::Projections);

@@ -12,15 +12,21 @@ pub(crate) trait Operators {
     /// `[rows, columns in]` to `[rows, columns out]`.
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2>;
 
+    /// What several projections make of the same rows.
+    fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<Columns> {
+        let project = |linear: &&Linear| Columns::all(self.project(input.clone(), linear));
+        projections.iter().map(project).collect()
+    }
+
     /// What queries read of a layer with keys and values of its own, whose projections these are. They go where later calls find
     /// them, if there are any.
-    fn key_values(&mut self, attention: &Attention, key: Tensor<2>, value: Tensor<2>) -> KeyValues;
+    fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues;
 
     /// The queries of a projection, for `key_values`: `[batch, q_heads, positions, head_dim]`.
     fn queries(
         &mut self,
         attention: &Attention,
-        projected: Tensor<2>,
+        projected: Columns,
         key_values: &KeyValues,
     ) -> Tensor<4>;
 
@@ -31,7 +37,7 @@ pub(crate) trait Operators {
     fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, layer: usize) -> Tensor<2>;
 
     /// `gelu(gate(input))` times the layer's per-layer embedding.
-    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: PerLayerEmbedding) -> Tensor<2>;
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2>;
 
     /// The stream with a block's output, normalised by `norm`.
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream;
@@ -80,8 +86,9 @@ impl Stream {
     }
 }
 
-/// A layer's per-layer embedding: some columns of a matrix of rows.
-pub(crate) struct PerLayerEmbedding {
+/// Some columns of a matrix of rows.
+#[derive(Clone)]
+pub(crate) struct Columns {
     pub rows: Tensor<2>,
     /// The first column.
     pub start: usize,
@@ -89,9 +96,9 @@ pub(crate) struct PerLayerEmbedding {
     pub count: usize,
 }
 
-impl PerLayerEmbedding {
-    /// All columns.
-    pub fn of_one_layer(rows: Tensor<2>) -> Self {
+impl Columns {
+    /// All of them.
+    pub fn all(rows: Tensor<2>) -> Self {
         let [_, count] = rows.dims();
         Self {
             rows,

@@ -27,9 +27,9 @@ pub(in crate::op) struct RowParts {
 #[derive(CubeType, Clone, Copy)]
 pub(in crate::op) struct Group {
     /// Where it is of the group: else codes come without their format's.
-    zero: f32,
+    pub zero: f32,
     pub scale: f32,
-    least: f32,
+    pub least: f32,
 }
 
 impl Format {

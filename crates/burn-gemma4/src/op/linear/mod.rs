@@ -29,7 +29,8 @@ pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
     };
     #[cfg(feature = "cuda")]
     if input.dims()[0] == 1 && input.dtype() == DType::F32 && product::operator(&input).is_some() {
-        return (weight * input).sum_dim(1).transpose();
+        let outputs = weight.dims()[0];
+        return (weight * input).sum_dim(1).reshape([1, outputs]);
     }
     product(input, weight.transpose())
 }

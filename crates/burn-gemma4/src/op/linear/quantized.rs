@@ -367,21 +367,22 @@ mod tests {
                 [&second, &first],
             ];
             for ((gate, through), [of_gate, of_through]) in gates.into_iter().zip(expected) {
-                let found = few_rows::project_gated(input.clone(), gate, through);
-                let (gate, through) = (whole(of_gate), whole(of_through));
-                check(found, few_rows::project_gated(input.clone(), gate, through));
+                let gated = |gate, through| {
+                    few_rows::multiply(input.clone(), few_rows::Factors::Gated { gate, through })
+                };
+                let found = gated(gate, through);
+                check(found, gated(whole(of_gate), whole(of_through)));
             }
             let factor = random([rows, 200]);
-            let found = few_rows::project_gate_of(
-                input.clone(),
-                second.clone().into(),
-                factor.clone(),
-                130,
-            );
-            check(
-                found,
-                few_rows::project_gate_of(input, whole(&second), factor, 130),
-            );
+            let gate_of = |gate| {
+                let factors = few_rows::Factors::GateOf {
+                    gate,
+                    through: factor.clone(),
+                    start: 130,
+                };
+                few_rows::multiply(input.clone(), factors)
+            };
+            check(gate_of(second.clone().into()), gate_of(whole(&second)));
         }
     }
 

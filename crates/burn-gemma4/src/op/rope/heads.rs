@@ -13,6 +13,10 @@ use burn::{
 /// How heads are made and where they go.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadOptions {
+    /// The first column of the projection that is theirs.
+    pub start: usize,
+    /// How many are.
+    pub count: usize,
     /// Where keys share their values' slots, the pairs of channels that are rotated: values begin with them, of keys they are
     /// written behind, and queries are in these keys' order.
     pub compact: Option<usize>,
@@ -20,7 +24,7 @@ pub struct HeadOptions {
     pub epsilon: f64,
 }
 
-/// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of `[rows, heads · head_dim]`: normalised by heads and
+/// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of some columns of `[rows, …]`: normalised by heads and
 /// rotated by `positions`, one a row.
 pub(crate) fn query_heads(
     projected: Tensor<2>,
@@ -96,7 +100,9 @@ pub(crate) fn write_values(
 /// The kernel as operators of a backend. The functions above say what they compute.
 #[backend_extension(Cube, Fusion)]
 pub trait HeadsBackend: Backend {
-    #[fusion(meta = |projected, _weight, cos, _sin, _positions, _options| metadata(projected, cos))]
+    #[fusion(meta = |projected, _weight, cos, _sin, _positions, options| {
+        metadata(projected, cos, options.count)
+    })]
     fn query_heads(
         projected: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -106,7 +112,9 @@ pub trait HeadsBackend: Backend {
         options: HeadOptions,
     ) -> FloatTensor<Self>;
 
-    #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| metadata(projected, cos))]
+    #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| {
+        metadata(projected, cos, projected.shape[1])
+    })]
     fn heads_in_order(
         projected: FloatTensor<Self>,
         weight: FloatTensor<Self>,
@@ -136,9 +144,9 @@ pub trait HeadsBackend: Backend {
 }
 
 /// What Burn's fusion must know of heads before they exist.
-fn metadata(projected: &TensorSpec, cos: &TensorSpec) -> TensorSpec {
+fn metadata(projected: &TensorSpec, cos: &TensorSpec, columns: usize) -> TensorSpec {
     let head_dim = 2 * cos.shape[1];
-    let [rows, columns] = [projected.shape[0], projected.shape[1]];
+    let rows = projected.shape[0];
     TensorSpec::new(
         Shape::new([rows, columns / head_dim, 1, head_dim]),
         projected.dtype,

@@ -65,6 +65,8 @@ pub(super) fn place_heads<E: Float, I: Int>(
     positions: ComptimeOption<&Tensor<I>>,
     target: &mut Tensor<E>,
     strides: HeadStrides,
+    projected_stride: u32,
+    start: u32,
     rows: u32,
     rows_each: u32,
     positions_in_order: u32,
@@ -84,7 +86,9 @@ pub(super) fn place_heads<E: Float, I: Int>(
     if row >= rows {
         terminate!();
     }
-    let from = CUBE_POS * 2 * pairs as usize;
+    let from = row as usize * projected_stride as usize
+        + start as usize
+        + head as usize * 2 * pairs as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
     let mut position = row % positions_in_order;
     #[comptime]

@@ -4,7 +4,7 @@ use super::{
     heads::{HeadOptions, HeadsBackend},
     kernel::{Columns, HeadStridesLaunch, place_heads},
 };
-use crate::op::launch::team;
+use crate::op::launch::{rows_of, team};
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -25,7 +25,8 @@ impl HeadsBackend for CubeBackend {
         positions: IntTensor<Self>,
         options: HeadOptions,
     ) -> FloatTensor<Self> {
-        let target = empty(&projected, heads(&projected, &cos), projected.dtype);
+        let shape = heads(&projected, &cos, options.count);
+        let target = empty(&projected, shape, projected.dtype);
         let weights = Some(HeadWeights { weight, cos, sin });
         let placing = Placing::of(options.compact, Columns::CompactQueries);
         launch(
@@ -34,7 +35,7 @@ impl HeadsBackend for CubeBackend {
             Some(positions),
             &target,
             placing,
-            options.epsilon,
+            options,
         );
         target
     }
@@ -46,10 +47,17 @@ impl HeadsBackend for CubeBackend {
         sin: FloatTensor<Self>,
         epsilon: f64,
     ) -> FloatTensor<Self> {
-        let target = empty(&projected, heads(&projected, &cos), projected.dtype);
+        let options = HeadOptions {
+            start: 0,
+            count: projected.meta.shape()[1],
+            compact: None,
+            epsilon,
+        };
+        let shape = heads(&projected, &cos, options.count);
+        let target = empty(&projected, shape, projected.dtype);
         let weights = HeadWeights { weight, cos, sin };
         let placing = Placing::CHANNELS;
-        launch(projected, Some(weights), None, &target, placing, epsilon);
+        launch(projected, Some(weights), None, &target, placing, options);
         target
     }
 
@@ -70,7 +78,7 @@ impl HeadsBackend for CubeBackend {
             Some(positions),
             &buffer,
             placing,
-            options.epsilon,
+            options,
         );
         buffer
     }
@@ -82,14 +90,7 @@ impl HeadsBackend for CubeBackend {
         options: HeadOptions,
     ) -> FloatTensor<Self> {
         let placing = Placing::of(options.compact, Columns::CompactValues);
-        launch(
-            projected,
-            None,
-            Some(positions),
-            &buffer,
-            placing,
-            options.epsilon,
-        );
+        launch(projected, None, Some(positions), &buffer, placing, options);
         buffer
     }
 }
@@ -101,10 +102,10 @@ struct HeadWeights {
     sin: CubeTensor,
 }
 
-/// `[rows, heads, 1, head_dim]`, of a projection and its rotation's table.
-fn heads(projected: &CubeTensor, cos: &CubeTensor) -> [usize; 4] {
+/// `[rows, heads, 1, head_dim]`, of so many columns of a projection and its rotation's table.
+fn heads(projected: &CubeTensor, cos: &CubeTensor, columns: usize) -> [usize; 4] {
     let head_dim = 2 * cos.meta.shape()[1];
-    let [rows, columns] = [projected.meta.shape()[0], projected.meta.shape()[1]];
+    let rows = projected.meta.shape()[0];
     [rows, columns / head_dim, 1, head_dim]
 }
 
@@ -136,10 +137,10 @@ fn launch(
     positions: Option<CubeTensor>,
     target: &CubeTensor,
     placing: Placing,
-    epsilon: f64,
+    options: HeadOptions,
 ) {
     let client = projected.client.clone();
-    let projected = into_contiguous(projected);
+    let projected = rows_of(projected);
     let shape = target.meta.shape();
     let [sequences, heads, slots] = [shape[0], shape[1], shape[2]];
     let rows = projected.meta.shape()[0];
@@ -147,11 +148,17 @@ fn launch(
         rows.is_multiple_of(sequences),
         "as many rows of each sequence"
     );
-    let head_dim = projected.meta.shape()[1] / heads;
+    let head_dim = options.count / heads;
+    let columns = options.start + options.count;
+    assert!(
+        columns <= projected.meta.shape()[1],
+        "columns that there are"
+    );
     let strides = target.meta.strides();
     assert_eq!(strides[3], 1, "a head's columns lie together");
     assert!(2 * placing.rotated <= head_dim, "rotated are channels");
     let team = team(&client, head_dim / 2);
+    let projected_stride = projected.meta.strides()[0] as u32;
     let positions_in_order = match &weights {
         Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
         None => 1,
@@ -185,6 +192,8 @@ fn launch(
             argument(positions).into(),
             target.clone().into_tensor_arg(),
             HeadStridesLaunch::new(strides[0] as u32, strides[1] as u32, strides[2] as u32),
+            projected_stride,
+            options.start as u32,
             rows as u32,
             (rows / sequences) as u32,
             positions_in_order as u32,
@@ -192,7 +201,7 @@ fn launch(
             (head_dim / 2) as u32,
             placing.rotated as u32,
             slots as u32,
-            epsilon as f32,
+            options.epsilon as f32,
             placing.columns,
             team,
             (head_dim / 2).div_ceil(team.units),

@@ -3,7 +3,7 @@
 //! A product of experts is of items. Where each expert's outputs stay apart, an item is one choice of one row; where they are added up, it is
 //! a row, in whose inner dimension those of its experts lie one after the other.
 
-use super::sums::ProjectPlan;
+use super::{sides::SideOutputs, sums::ProjectPlan};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
@@ -117,7 +117,7 @@ pub(super) struct Items {
     /// Rows of the input in each.
     pub rows: usize,
     /// Outputs of each.
-    pub outputs: usize,
+    pub sides: SideOutputs,
     /// Rows of the output.
     pub rows_out: usize,
     /// See [`ProjectPlan`].
@@ -128,12 +128,12 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// All rows of the input are one item with one matrix of so many rows.
-    pub fn of_matrix(rows: usize, outputs: usize) -> Self {
+    /// All rows of the input are one item with matrices of so many rows, side by side.
+    pub fn of_matrices(rows: usize, outputs: impl IntoIterator<Item = usize>) -> Self {
         Self {
             count: 1,
             rows,
-            outputs,
+            sides: SideOutputs::new(outputs),
             rows_out: rows,
             ranks: 0,
             of_row: 1,
@@ -157,7 +157,7 @@ impl Items {
         Self {
             count,
             rows: 1,
-            outputs,
+            sides: SideOutputs::new([outputs]),
             rows_out: count,
             ranks,
             of_row,
@@ -173,7 +173,12 @@ impl Items {
 
     /// Cubes of an item.
     pub fn cubes(&self, plan: ProjectPlan) -> usize {
-        self.outputs.div_ceil(plan.outputs * plan.teams)
+        self.sides.cubes(plan)
+    }
+
+    /// Outputs of each.
+    pub fn outputs(&self) -> usize {
+        self.sides.all()
     }
 
     /// `vectors` are those of one expert.

@@ -4,72 +4,74 @@
 //! vectors in registers, at most 32 and 8. Bound by memory: every weight is read once, by 16 bytes a unit, several of
 //! them in flight; the rows are read from the cache by every team. A team's units lie along the inner dimension of a few
 //! outputs, all rows of which it computes, so that one read of a weight serves them all. Of experts a team computes one item, whose
-//! matrices it finds by their numbers.
+//! matrices it finds by their numbers. Matrices whose outputs lie side by side have cubes of their own.
 
 use super::{
     experts::{ItemPlace, cube_of_item, item, place_of_vector, share_of_vector},
+    sides::{Side, Sides, side_of_cube},
     sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish},
 };
 use cubecl::prelude::*;
 
+/// The vectors from a row of each matrix to its next.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct WeightStrides {
+    pub weight: u32,
+    pub second: u32,
+    pub third: u32,
+}
+
+/// `second` is what the first opens the gates of, or `second` and `third` have outputs beside the first's.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project<E: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
     weight: &Tensor<Vector<E, N>>,
-    through: ComptimeOption<&Tensor<Vector<E, N>>>,
+    second: ComptimeOption<&Tensor<Vector<E, N>>>,
+    third: ComptimeOption<&Tensor<Vector<E, N>>>,
     experts: ComptimeOption<&Tensor<i32>>,
     shares: ComptimeOption<&Tensor<f32>>,
     factor: ComptimeOption<&Tensor<E>>,
     output: &mut Tensor<E>,
     factor_place: FactorPlace,
     item_place: ItemPlace,
+    sides: Sides,
+    strides: WeightStrides,
     vectors: u32,
-    weight_stride: u32,
-    through_stride: u32,
-    outputs: u32,
     cap: f32,
     #[comptime] plan: ProjectPlan,
     #[comptime] epilogue: Epilogue,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let lane = UNIT_POS_X;
-    let team = UNIT_POS_Y;
     let item = item(item_place, plan.ranks);
-    let cube = cube_of_item(item_place, plan.ranks);
-    let first = (cube * comptime!(plan.teams as u32) + team) * comptime!(plan.outputs as u32);
+    let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
+    let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
+    let first = team * comptime!(plan.outputs as u32);
     let first_input = (item / item_place.items_of_row) as usize * vectors as usize;
 
+    let mut loaded = Array::<Vector<E, N>>::new(comptime!(plan.unroll * plan.weights()));
     let mut sums = Array::<f32>::new(comptime!(plan.sums()));
     #[unroll]
     for index in 0..comptime!(plan.sums()) {
         sums[index] = 0.0f32;
     }
-    let mut loaded = Array::<Vector<E, N>>::new(comptime!(plan.unroll * plan.weights()));
-    let mut vector = lane;
+    let mut vector = UNIT_POS_X;
     while vector < vectors {
-        #[unroll]
-        for ahead in 0..plan.unroll {
-            let at = vector + comptime!((ahead * plan.team.units) as u32);
-            let place = place_of_vector(&experts, item, at, item_place, plan.ranks);
-            let at = place.vector as usize;
-            #[unroll]
-            for o in 0..plan.outputs {
-                // Beyond the last output, the last one again, which nobody writes.
-                let row = place.row + min(first + comptime!(o as u32), outputs - 1u32);
-                loaded[comptime!(ahead * plan.weights() + o)] =
-                    weight[row as usize * weight_stride as usize + at];
-                #[comptime]
-                match &through {
-                    ComptimeOption::Some(through) => {
-                        let row = row + item_place.through;
-                        loaded[comptime!(ahead * plan.weights() + plan.outputs + o)] =
-                            through[row as usize * through_stride as usize + at];
-                    }
-                    ComptimeOption::None => {}
-                }
-            }
-        }
+        load(
+            weight,
+            &second,
+            &third,
+            &experts,
+            &mut loaded,
+            vector,
+            first,
+            item,
+            side,
+            item_place,
+            strides,
+            plan,
+        );
         #[unroll]
         for ahead in 0..plan.unroll {
             let at = vector + comptime!((ahead * plan.team.units) as u32);
@@ -105,9 +107,81 @@ pub(super) fn project<E: Float, N: Size>(
     let of_outputs = Outputs {
         row: item,
         first,
-        outputs,
+        outputs: side.outputs,
+        column: side.column,
+        all_outputs: side.all_outputs,
         factor_place,
         cap,
     };
     finish(sums, &factor, output, of_outputs, plan, epilogue);
+}
+
+/// Puts a team's weights on their way.
+#[cube]
+fn load<E: Float, N: Size>(
+    weight: &Tensor<Vector<E, N>>,
+    second: &ComptimeOption<&Tensor<Vector<E, N>>>,
+    third: &ComptimeOption<&Tensor<Vector<E, N>>>,
+    experts: &ComptimeOption<&Tensor<i32>>,
+    loaded: &mut Array<Vector<E, N>>,
+    vector: u32,
+    first: u32,
+    item: u32,
+    side: Side,
+    item_place: ItemPlace,
+    strides: WeightStrides,
+    #[comptime] plan: ProjectPlan,
+) {
+    #[unroll]
+    for ahead in 0..plan.unroll {
+        let at = vector + comptime!((ahead * plan.team.units) as u32);
+        let place = place_of_vector(experts, item, at, item_place, plan.ranks);
+        let at = place.vector as usize;
+        #[unroll]
+        for o in 0..plan.outputs {
+            // Beyond the last output, the last one again, which nobody writes.
+            let row = place.row + min(first + comptime!(o as u32), side.outputs - 1u32);
+            let to = comptime!(ahead * plan.weights() + o);
+            if comptime!(plan.gated) {
+                loaded[to] = weight[row as usize * strides.weight as usize + at];
+                let row = (row + item_place.through) as usize;
+                let to = comptime!(to + plan.outputs);
+                load_if_there(second, loaded, row * strides.second as usize + at, to);
+            } else if comptime!(plan.sides == 1) {
+                loaded[to] = weight[row as usize * strides.weight as usize + at];
+            } else if side.number == 0u32 {
+                loaded[to] = weight[row as usize * strides.weight as usize + at];
+            } else if side.number == 1u32 {
+                load_if_there(
+                    second,
+                    loaded,
+                    row as usize * strides.second as usize + at,
+                    to,
+                );
+            } else {
+                load_if_there(
+                    third,
+                    loaded,
+                    row as usize * strides.third as usize + at,
+                    to,
+                );
+            }
+        }
+    }
+}
+
+#[cube]
+fn load_if_there<E: Float, N: Size>(
+    weight: &ComptimeOption<&Tensor<Vector<E, N>>>,
+    loaded: &mut Array<Vector<E, N>>,
+    at: usize,
+    #[comptime] to: usize,
+) {
+    #[comptime]
+    match weight {
+        ComptimeOption::Some(weight) => {
+            loaded[to] = weight[at];
+        }
+        ComptimeOption::None => {}
+    }
 }

@@ -1,9 +1,9 @@
 //! Launches the product of a few rows, divided so that the memory is kept busy.
 
 use super::{
-    FewRowsBackend, MOST_ROWS,
+    FewRowsBackend, MOST_ROWS, MaybeMatrix, ProductOptions, ProductTensors,
     experts::{Items, OfExperts},
-    kernel::project,
+    kernel::{WeightStridesLaunch, project},
     sums::{Epilogue, FactorPlaceLaunch, ProjectPlan},
     words,
 };
@@ -26,85 +26,8 @@ use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::{client::Client, prelude::CubeDim};
 
 impl FewRowsBackend for CubeBackend {
-    fn project(
-        input: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        cap: Option<f64>,
-    ) -> FloatTensor<Self> {
-        let options = ProductOptions {
-            cap,
-            ..ProductOptions::default()
-        };
-        launch(input, weight, options)
-    }
-
-    fn project_gated(
-        input: FloatTensor<Self>,
-        gate: FloatTensor<Self>,
-        through: FloatTensor<Self>,
-    ) -> FloatTensor<Self> {
-        let options = ProductOptions {
-            gelu: true,
-            through: Some(through),
-            ..ProductOptions::default()
-        };
-        launch(input, gate, options)
-    }
-
-    fn project_gate_of(
-        input: FloatTensor<Self>,
-        gate: FloatTensor<Self>,
-        through: FloatTensor<Self>,
-        start: usize,
-    ) -> FloatTensor<Self> {
-        let options = ProductOptions {
-            gelu: true,
-            factor: Some((through, start)),
-            ..ProductOptions::default()
-        };
-        launch(input, gate, options)
-    }
-
-    fn project_words(
-        input: FloatTensor<Self>,
-        words: IntTensor<Self>,
-        layout: Layout,
-        cap: Option<f64>,
-    ) -> FloatTensor<Self> {
-        let options = ProductOptions {
-            cap,
-            ..ProductOptions::default()
-        };
-        words::launch(input, words, layout, options)
-    }
-
-    fn project_words_gated(
-        input: FloatTensor<Self>,
-        words: IntTensor<Self>,
-        through: IntTensor<Self>,
-        layout: Layout,
-    ) -> FloatTensor<Self> {
-        let options = ProductOptions {
-            gelu: true,
-            through: Some(through),
-            ..ProductOptions::default()
-        };
-        words::launch(input, words, layout, options)
-    }
-
-    fn project_words_gate_of(
-        input: FloatTensor<Self>,
-        words: IntTensor<Self>,
-        through: FloatTensor<Self>,
-        layout: Layout,
-        start: usize,
-    ) -> FloatTensor<Self> {
-        let options = ProductOptions {
-            gelu: true,
-            factor: Some((through, start)),
-            ..ProductOptions::default()
-        };
-        words::launch(input, words, layout, options)
+    fn product(tensors: ProductTensors<Self>, options: ProductOptions) -> FloatTensor<Self> {
+        multiply(tensors, options)
     }
 
     fn gate_experts(
@@ -113,7 +36,7 @@ impl FewRowsBackend for CubeBackend {
         chosen: IntTensor<Self>,
     ) -> FloatTensor<Self> {
         let (weight, rows) = flat_matrices(weight);
-        let options = ProductOptions::gated_by_experts(weight.clone(), chosen, rows);
+        let options = LaunchOptions::gated_by_experts(weight.clone(), chosen, rows);
         launch(input, weight, options)
     }
 
@@ -124,7 +47,7 @@ impl FewRowsBackend for CubeBackend {
         shares: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
         let (weight, rows) = flat_matrices(weight);
-        let options = ProductOptions::mixed(chosen, shares, rows);
+        let options = LaunchOptions::mixed(chosen, shares, rows);
         launch(input, weight, options)
     }
 
@@ -135,7 +58,7 @@ impl FewRowsBackend for CubeBackend {
         layout: Layout,
         rows: usize,
     ) -> FloatTensor<Self> {
-        let options = ProductOptions::gated_by_experts(words.clone(), chosen, rows);
+        let options = LaunchOptions::gated_by_experts(words.clone(), chosen, rows);
         words::launch(input, words, layout, options)
     }
 
@@ -147,7 +70,7 @@ impl FewRowsBackend for CubeBackend {
         layout: Layout,
         rows: usize,
     ) -> FloatTensor<Self> {
-        let options = ProductOptions::mixed(chosen, shares, rows);
+        let options = LaunchOptions::mixed(chosen, shares, rows);
         words::launch(input, words, layout, options)
     }
 }
@@ -160,12 +83,36 @@ fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     (flat, rows)
 }
 
+fn multiply(tensors: ProductTensors<CubeBackend>, options: ProductOptions) -> CubeTensor {
+    let matrix = |matrix| match matrix {
+        MaybeMatrix::Absent => None,
+        MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(rows_of(matrix)),
+    };
+    let factor = matrix(tensors.through);
+    let launched = LaunchOptions {
+        gelu: options.gated || factor.is_some(),
+        gated: options.gated,
+        second: matrix(tensors.second),
+        third: matrix(tensors.third),
+        factor: factor.map(|factor| (factor, options.start)),
+        cap: options.cap,
+        experts: None,
+    };
+    let first = matrix(tensors.first).expect("a product has a matrix");
+    match options.layout {
+        None => launch(tensors.input, first, launched),
+        Some(layout) => words::launch(tensors.input, first, layout, launched),
+    }
+}
+
 /// What a product does beside adding up.
 #[derive(Default)]
-pub(super) struct ProductOptions {
+pub(super) struct LaunchOptions {
     pub gelu: bool,
-    /// The weights that the first ones open the gates of.
-    pub through: Option<CubeTensor>,
+    /// Whether the first weights open the gates of the second ones; else their outputs lie side by side.
+    pub gated: bool,
+    pub second: Option<CubeTensor>,
+    pub third: Option<CubeTensor>,
     /// A factor of the output, and its first column.
     pub factor: Option<(CubeTensor, usize)>,
     pub cap: Option<f64>,
@@ -173,11 +120,12 @@ pub(super) struct ProductOptions {
     pub experts: Option<OfExperts>,
 }
 
-impl ProductOptions {
+impl LaunchOptions {
     fn gated_by_experts(weight: CubeTensor, chosen: CubeTensor, rows: usize) -> Self {
         Self {
             gelu: true,
-            through: Some(weight),
+            gated: true,
+            second: Some(weight),
             experts: Some(OfExperts {
                 chosen: into_contiguous(chosen),
                 shares: None,
@@ -198,12 +146,18 @@ impl ProductOptions {
         }
     }
 
-    /// The items of a product of so many rows with a matrix of so many.
+    /// The items of a product of so many rows with a first matrix of so many.
     pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
-        match &self.experts {
-            Some(experts) => Items::of_experts(experts, self.through.is_some()),
-            None => Items::of_matrix(rows, of_matrix),
+        if let Some(experts) = &self.experts {
+            return Items::of_experts(experts, self.gated);
         }
+        let rows_of = |matrix: &CubeTensor| matrix.meta.shape()[0];
+        let beside = match self.gated {
+            true => [None, None],
+            false => [self.second.as_ref(), self.third.as_ref()],
+        };
+        let beside = beside.into_iter().flatten().map(rows_of);
+        Items::of_matrices(rows, std::iter::once(of_matrix).chain(beside))
     }
 
     /// The experts of each row, and what they contribute.
@@ -236,33 +190,41 @@ impl ProductOptions {
 }
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
-fn launch(input: CubeTensor, weight: CubeTensor, mut options: ProductOptions) -> CubeTensor {
+fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> CubeTensor {
     let client = input.client.clone();
     let (input, weight) = (into_contiguous(input), rows_of(weight));
     let [rows, inner] = [input.meta.shape()[0], input.meta.shape()[1]];
     let items = options.items(rows, weight.meta.shape()[0]);
-    let through = options.through.take().map(rows_of);
+    let [second, third] = [&options.second, &options.third].map(|side| side.clone().map(rows_of));
     let stride = |tensor: &CubeTensor| tensor.meta.strides()[0];
-    let through_stride = through.as_ref().map_or(0, stride);
+    let strides = [
+        stride(&weight),
+        second.as_ref().map_or(0, stride),
+        third.as_ref().map_or(0, stride),
+    ];
+    let [of_first, of_second, of_third] = strides;
     let vector = vector_size(
         &client,
         input.dtype.size(),
-        &[inner, stride(&weight), through_stride],
+        &[inner, of_first, of_second, of_third],
     );
     let vectors = inner / vector;
-    let output = empty(&input, [items.rows_out, items.outputs], input.dtype);
-    let plan = plan(&client, items, vectors, through.is_some(), IN_FLIGHT);
+    let [of_first, of_second, of_third] = strides.map(|stride| (stride / vector) as u32);
+    let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
+    let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
     let (factor, factor_place) = options.factor();
     let [experts, shares] = options.experts();
     let address_type = address_type(
         [&input, &weight, &output]
             .into_iter()
-            .chain(&through)
+            .chain(&second)
+            .chain(&third)
             .chain(&factor),
     );
     let element = dtype_to_storage_type(input.dtype);
+    let argument = |tensor: Option<CubeTensor>| tensor.map(CubeTensor::into_tensor_arg);
     // SAFETY: a unit reads vectors of the rows that the shapes have, of experts of those that were chosen among them, and writes the outputs
-    // below `outputs` of its item.
+    // below those of its item or matrix.
     unsafe {
         project::launch_unchecked(
             &client,
@@ -270,18 +232,18 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: ProductOptions) ->
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
             address_type,
             input.into_tensor_arg(),
-            weight.clone().into_tensor_arg(),
-            through.map(CubeTensor::into_tensor_arg).into(),
-            experts.map(CubeTensor::into_tensor_arg).into(),
-            shares.map(CubeTensor::into_tensor_arg).into(),
-            factor.map(CubeTensor::into_tensor_arg).into(),
+            weight.into_tensor_arg(),
+            argument(second).into(),
+            argument(third).into(),
+            argument(experts).into(),
+            argument(shares).into(),
+            argument(factor).into(),
             output.clone().into_tensor_arg(),
             factor_place,
             items.place(plan, vectors),
+            items.sides.launch(plan),
+            WeightStridesLaunch::new(of_first, of_second, of_third),
             (items.inner() * vectors) as u32,
-            (stride(&weight) / vector) as u32,
-            (through_stride / vector) as u32,
-            items.outputs as u32,
             options.cap.unwrap_or(1.0) as f32,
             plan,
             options.epilogue(),
@@ -301,11 +263,12 @@ pub(super) fn plan(
     client: &Client,
     items: Items,
     vectors: usize,
-    gated: bool,
+    options: &LaunchOptions,
     in_flight: usize,
 ) -> ProjectPlan {
-    let (rows, outputs) = (items.rows, items.outputs * items.count);
+    let (rows, outputs) = (items.rows, items.outputs() * items.count);
     let vectors = vectors * items.inner();
+    let gated = options.gated;
     assert!(
         rows <= MOST_ROWS,
         "{rows} rows: the kernel takes at most {MOST_ROWS}"
@@ -341,13 +304,18 @@ pub(super) fn plan(
             .find(|unroll| steps.is_multiple_of(*unroll)),
         false => None,
     };
+    let teams = (cube / units).max(1);
     ProjectPlan {
         rows,
         outputs: of_team,
         gated,
         team: Team { units, width },
-        teams: (cube / units).max(1),
+        teams,
         ranks: items.ranks,
+        sides: match gated {
+            true => 1,
+            false => 1 + options.second.iter().chain(&options.third).count(),
+        },
         unroll: unroll.unwrap_or(1),
     }
 }

@@ -3,14 +3,17 @@
 mod experts;
 mod kernel;
 mod launch;
+mod sides;
 mod sums;
+#[cfg(test)]
+mod tests;
 mod words;
 
 use super::{Matrices, Matrix};
 use crate::quantized::layout::Layout;
 use burn::{
     backend::{
-        Backend, Dispatch, backend_extension,
+        Backend, Dispatch, ExtensionType, backend_extension,
         fusion::custom::TensorSpec,
         tensor::{FloatTensor, IntTensor},
     },
@@ -20,54 +23,67 @@ use burn::{
 /// Rows that a product takes at most.
 pub(crate) const MOST_ROWS: usize = 8;
 
+/// What rows are multiplied by.
+pub(crate) enum Factors {
+    /// The transposes of up to three matrices, `[columns out, columns in]`, whose outputs lie side by side.
+    Sides(Vec<Matrix>),
+    /// `gelu(input · gateᵀ) · (input · throughᵀ)`.
+    Gated { gate: Matrix, through: Matrix },
+    /// `gelu(input · gateᵀ)` times the columns of `[rows, …]` from `start` on.
+    GateOf {
+        gate: Matrix,
+        through: Tensor<2>,
+        start: usize,
+    },
+}
+
+impl Factors {
+    /// Whether one launch reads them: files may be of mixed formats.
+    fn are_of_one_launch(&self) -> bool {
+        let all = match self {
+            Self::Sides(matrices) => matrices.iter().collect(),
+            Self::Gated { gate, through } => vec![gate, through],
+            Self::GateOf { gate, .. } => vec![gate],
+        };
+        let layout = |matrix: &Matrix| match matrix {
+            Matrix::Whole(_) => None,
+            Matrix::Quantized(matrix) => Some(matrix.layout),
+        };
+        all.iter().all(|matrix| layout(matrix) == layout(all[0]))
+    }
+}
+
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 pub(crate) fn project(input: Tensor<2>, weight: Matrix, cap: Option<f64>) -> Tensor<2> {
-    let input = input.into_dispatch();
-    Tensor::from_dispatch(match weight {
-        Matrix::Whole(weight) => Dispatch::project(input, weight.into_dispatch(), cap),
-        Matrix::Quantized(weight) => {
-            let (words, layout) = (weight.words.into_dispatch(), weight.layout);
-            Dispatch::project_words(input, words, layout, cap)
-        }
-    })
+    let factors = Factors::Sides(vec![weight]);
+    let (tensors, options) = ProductTensors::new(input, factors);
+    let options = ProductOptions { cap, ..options };
+    Tensor::from_dispatch(Dispatch::product(tensors, options))
 }
 
-/// `gelu(input · gateᵀ) · (input · throughᵀ)`.
-pub(crate) fn project_gated(input: Tensor<2>, gate: Matrix, through: Matrix) -> Tensor<2> {
-    let dispatched = input.clone().into_dispatch();
-    Tensor::from_dispatch(match (gate, through) {
-        (Matrix::Whole(gate), Matrix::Whole(through)) => {
-            Dispatch::project_gated(dispatched, gate.into_dispatch(), through.into_dispatch())
+/// `[rows, columns in]` times `factors`.
+pub(crate) fn multiply(input: Tensor<2>, factors: Factors) -> Tensor<2> {
+    if factors.are_of_one_launch() {
+        let (tensors, options) = ProductTensors::new(input, factors);
+        return Tensor::from_dispatch(Dispatch::product(tensors, options));
+    }
+    match factors {
+        Factors::Sides(matrices) => {
+            let project = |matrix| project(input.clone(), matrix, None);
+            Tensor::cat(matrices.into_iter().map(project).collect(), 1)
         }
-        (Matrix::Quantized(gate), Matrix::Quantized(through)) if gate.layout == through.layout => {
-            let (words, through) = (gate.words.into_dispatch(), through.words.into_dispatch());
-            Dispatch::project_words_gated(dispatched, words, through, gate.layout)
-        }
-        // Files of mixed formats.
-        (gate, through) => {
+        Factors::Gated { gate, through } => {
             let through = project(input.clone(), through, None);
-            return project_gate_of(input, gate, through, 0);
+            let start = 0;
+            let factors = Factors::GateOf {
+                gate,
+                through,
+                start,
+            };
+            multiply(input, factors)
         }
-    })
-}
-
-/// `gelu(input · gateᵀ)` times the columns of `[rows, …]` from `start` on.
-pub(crate) fn project_gate_of(
-    input: Tensor<2>,
-    gate: Matrix,
-    through: Tensor<2>,
-    start: usize,
-) -> Tensor<2> {
-    let (input, through) = (input.into_dispatch(), through.into_dispatch());
-    Tensor::from_dispatch(match gate {
-        Matrix::Whole(gate) => {
-            Dispatch::project_gate_of(input, gate.into_dispatch(), through, start)
-        }
-        Matrix::Quantized(gate) => {
-            let (words, layout) = (gate.words.into_dispatch(), gate.layout);
-            Dispatch::project_words_gate_of(input, words, through, layout, start)
-        }
-    })
+        Factors::GateOf { .. } => unreachable!("one matrix is read by one launch"),
+    }
 }
 
 /// `gelu(x · gateᵀ) · (x · throughᵀ)` of each row by each of its experts, `chosen`, `[rows, top_k]`: `[rows · top_k, columns]`. A matrix has
@@ -108,54 +124,102 @@ pub(crate) fn mix_experts(
     })
 }
 
-/// The kernels as operators of a backend. The functions above say what they compute; weights are numbers, or the words of quantized rows.
+/// What a product with several matrices may lack.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub enum MaybeMatrix<B: Backend> {
+    Absent,
+    Whole(FloatTensor<B>),
+    /// The words of quantized rows.
+    Words(IntTensor<B>),
+}
+
+/// The tensors of a product.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct ProductTensors<B: Backend> {
+    /// `[rows, columns in]`.
+    pub input: FloatTensor<B>,
+    #[extension_type]
+    pub first: MaybeMatrix<B>,
+    #[extension_type]
+    pub second: MaybeMatrix<B>,
+    #[extension_type]
+    pub third: MaybeMatrix<B>,
+    /// What the first matrix opens the gates of: some columns of it.
+    #[extension_type]
+    pub through: MaybeMatrix<B>,
+}
+
+/// What a product does beside adding up.
+#[derive(Clone, Copy, Debug)]
+pub struct ProductOptions {
+    /// Of quantized matrices.
+    pub layout: Option<Layout>,
+    /// Whether the first matrix opens the gates of the second; else their outputs lie side by side.
+    pub gated: bool,
+    /// The first column of what `through` has for the gates.
+    pub start: usize,
+    /// `cap · tanh(x / cap)` of the outputs.
+    pub cap: Option<f64>,
+}
+
+impl ProductTensors<Dispatch> {
+    /// Of factors of one launch.
+    fn new(input: Tensor<2>, factors: Factors) -> (Self, ProductOptions) {
+        let mut options = ProductOptions {
+            layout: None,
+            gated: false,
+            start: 0,
+            cap: None,
+        };
+        let mut through_columns = MaybeMatrix::Absent;
+        let matrices = match factors {
+            Factors::Sides(matrices) => matrices,
+            Factors::Gated { gate, through } => {
+                options.gated = true;
+                vec![gate, through]
+            }
+            Factors::GateOf {
+                gate,
+                through,
+                start,
+            } => {
+                options.start = start;
+                through_columns = MaybeMatrix::Whole(through.into_dispatch());
+                vec![gate]
+            }
+        };
+        assert!(
+            matrices.len() <= sides::MOST_SIDES,
+            "three matrices at most"
+        );
+        let mut matrices = matrices.into_iter().map(|matrix| match matrix {
+            Matrix::Whole(matrix) => MaybeMatrix::Whole(matrix.into_dispatch()),
+            Matrix::Quantized(matrix) => {
+                options.layout = Some(matrix.layout);
+                MaybeMatrix::Words(matrix.words.into_dispatch())
+            }
+        });
+        let mut next = || matrices.next().unwrap_or(MaybeMatrix::Absent);
+        let tensors = Self {
+            input: input.into_dispatch(),
+            first: next(),
+            second: next(),
+            third: next(),
+            through: through_columns,
+        };
+        (tensors, options)
+    }
+}
+
+/// The kernels as operators of a backend. The functions above say what they compute.
 #[backend_extension(Cube, Fusion)]
 pub trait FewRowsBackend: Backend {
-    #[fusion(meta = |input, weight, _cap| metadata(input, weight))]
-    fn project(
-        input: FloatTensor<Self>,
-        weight: FloatTensor<Self>,
-        cap: Option<f64>,
-    ) -> FloatTensor<Self>;
-
-    #[fusion(meta = |input, gate, _through| metadata(input, gate))]
-    fn project_gated(
-        input: FloatTensor<Self>,
-        gate: FloatTensor<Self>,
-        through: FloatTensor<Self>,
-    ) -> FloatTensor<Self>;
-
-    #[fusion(meta = |input, gate, _through, _start| metadata(input, gate))]
-    fn project_gate_of(
-        input: FloatTensor<Self>,
-        gate: FloatTensor<Self>,
-        through: FloatTensor<Self>,
-        start: usize,
-    ) -> FloatTensor<Self>;
-
-    #[fusion(meta = |input, words, _layout, _cap| metadata(input, words))]
-    fn project_words(
-        input: FloatTensor<Self>,
-        words: IntTensor<Self>,
-        layout: Layout,
-        cap: Option<f64>,
-    ) -> FloatTensor<Self>;
-
-    #[fusion(meta = |input, words, _through, _layout| metadata(input, words))]
-    fn project_words_gated(
-        input: FloatTensor<Self>,
-        words: IntTensor<Self>,
-        through: IntTensor<Self>,
-        layout: Layout,
-    ) -> FloatTensor<Self>;
-
-    #[fusion(meta = |input, words, _through, _layout, _start| metadata(input, words))]
-    fn project_words_gate_of(
-        input: FloatTensor<Self>,
-        words: IntTensor<Self>,
-        through: FloatTensor<Self>,
-        layout: Layout,
-        start: usize,
+    #[fusion(meta = metadata)]
+    fn product(
+        #[extension_type] tensors: ProductTensors<Self>,
+        options: ProductOptions,
     ) -> FloatTensor<Self>;
 
     #[fusion(meta = |input, weight, chosen| gated_metadata(input, chosen, weight.shape[1]))]
@@ -196,8 +260,17 @@ pub trait FewRowsBackend: Backend {
 }
 
 /// What Burn's fusion must know of a product before it exists.
-fn metadata(input: &TensorSpec, weight: &TensorSpec) -> TensorSpec {
-    TensorSpec::new(Shape::new([input.shape[0], weight.shape[0]]), input.dtype)
+fn metadata(tensors: &ProductTensorsMetadata, options: &ProductOptions) -> TensorSpec {
+    let rows_of = |matrix: &MaybeMatrixMetadata| match matrix {
+        MaybeMatrixMetadata::Absent => 0,
+        MaybeMatrixMetadata::Whole(matrix) | MaybeMatrixMetadata::Words(matrix) => matrix.shape[0],
+    };
+    let beside = match options.gated {
+        true => 0,
+        false => rows_of(&tensors.second) + rows_of(&tensors.third),
+    };
+    let shape = [tensors.input.shape[0], rows_of(&tensors.first) + beside];
+    TensorSpec::new(Shape::new(shape), tensors.input.dtype)
 }
 
 fn gated_metadata(input: &TensorSpec, chosen: &TensorSpec, rows: usize) -> TensorSpec {

@@ -17,6 +17,8 @@ pub(super) struct ProjectPlan {
     pub teams: usize,
     /// Experts whose inner dimensions lie one after the other in that of an item; 0 where all items have one matrix.
     pub ranks: usize,
+    /// Matrices whose outputs lie side by side.
+    pub sides: usize,
     /// Vectors of each weight row that a unit has in flight. The inner dimension is a multiple of what a team reads at
     /// once, or this is 1.
     pub unroll: usize,
@@ -61,8 +63,12 @@ pub(super) struct Outputs {
     /// The first row of the output.
     pub row: u32,
     pub first: u32,
-    /// Of all teams.
+    /// Of the matrix.
     pub outputs: u32,
+    /// Where they begin in a row.
+    pub column: u32,
+    /// Of a row.
+    pub all_outputs: u32,
     pub factor_place: FactorPlace,
     pub cap: f32,
 }
@@ -133,7 +139,8 @@ pub(super) fn finish<E: Float>(
                 value = cap * (value / cap).tanh();
             }
             let row = of_outputs.row as usize + row;
-            output[row * outputs as usize + column] = E::cast_from(value);
+            let to = row * of_outputs.all_outputs as usize + of_outputs.column as usize + column;
+            output[to] = E::cast_from(value);
         }
         item += comptime!(plan.team.units as u32);
     }

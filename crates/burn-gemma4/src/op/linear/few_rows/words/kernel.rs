@@ -7,6 +7,7 @@
 
 use super::super::{
     experts::{ItemPlace, cube_of_item, item, place_of_vector, share_of_vector},
+    sides::{Side, Sides, side_of_cube},
     sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish},
 };
 use crate::{
@@ -17,116 +18,83 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// `words` and `through` twice: as words, and as vectors of codes.
+/// Each matrix twice: as words, and as vectors of codes. `second` is what the first opens the gates of, or `second` and `third` have outputs
+/// beside the first's.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words<E: Float, N: Size, M: Size>(
     input: &Tensor<Vector<E, N>>,
     words: &Tensor<u32>,
     codes: &Tensor<Vector<u32, M>>,
-    through: ComptimeOption<&Tensor<u32>>,
-    through_codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
+    second: ComptimeOption<&Tensor<u32>>,
+    second_codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
+    third: ComptimeOption<&Tensor<u32>>,
+    third_codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
     experts: ComptimeOption<&Tensor<i32>>,
     shares: ComptimeOption<&Tensor<f32>>,
     factor: ComptimeOption<&Tensor<E>>,
     output: &mut Tensor<E>,
     factor_place: FactorPlace,
     item_place: ItemPlace,
+    sides: Sides,
     parts: RowParts,
     vectors: u32,
-    outputs: u32,
     cap: f32,
-    #[comptime] format: Format,
+    #[comptime] format: WordsFormat,
     #[comptime] plan: ProjectPlan,
     #[comptime] epilogue: Epilogue,
-    #[comptime] converts_f16: bool,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
     #[define(M)] words_of_vector: usize,
 ) {
-    let lane = UNIT_POS_X;
-    let team = UNIT_POS_Y;
     let item = item(item_place, plan.ranks);
-    let cube = cube_of_item(item_place, plan.ranks);
-    let first = (cube * comptime!(plan.teams as u32) + team) * comptime!(plan.outputs as u32);
+    let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
+    let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
+    let first = team * comptime!(plan.outputs as u32);
     let weights = comptime!(plan.weights());
-    let columns_of_word = comptime!(format.codes_of_word());
+    let columns_of_word = comptime!(format.format.codes_of_word());
     let columns_of_vector = comptime!(words_of_vector * columns_of_word);
     let width = input.vector_size().comptime();
     let inputs_of_word = comptime!(columns_of_word / width);
     let inputs_of_row = vectors as usize * comptime!(columns_of_vector / width);
     let first_of_item = (item / item_place.items_of_row) as usize * inputs_of_row;
 
+    let mut loaded = Loaded::<M> {
+        codes: Array::new(comptime!(plan.unroll * weights)),
+        tops: Array::new(comptime!(plan.unroll * weights * words_of_vector)),
+        zeros: Array::new(comptime!(plan.unroll * weights)),
+        scales: Array::new(comptime!(plan.unroll * weights)),
+        leasts: Array::new(comptime!(plan.unroll * weights)),
+    };
     let mut sums = Array::<f32>::new(comptime!(plan.sums()));
     #[unroll]
     for index in 0..comptime!(plan.sums()) {
         sums[index] = 0.0f32;
     }
-    let scales_sums = comptime!(format.is_linear() && plan.rows == 1);
+    let scales_sums = comptime!(format.format.is_linear() && plan.rows == 1);
     // Of one vector.
     let mut part_sums = Array::<f32>::new(weights);
     let mut numbers = Array::<f32>::new(comptime!(weights * columns_of_word));
-    let mut loaded = Array::<Vector<u32, M>>::new(comptime!(plan.unroll * weights));
-    let mut vector = lane;
+    let mut vector = UNIT_POS_X;
     while vector < vectors {
-        let mut groups = Sequence::<Group>::new();
-        let mut tops = Sequence::<u32>::new();
-        #[unroll]
-        for ahead in 0..plan.unroll {
-            let at = vector + comptime!((ahead * plan.team.units) as u32);
-            let of_vector = place_of_vector(&experts, item, at, item_place, plan.ranks);
-            let at = of_vector.vector;
-            let column = at * comptime!(columns_of_vector as u32);
-            #[unroll]
-            for w in 0..weights {
-                // Beyond the last output, the last one again, which nobody writes.
-                let output = min(first + comptime!((w % plan.outputs) as u32), outputs - 1u32);
-                let mut row = of_vector.row + output;
-                if comptime!(w >= plan.outputs) {
-                    row += item_place.through;
-                }
-                let start = row as usize * parts.stride as usize;
-                let place = start / words_of_vector + at as usize;
-                if comptime!(w < plan.outputs) {
-                    loaded[comptime!(ahead * weights + w)] = codes[place];
-                    read_row(
-                        words,
-                        start,
-                        column,
-                        &parts,
-                        &mut groups,
-                        &mut tops,
-                        words_of_vector,
-                        format,
-                        converts_f16,
-                    );
-                } else {
-                    #[comptime]
-                    match &through_codes {
-                        ComptimeOption::Some(codes) => {
-                            loaded[comptime!(ahead * weights + w)] = codes[place];
-                        }
-                        ComptimeOption::None => {}
-                    }
-                    #[comptime]
-                    match through {
-                        ComptimeOption::Some(words) => {
-                            read_row(
-                                words,
-                                start,
-                                column,
-                                &parts,
-                                &mut groups,
-                                &mut tops,
-                                words_of_vector,
-                                format,
-                                converts_f16,
-                            );
-                        }
-                        ComptimeOption::None => {}
-                    }
-                }
-            }
-        }
+        load(
+            words,
+            codes,
+            second,
+            second_codes,
+            third,
+            third_codes,
+            &experts,
+            &mut loaded,
+            vector,
+            first,
+            item,
+            side,
+            item_place,
+            &parts,
+            words_of_vector,
+            format,
+            plan,
+        );
         #[unroll]
         for ahead in 0..plan.unroll {
             let at = vector + comptime!((ahead * plan.team.units) as u32);
@@ -138,28 +106,27 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
             for word in 0..words_of_vector {
                 #[unroll]
                 for w in 0..weights {
-                    let codes = loaded[comptime!(ahead * weights + w)].extract(word);
-                    let top = tops.index(comptime!((ahead * weights + w) * words_of_vector + word));
-                    let group = groups.index(comptime!(ahead * weights + w));
+                    let place = comptime!(ahead * weights + w);
+                    let codes = loaded.codes[place].extract(word);
+                    let top = loaded.tops[comptime!(place * words_of_vector + word)];
+                    let group = loaded.group(place);
                     #[unroll]
                     for index in 0..columns_of_word {
-                        let code = code(codes, *top, index, format);
+                        let code = code(codes, top, index, format.format);
                         numbers[comptime!(w * columns_of_word + index)] = if scales_sums {
-                            of_zero(code, group, format)
+                            of_zero(code, &group, format.format)
                         } else {
-                            number(code, group, format)
+                            number(code, &group, format.format)
                         };
                     }
                 }
-                let first_input =
-                    first_of_item + (at as usize * words_of_vector + word) * inputs_of_word;
+                let first_input = (at as usize * words_of_vector + word) * inputs_of_word;
                 #[unroll]
                 for r in 0..plan.rows {
                     #[unroll]
                     for part in 0..inputs_of_word {
-                        let mut x = Vector::<f32, N>::cast_from(
-                            input[r * inputs_of_row + first_input + part],
-                        );
+                        let place = first_of_item + r * inputs_of_row + first_input + part;
+                        let mut x = Vector::<f32, N>::cast_from(input[place]);
                         #[comptime]
                         match shares {
                             ComptimeOption::Some(shares) => {
@@ -190,8 +157,7 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
             if scales_sums {
                 #[unroll]
                 for w in 0..weights {
-                    let group = groups.index(comptime!(ahead * weights + w));
-                    sums[w] += part_sums[w] * group.scale;
+                    sums[w] += part_sums[w] * loaded.scales[comptime!(ahead * weights + w)];
                 }
             }
         }
@@ -200,37 +166,235 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
     let of_outputs = Outputs {
         row: item,
         first,
-        outputs,
+        outputs: side.outputs,
+        column: side.column,
+        all_outputs: side.all_outputs,
         factor_place,
         cap,
     };
     finish(sums, &factor, output, of_outputs, plan, epilogue);
 }
 
-/// Reads what a vector of codes needs beside them.
+/// How words are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct WordsFormat {
+    pub format: Format,
+    /// See [`converts_f16`](crate::op::launch::converts_f16).
+    pub converts_f16: bool,
+}
+
+/// Vectors of codes, and what they need beside them.
+#[derive(CubeType)]
+struct Loaded<M: Size> {
+    codes: Array<Vector<u32, M>>,
+    /// Of every word.
+    tops: Array<u32>,
+    zeros: Array<f32>,
+    scales: Array<f32>,
+    leasts: Array<f32>,
+}
+
 #[cube]
-fn read_row(
+impl<M: Size> Loaded<M> {
+    fn group(&self, #[comptime] place: usize) -> Group {
+        Group {
+            zero: self.zeros[place],
+            scale: self.scales[place],
+            least: self.leasts[place],
+        }
+    }
+}
+
+/// Puts a team's words on their way.
+#[cube]
+fn load<M: Size>(
     words: &Tensor<u32>,
-    start: usize,
-    column: u32,
+    codes: &Tensor<Vector<u32, M>>,
+    second: ComptimeOption<&Tensor<u32>>,
+    second_codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
+    third: ComptimeOption<&Tensor<u32>>,
+    third_codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
+    experts: &ComptimeOption<&Tensor<i32>>,
+    loaded: &mut Loaded<M>,
+    vector: u32,
+    first: u32,
+    item: u32,
+    side: Side,
+    item_place: ItemPlace,
     parts: &RowParts,
-    groups: &mut Sequence<Group>,
-    tops: &mut Sequence<u32>,
     #[comptime] words_of_vector: usize,
-    #[comptime] format: Format,
-    #[comptime] converts_f16: bool,
+    #[comptime] format: WordsFormat,
+    #[comptime] plan: ProjectPlan,
 ) {
-    let scales = start + parts.scales as usize;
-    groups.push(group_of_column(words, scales, column, format, converts_f16));
-    let first = column / comptime!(format.codes_of_word() as u32);
+    let columns_of_vector = comptime!((words_of_vector * format.format.codes_of_word()) as u32);
+    #[unroll]
+    for ahead in 0..plan.unroll {
+        let at = vector + comptime!((ahead * plan.team.units) as u32);
+        let of_vector = place_of_vector(experts, item, at, item_place, plan.ranks);
+        let at = of_vector.vector;
+        #[unroll]
+        for o in 0..plan.outputs {
+            // Beyond the last output, the last one again, which nobody writes.
+            let row = of_vector.row + min(first + comptime!(o as u32), side.outputs - 1u32);
+            let to = comptime!(ahead * plan.weights() + o);
+            let place = VectorOfRow {
+                start: row as usize * parts.stride as usize,
+                vector: at,
+                column: at * columns_of_vector,
+            };
+            if comptime!(plan.gated) {
+                read(
+                    words,
+                    codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                );
+                let row = row + item_place.through;
+                let place = VectorOfRow {
+                    start: row as usize * parts.stride as usize,
+                    vector: at,
+                    column: at * columns_of_vector,
+                };
+                let to = comptime!(to + plan.outputs);
+                read_if_there(
+                    second,
+                    second_codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                );
+            } else if comptime!(plan.sides == 1) {
+                read(
+                    words,
+                    codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                );
+            } else if side.number == 0u32 {
+                read(
+                    words,
+                    codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                );
+            } else if side.number == 1u32 {
+                read_if_there(
+                    second,
+                    second_codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                );
+            } else {
+                read_if_there(
+                    third,
+                    third_codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                );
+            }
+        }
+    }
+}
+
+/// A vector of codes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct VectorOfRow {
+    /// Where its row begins, in words.
+    start: usize,
+    vector: u32,
+    /// Its first.
+    column: u32,
+}
+
+#[cube]
+fn read_if_there<M: Size>(
+    words: ComptimeOption<&Tensor<u32>>,
+    codes: ComptimeOption<&Tensor<Vector<u32, M>>>,
+    place: VectorOfRow,
+    parts: &RowParts,
+    loaded: &mut Loaded<M>,
+    #[comptime] to: usize,
+    #[comptime] words_of_vector: usize,
+    #[comptime] format: WordsFormat,
+) {
+    #[comptime]
+    match words {
+        ComptimeOption::Some(words) =>
+        {
+            #[comptime]
+            match codes {
+                ComptimeOption::Some(codes) => read(
+                    words,
+                    codes,
+                    place,
+                    parts,
+                    loaded,
+                    to,
+                    words_of_vector,
+                    format,
+                ),
+                ComptimeOption::None => {}
+            }
+        }
+        ComptimeOption::None => {}
+    }
+}
+
+/// Reads a vector of codes, and what it needs beside them.
+#[cube]
+fn read<M: Size>(
+    words: &Tensor<u32>,
+    codes: &Tensor<Vector<u32, M>>,
+    place: VectorOfRow,
+    parts: &RowParts,
+    loaded: &mut Loaded<M>,
+    #[comptime] to: usize,
+    #[comptime] words_of_vector: usize,
+    #[comptime] format: WordsFormat,
+) {
+    loaded.codes[to] = codes[place.start / words_of_vector + place.vector as usize];
+    let group = group_of_column(
+        words,
+        place.start + parts.scales as usize,
+        place.column,
+        format.format,
+        format.converts_f16,
+    );
+    loaded.zeros[to] = group.zero;
+    loaded.scales[to] = group.scale;
+    loaded.leasts[to] = group.least;
+    let first = place.column / comptime!(format.format.codes_of_word() as u32);
     #[unroll]
     for word in 0..words_of_vector {
-        let top = start + parts.top as usize;
-        tops.push(top_of_word(
+        loaded.tops[comptime!(to * words_of_vector + word)] = top_of_word(
             words,
-            top,
+            place.start + parts.top as usize,
             first + comptime!(word as u32),
-            format,
-        ));
+            format.format,
+        );
     }
 }

@@ -2,7 +2,7 @@
 
 mod kernel;
 
-use super::launch::{ProductOptions, plan};
+use super::launch::{LaunchOptions, plan};
 use crate::{
     op::{
         dequantize::row_parts,
@@ -14,7 +14,7 @@ use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::prelude::CubeDim;
-use kernel::project_words;
+use kernel::{WordsFormat, project_words};
 
 /// Columns of a vector of codes at most, which is also within one group of columns. The units of a plane read their inputs as far from each other: with twice as many columns each
 /// read would touch twice as many lines of the cache, which then is busier than the memory.
@@ -22,22 +22,18 @@ const VECTOR_COLUMNS: usize = 16;
 /// Words of a weight row that a unit has in flight.
 const WORDS_IN_FLIGHT: usize = 16;
 
-/// `[rows, columns in]` times the transpose of the rows of `words`; `through` of the options are words of the same layout.
+/// `[rows, columns in]` times the transpose of the rows of `words`; other matrices of the options are words of the same layout.
 pub(super) fn launch(
     input: CubeTensor,
     words: CubeTensor,
     layout: Layout,
-    mut options: ProductOptions,
+    mut options: LaunchOptions,
 ) -> CubeTensor {
     let client = input.client.clone();
     let (input, words) = (into_contiguous(input), rows_of(words));
     let items = options.items(input.meta.shape()[0], words.meta.shape()[0]);
-    let through = options.through.take().map(rows_of);
     let format = layout.format;
     let stride = words.meta.strides()[0];
-    if let Some(through) = &through {
-        assert_eq!(through.meta.strides()[0], stride, "rows of one layout");
-    }
     let codes_of_word = format.codes_of_word();
     // As wide as the units of a plane all have a vector.
     let width = plane_width(&client);
@@ -49,22 +45,31 @@ pub(super) fn launch(
         .find(|words| *words <= widest && (layout.top() / words).is_multiple_of(width))
         .unwrap_or(widest);
     let vectors = layout.top() / of_vector;
-    let is_gated = through.is_some();
     let in_flight = WORDS_IN_FLIGHT / of_vector;
-    let plan = plan(&client, items, vectors, is_gated, in_flight);
     let vector = vector_size(&client, input.dtype.size(), &[codes_of_word]);
-    let output = empty(&input, [items.rows_out, items.outputs], input.dtype);
+    let plan = plan(&client, items, vectors, &options, in_flight);
+    let [second, third] = [&options.second, &options.third].map(|side| side.clone().map(rows_of));
+    for side in second.iter().chain(&third) {
+        assert_eq!(side.meta.strides()[0], stride, "rows of one layout");
+    }
+    let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let (factor, factor_place) = options.factor();
     let [experts, shares] = options.experts();
     let address_type = address_type(
         [&input, &words, &output]
             .into_iter()
-            .chain(&through)
+            .chain(&second)
+            .chain(&third)
             .chain(&factor),
     );
     let element = dtype_to_storage_type(input.dtype);
+    let format = WordsFormat {
+        format,
+        converts_f16: converts_f16(&words.device),
+    };
+    let argument = |tensor: Option<CubeTensor>| tensor.map(CubeTensor::into_tensor_arg);
     // SAFETY: a unit reads vectors of codes of the rows that the shapes have, and the parts of these rows that the layout has, of
-    // experts of those that were chosen among them; it writes the outputs below `outputs` of its item. What is bound twice is only read.
+    // experts of those that were chosen among them; it writes the outputs below those of its item or matrix. What is bound twice is only read.
     unsafe {
         project_words::launch_unchecked(
             &client,
@@ -74,22 +79,23 @@ pub(super) fn launch(
             input.into_tensor_arg(),
             words.clone().into_tensor_arg(),
             words.clone().into_tensor_arg(),
-            through.clone().map(CubeTensor::into_tensor_arg).into(),
-            through.map(CubeTensor::into_tensor_arg).into(),
-            experts.map(CubeTensor::into_tensor_arg).into(),
-            shares.map(CubeTensor::into_tensor_arg).into(),
-            factor.map(CubeTensor::into_tensor_arg).into(),
+            argument(second.clone()).into(),
+            argument(second).into(),
+            argument(third.clone()).into(),
+            argument(third).into(),
+            argument(experts).into(),
+            argument(shares).into(),
+            argument(factor).into(),
             output.clone().into_tensor_arg(),
             factor_place,
             items.place(plan, vectors),
+            items.sides.launch(plan),
             row_parts(&words, layout),
             (items.inner() * vectors) as u32,
-            items.outputs as u32,
             options.cap.unwrap_or(1.0) as f32,
             format,
             plan,
             options.epilogue(),
-            converts_f16(&words.device),
             element,
             vector,
             of_vector,

@@ -1,0 +1,183 @@
+//! Products with several matrices at once, and with gates, are the definition's in f64: sizes that are multiples of nothing, rows shorter and
+//! longer than a cube, whole and quantized matrices.
+
+use super::*;
+use crate::op::{
+    dequantize::tests::{even_words, layouts},
+    linear::QuantizedMatrix,
+};
+use burn::tensor::{DType, Device, Distribution, TensorData};
+
+fn values<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
+    tensor.clone().into_data().iter::<f64>().collect()
+}
+
+fn check(found: &Tensor<2>, expected: &[f64], tolerance: f64, what: &str) {
+    let found = values(found);
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs() / scale;
+        assert!(
+            error < tolerance,
+            "{what}, {index}: {found}, not {expected}"
+        );
+    }
+}
+
+/// Of rows, side by side for each.
+fn products(rows: &[f64], columns: usize, matrices: &[&Matrix]) -> Vec<f64> {
+    let matrices: Vec<_> = matrices
+        .iter()
+        .map(|matrix| values(&matrix.whole(DType::F32)))
+        .collect();
+    rows.chunks_exact(columns)
+        .flat_map(|row| {
+            matrices.iter().flat_map(move |matrix| {
+                let of_row = |weight: &[f64]| row.iter().zip(weight).map(|(x, w)| x * w).sum();
+                matrix
+                    .chunks_exact(columns)
+                    .map(of_row)
+                    .collect::<Vec<f64>>()
+            })
+        })
+        .collect()
+}
+
+fn gelu(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((x + 0.044_715 * x * x * x) * 0.797_884_560_8).tanh())
+}
+
+struct Drawn<'a> {
+    device: &'a Device,
+    dtype: DType,
+}
+
+impl Drawn<'_> {
+    fn tensor<const D: usize>(&self, shape: [usize; D]) -> Tensor<D> {
+        let tensor = Tensor::<D>::random(shape, Distribution::Uniform(-1.0, 1.0), self.device);
+        tensor.cast(self.dtype)
+    }
+}
+
+/// `matrix` makes one of so many rows.
+fn check_all(
+    drawn: &Drawn<'_>,
+    columns: usize,
+    tolerance: f64,
+    what: &str,
+    matrix: impl Fn(usize) -> Matrix,
+) {
+    let outputs = [37, 5, 70].map(&matrix);
+    let [first, second, third] = &outputs;
+    for rows in [1, 5] {
+        let input = drawn.tensor([rows, columns]);
+        let row = values(&input);
+        let through = drawn.tensor([rows, 50]);
+        let product = |matrices: &[&Matrix]| products(&row, columns, matrices);
+        let sides = |sides: &[&Matrix]| {
+            Factors::Sides(sides.iter().map(|matrix| (*matrix).clone()).collect())
+        };
+        let gated = product(&[third]).into_iter().map(|x| gelu(x) * x);
+        let factor = values(&through);
+        let factor = factor.chunks_exact(50).flat_map(|row| row[7..44].to_vec());
+        let gate_of = product(&[first]).into_iter().zip(factor);
+        let cases = [
+            (sides(&[first]), product(&[first])),
+            (sides(&[first, second]), product(&[first, second])),
+            (
+                sides(&[first, second, third]),
+                product(&[first, second, third]),
+            ),
+            (
+                Factors::Gated {
+                    gate: third.clone(),
+                    through: third.clone(),
+                },
+                gated.collect(),
+            ),
+            (
+                Factors::GateOf {
+                    gate: first.clone(),
+                    through: through.clone(),
+                    start: 7,
+                },
+                gate_of.map(|(x, factor)| gelu(x) * factor).collect(),
+            ),
+        ];
+        for (index, (factors, expected)) in cases.into_iter().enumerate() {
+            let what = format!("{what}, {columns} columns, {rows} rows, factors {index}");
+            check(
+                &multiply(input.clone(), factors),
+                &expected,
+                tolerance,
+                &what,
+            );
+        }
+    }
+}
+
+#[test]
+fn whole_matrices() {
+    let device = Device::default();
+    let halves = [(DType::F16, 2e-2), (DType::BF16, 1e-1)].into_iter();
+    let halves = halves.filter(|(dtype, _)| crate::op::serves(&device, *dtype));
+    for (dtype, tolerance) in [(DType::F32, 1e-5)].into_iter().chain(halves) {
+        let drawn = Drawn {
+            device: &device,
+            dtype,
+        };
+        let columns = match dtype {
+            DType::F32 => vec![6, 257, 4000],
+            _ => vec![1536],
+        };
+        for columns in columns {
+            check_all(&drawn, columns, tolerance, &format!("{dtype:?}"), |rows| {
+                drawn.tensor([rows, columns]).into()
+            });
+        }
+    }
+}
+
+#[test]
+fn quantized_matrices() {
+    let device = Device::default();
+    let drawn = Drawn {
+        device: &device,
+        dtype: DType::F32,
+    };
+    // Blocks of files, and packed groups with zeros of their own.
+    let layouts = layouts();
+    for layout in [0, 4, 7, 13].map(|index| layouts[index]) {
+        check_all(
+            &drawn,
+            layout.columns,
+            1e-5,
+            &format!("{layout:?}"),
+            |rows| {
+                let words = TensorData::new(even_words(layout, rows), [rows, layout.words()]);
+                let words = Tensor::<2, Int>::from_data(words, (&device, DType::U32));
+                QuantizedMatrix { words, layout }.into()
+            },
+        );
+    }
+}
+
+/// Matrices of two formats take a launch each.
+#[test]
+fn mixed_matrices() {
+    let device = Device::default();
+    let drawn = Drawn {
+        device: &device,
+        dtype: DType::F32,
+    };
+    let layout = layouts()[0];
+    let words = TensorData::new(even_words(layout, 9), [9, layout.words()]);
+    let words = Tensor::<2, Int>::from_data(words, (&device, DType::U32));
+    let quantized = Matrix::from(QuantizedMatrix { words, layout });
+    let whole = Matrix::from(drawn.tensor([4, layout.columns]));
+    let factors = Factors::Sides(vec![quantized.clone(), whole.clone()]);
+    let input = drawn.tensor([2, layout.columns]);
+    let expected = products(&values(&input), layout.columns, &[&quantized, &whole]);
+    check(&multiply(input, factors), &expected, 1e-5, "mixed");
+}
