@@ -117,6 +117,10 @@ pub(super) fn project<E: Float, N: Size>(
 }
 
 /// Puts a team's weights on their way.
+#[allow(
+    clippy::if_same_then_else,
+    reason = "one condition is known when the kernel is compiled, the other when it runs"
+)]
 #[cube]
 fn load<E: Float, N: Size>(
     weight: &Tensor<Vector<E, N>>,

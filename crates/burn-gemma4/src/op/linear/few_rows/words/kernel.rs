@@ -230,6 +230,10 @@ impl<M: Size> Loaded<M> {
 }
 
 /// Puts a team's words on their way.
+#[allow(
+    clippy::if_same_then_else,
+    reason = "one condition is known when the kernel is compiled, the other when it runs"
+)]
 #[cube]
 fn load<M: Size>(
     words: &Tensor<u32>,
