@@ -149,6 +149,7 @@ impl Case {
         let magnitudes = Magnitudes::new(self, inputs, rms(&results[0].values));
         for result in &mut results {
             let factor = match result.name {
+                "output" => continue,
                 "logsumexp" => {
                     result.magnitude = magnitudes.score;
                     continue;

@@ -106,12 +106,15 @@ impl Operators for FewRows<'_> {
     }
 
     fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<Columns> {
-        if projections.iter().any(|linear| is_adapted(linear)) {
+        let matrices = projections
+            .iter()
+            .map(|linear| (!is_adapted(linear)).then(|| linear.weight.matrix()));
+        let factors = matrices.collect::<Option<Vec<_>>>().map(Factors::Sides);
+        let factors = factors.filter(Factors::are_of_one_launch);
+        let Some(Factors::Sides(matrices)) = factors else {
             let project = |linear: &&Linear| Columns::all(self.project(input.clone(), linear));
             return projections.iter().map(project).collect();
-        }
-        let matrices = projections.iter().map(|linear| linear.weight.matrix());
-        let matrices: Vec<_> = matrices.collect();
+        };
         let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
         let rows = few_rows::multiply(input, Factors::Sides(matrices));
         let mut start = 0;

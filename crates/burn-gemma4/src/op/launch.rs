@@ -16,7 +16,8 @@ use cubecl::{
     ir::features::{Plane, TypeUsage},
 };
 
-/// Buffers that a kernel binds at most, and what the runtime adds.
+/// Buffers that a kernel binds at most: the product of three matrices' words, each of which is bound twice, with its input and output. What
+/// the runtime itself adds is not among those that a device tells.
 const BINDINGS: u32 = 8;
 
 /// Whether the device has the dtype, and room for every kernel's tensors.

@@ -149,6 +149,7 @@ fn launch(
         "as many rows of each sequence"
     );
     let head_dim = options.count / heads;
+    assert_eq!(heads * head_dim, options.count, "whole heads");
     let columns = options.start + options.count;
     assert!(
         columns <= projected.meta.shape()[1],

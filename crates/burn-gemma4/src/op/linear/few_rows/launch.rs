@@ -14,14 +14,15 @@ use crate::{
     },
     quantized::layout::Layout,
 };
-use burn::{
-    backend::{
-        cubecl::dtype_to_storage_type,
-        tensor::{FloatTensor, IntTensor},
-    },
-    tensor::Shape,
+use burn::backend::{
+    cubecl::dtype_to_storage_type,
+    tensor::{FloatTensor, IntTensor},
 };
-use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use burn_cubecl::{
+    CubeBackend, cubecl,
+    kernel::{into_contiguous, untile},
+    tensor::CubeTensor,
+};
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::{client::Client, prelude::CubeDim};
 
@@ -75,11 +76,18 @@ impl FewRowsBackend for CubeBackend {
     }
 }
 
-/// `[matrices, rows, columns]` as one below the other, and the rows of each.
+/// `[matrices, rows, columns]` as one below the other, and the rows of each. Rows may be padded, as a device's memory likes them: a reshape
+/// would copy all matrices for each token.
 fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
-    let weight = into_contiguous(weight);
-    let [count, rows, columns] = weight.meta.shape().dims();
-    let flat = burn_cubecl::ops::reshape(weight, Shape::new([count * rows, columns]));
+    let weight = untile(weight);
+    let [count, rows, _] = weight.meta.shape().dims();
+    let strides = weight.meta.strides();
+    let mut flat = match strides[2] == 1 && strides[0] == rows * strides[1] {
+        true => weight,
+        false => into_contiguous(weight),
+    };
+    flat.meta.remove(0);
+    flat.meta.shape_mut()[0] = count * rows;
     (flat, rows)
 }
 
@@ -197,6 +205,9 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let items = options.items(rows, weight.meta.shape()[0]);
     let [second, third] = [&options.second, &options.third].map(|side| side.clone().map(rows_of));
     let stride = |tensor: &CubeTensor| tensor.meta.strides()[0];
+    for matrix in [&weight].into_iter().chain(&second).chain(&third) {
+        assert_eq!(matrix.meta.shape()[1], inner, "as many columns as the rows");
+    }
     let strides = [
         stride(&weight),
         second.as_ref().map_or(0, stride),
@@ -257,8 +268,8 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
 /// Vectors of weights that a unit has in flight.
 const IN_FLIGHT: usize = 8;
 
-/// Enough units to keep the memory busy, and enough weights for each read of the input. `vectors` are those of one expert, or of the only
-/// matrix.
+/// Enough units to keep the memory busy, and enough weights for each read of the input. `vectors` are those of one row of
+/// a matrix.
 pub(super) fn plan(
     client: &Client,
     items: Items,

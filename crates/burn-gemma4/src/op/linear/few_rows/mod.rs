@@ -39,7 +39,7 @@ pub(crate) enum Factors {
 
 impl Factors {
     /// Whether one launch reads them: files may be of mixed formats.
-    fn are_of_one_launch(&self) -> bool {
+    pub fn are_of_one_launch(&self) -> bool {
         let all = match self {
             Self::Sides(matrices) => matrices.iter().collect(),
             Self::Gated { gate, through } => vec![gate, through],
@@ -177,6 +177,7 @@ impl ProductTensors<Dispatch> {
         let matrices = match factors {
             Factors::Sides(matrices) => matrices,
             Factors::Gated { gate, through } => {
+                assert_eq!(gate.rows(), through.rows(), "a gate for each");
                 options.gated = true;
                 vec![gate, through]
             }
@@ -185,6 +186,8 @@ impl ProductTensors<Dispatch> {
                 through,
                 start,
             } => {
+                let [_, columns] = through.dims();
+                assert!(start + gate.rows() <= columns, "something for each gate");
                 options.start = start;
                 through_columns = MaybeMatrix::Whole(through.into_dispatch());
                 vec![gate]

@@ -15,7 +15,7 @@ pub(super) struct ProjectPlan {
     pub team: Team,
     /// Teams of a cube.
     pub teams: usize,
-    /// Experts whose inner dimensions lie one after the other in that of an item; 0 where all items have one matrix.
+    /// Experts whose inner dimensions lie one after the other in that of an item; 0 without experts.
     pub ranks: usize,
     /// Matrices whose outputs lie side by side.
     pub sides: usize,

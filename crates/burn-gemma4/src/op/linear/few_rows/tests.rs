@@ -2,9 +2,12 @@
 //! longer than a cube, whole and quantized matrices.
 
 use super::*;
-use crate::op::{
-    dequantize::tests::{even_words, layouts},
-    linear::QuantizedMatrix,
+use crate::{
+    op::{
+        dequantize::tests::{even_words, layouts},
+        linear::QuantizedMatrix,
+    },
+    quantized::blocks::BlockFormat,
 };
 use burn::tensor::{DType, Device, Distribution, TensorData};
 
@@ -70,6 +73,7 @@ fn check_all(
 ) {
     let outputs = [37, 5, 70].map(&matrix);
     let [first, second, third] = &outputs;
+    let other = matrix(70);
     for rows in [1, 5] {
         let input = drawn.tensor([rows, columns]);
         let row = values(&input);
@@ -78,7 +82,9 @@ fn check_all(
         let sides = |sides: &[&Matrix]| {
             Factors::Sides(sides.iter().map(|matrix| (*matrix).clone()).collect())
         };
-        let gated = product(&[third]).into_iter().map(|x| gelu(x) * x);
+        let through_gates = product(&[&other]);
+        let gated = product(&[third]).into_iter().zip(through_gates);
+        let gated = gated.map(|(gate, x)| gelu(gate) * x);
         let factor = values(&through);
         let factor = factor.chunks_exact(50).flat_map(|row| row[7..44].to_vec());
         let gate_of = product(&[first]).into_iter().zip(factor);
@@ -92,7 +98,7 @@ fn check_all(
             (
                 Factors::Gated {
                     gate: third.clone(),
-                    through: third.clone(),
+                    through: other.clone(),
                 },
                 gated.collect(),
             ),
@@ -146,9 +152,9 @@ fn quantized_matrices() {
         device: &device,
         dtype: DType::F32,
     };
-    // Blocks of files, and packed groups with zeros of their own.
+    // Blocks of files, some with least numbers and upper bits, and packed groups with zeros of their own.
     let layouts = layouts();
-    for layout in [0, 4, 7, 13].map(|index| layouts[index]) {
+    for layout in [1, 6, 7, 21].map(|index| layouts[index]) {
         check_all(
             &drawn,
             layout.columns,
@@ -160,6 +166,36 @@ fn quantized_matrices() {
                 QuantizedMatrix { words, layout }.into()
             },
         );
+    }
+}
+
+/// Rows of so many words that a unit reads several vectors at once, more than once: with planes, and without.
+#[test]
+fn long_rows_of_words() {
+    let device = Device::default();
+    let drawn = Drawn {
+        device: &device,
+        dtype: DType::F32,
+    };
+    for columns in [3072, 24_576] {
+        let layout = BlockFormat::Q4_0.words(columns).expect("whole blocks");
+        let matrices = [37, 5, 70].map(|rows| {
+            let words = TensorData::new(even_words(layout, rows), [rows, layout.words()]);
+            let words = Tensor::<2, Int>::from_data(words, (&device, DType::U32));
+            Matrix::from(QuantizedMatrix { words, layout })
+        });
+        let all: Vec<_> = matrices.iter().collect();
+        for rows in [1, 5] {
+            let input = drawn.tensor([rows, columns]);
+            let expected = products(&values(&input), columns, &all);
+            let found = multiply(input, Factors::Sides(matrices.to_vec()));
+            check(
+                &found,
+                &expected,
+                1e-5,
+                &format!("{columns} columns, {rows} rows"),
+            );
+        }
     }
 }
 

@@ -248,7 +248,17 @@ fn of_few_rows_are_the_definitions() {
         let weight = weight.reshape([case.experts, columns_out, columns_in]);
         [Matrices::Whole(weight.clone()), Matrices::Whole(weight)]
     };
-    let mut weights = vec![whole(14, 9), whole(6, 160)];
+    // Rows with something behind them, which is not read.
+    let padded = |columns_out, columns_in| {
+        let [Matrices::Whole(weight), _] = whole(columns_out, columns_in) else {
+            panic!("it is whole")
+        };
+        let behind = Tensor::<3>::full([case.experts, columns_out, 8], f32::NAN, &device);
+        let wide = Tensor::cat(vec![weight.clone(), behind], 2);
+        let weight_in_place = wide.narrow(2, 0, columns_in);
+        [Matrices::Whole(weight_in_place), Matrices::Whole(weight)]
+    };
+    let mut weights = vec![whole(14, 9), whole(6, 160), padded(6, 160), padded(14, 9)];
     for layout in some_layouts() {
         weights.push(matrices(layout, case.experts, 22, &device));
     }

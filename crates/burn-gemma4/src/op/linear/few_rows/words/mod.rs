@@ -32,6 +32,11 @@ pub(super) fn launch(
     let client = input.client.clone();
     let (input, words) = (into_contiguous(input), rows_of(words));
     let items = options.items(input.meta.shape()[0], words.meta.shape()[0]);
+    assert_eq!(
+        layout.columns,
+        input.meta.shape()[1],
+        "as many columns as the rows"
+    );
     let format = layout.format;
     let stride = words.meta.strides()[0];
     let codes_of_word = format.codes_of_word();
