@@ -117,10 +117,6 @@ pub(super) fn project<E: Float, N: Size>(
 }
 
 /// Puts a team's weights on their way.
-#[allow(
-    clippy::if_same_then_else,
-    reason = "one condition is known when the kernel is compiled, the other when it runs"
-)]
 #[cube]
 fn load<E: Float, N: Size>(
     weight: &Tensor<Vector<E, N>>,
@@ -146,29 +142,31 @@ fn load<E: Float, N: Size>(
             // Beyond the last output, the last one again, which nobody writes.
             let row = place.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
-            if comptime!(plan.gated) {
-                loaded[to] = weight[row as usize * strides.weight as usize + at];
-                let row = (row + item_place.through) as usize;
-                let to = comptime!(to + plan.outputs);
-                load_if_there(second, loaded, row * strides.second as usize + at, to);
-            } else if comptime!(plan.sides == 1) {
-                loaded[to] = weight[row as usize * strides.weight as usize + at];
-            } else if side.number == 0u32 {
-                loaded[to] = weight[row as usize * strides.weight as usize + at];
-            } else if side.number == 1u32 {
-                load_if_there(
-                    second,
-                    loaded,
-                    row as usize * strides.second as usize + at,
-                    to,
-                );
+            if comptime!(plan.sides > 1) {
+                if side.number == 0u32 {
+                    loaded[to] = weight[row as usize * strides.weight as usize + at];
+                } else if side.number == 1u32 {
+                    load_if_there(
+                        second,
+                        loaded,
+                        row as usize * strides.second as usize + at,
+                        to,
+                    );
+                } else {
+                    load_if_there(
+                        third,
+                        loaded,
+                        row as usize * strides.third as usize + at,
+                        to,
+                    );
+                }
             } else {
-                load_if_there(
-                    third,
-                    loaded,
-                    row as usize * strides.third as usize + at,
-                    to,
-                );
+                loaded[to] = weight[row as usize * strides.weight as usize + at];
+                if comptime!(plan.gated) {
+                    let row = (row + item_place.through) as usize;
+                    let to = comptime!(to + plan.outputs);
+                    load_if_there(second, loaded, row * strides.second as usize + at, to);
+                }
             }
         }
     }

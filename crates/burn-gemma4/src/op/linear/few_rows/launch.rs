@@ -94,7 +94,7 @@ fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
 fn multiply(tensors: ProductTensors<CubeBackend>, options: ProductOptions) -> CubeTensor {
     let matrix = |matrix| match matrix {
         MaybeMatrix::Absent => None,
-        MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(rows_of(matrix)),
+        MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(matrix),
     };
     let factor = matrix(tensors.through);
     let launched = LaunchOptions {

@@ -230,10 +230,6 @@ impl<M: Size> Loaded<M> {
 }
 
 /// Puts a team's words on their way.
-#[allow(
-    clippy::if_same_then_else,
-    reason = "one condition is known when the kernel is compiled, the other when it runs"
-)]
 #[cube]
 fn load<M: Size>(
     words: &Tensor<u32>,
@@ -270,71 +266,45 @@ fn load<M: Size>(
                 vector: at,
                 column: at * columns_of_vector,
             };
-            if comptime!(plan.gated) {
-                read(
-                    words,
-                    codes,
-                    place,
-                    parts,
-                    loaded,
-                    to,
-                    words_of_vector,
-                    format,
-                );
-                let row = row + item_place.through;
-                let place = VectorOfRow {
-                    start: row as usize * parts.stride as usize,
-                    vector: at,
-                    column: at * columns_of_vector,
-                };
-                let to = comptime!(to + plan.outputs);
-                read_if_there(
-                    second,
-                    second_codes,
-                    place,
-                    parts,
-                    loaded,
-                    to,
-                    words_of_vector,
-                    format,
-                );
-            } else if comptime!(plan.sides == 1) {
-                read(
-                    words,
-                    codes,
-                    place,
-                    parts,
-                    loaded,
-                    to,
-                    words_of_vector,
-                    format,
-                );
-            } else if side.number == 0u32 {
-                read(
-                    words,
-                    codes,
-                    place,
-                    parts,
-                    loaded,
-                    to,
-                    words_of_vector,
-                    format,
-                );
-            } else if side.number == 1u32 {
-                read_if_there(
-                    second,
-                    second_codes,
-                    place,
-                    parts,
-                    loaded,
-                    to,
-                    words_of_vector,
-                    format,
-                );
+            if comptime!(plan.sides > 1) {
+                if side.number == 0u32 {
+                    read(
+                        words,
+                        codes,
+                        place,
+                        parts,
+                        loaded,
+                        to,
+                        words_of_vector,
+                        format,
+                    );
+                } else if side.number == 1u32 {
+                    read_if_there(
+                        second,
+                        second_codes,
+                        place,
+                        parts,
+                        loaded,
+                        to,
+                        words_of_vector,
+                        format,
+                    );
+                } else {
+                    read_if_there(
+                        third,
+                        third_codes,
+                        place,
+                        parts,
+                        loaded,
+                        to,
+                        words_of_vector,
+                        format,
+                    );
+                }
             } else {
-                read_if_there(
-                    third,
-                    third_codes,
+                read(
+                    words,
+                    codes,
                     place,
                     parts,
                     loaded,
@@ -342,6 +312,25 @@ fn load<M: Size>(
                     words_of_vector,
                     format,
                 );
+                if comptime!(plan.gated) {
+                    let row = row + item_place.through;
+                    let place = VectorOfRow {
+                        start: row as usize * parts.stride as usize,
+                        vector: at,
+                        column: at * columns_of_vector,
+                    };
+                    let to = comptime!(to + plan.outputs);
+                    read_if_there(
+                        second,
+                        second_codes,
+                        place,
+                        parts,
+                        loaded,
+                        to,
+                        words_of_vector,
+                        format,
+                    );
+                }
             }
         }
     }
