@@ -23,7 +23,10 @@ use serde_json::Value;
 use std::{
     fmt,
     process::{self, ExitCode},
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::Duration,
 };
@@ -34,11 +37,16 @@ const LAST: Duration = Duration::from_secs(10);
 /// How numbers are added up, once that is known.
 type Way = Arc<OnceLock<Box<dyn Exchange>>>;
 
+/// Whether a process is ending with an error already: its own, or another's that it heard of. It says one alone, and others that
+/// fail at the same time tell it theirs.
+type Ending = Arc<AtomicBool>;
+
 /// All processes of a run, as one of them sees them.
 pub struct World {
     place: Place,
     link: Box<dyn Link>,
     exchange: Way,
+    ending: Ending,
     #[cfg(feature = "mpi")]
     mpi: Option<mpi::Mpi>,
 }
@@ -58,6 +66,7 @@ pub fn exit_code(program: impl FnOnce(&Arc<World>) -> Result<(), Error>) -> Exit
         match &outcome {
             Ok(()) => world.link.end(),
             Err(error) => {
+                world.end_with_own_error();
                 let code = terminal::code_of(error);
                 world.link.fail(&error.to_string(), code.into());
                 if world.has_others() {
@@ -88,9 +97,12 @@ impl World {
                 ..Self::new(place, Box::new(mpi))
             });
         }
-        let exchange = Way::default();
-        let known = exchange.clone();
+        let (exchange, ending) = (Way::default(), Ending::default());
+        let (known, ended) = (exchange.clone(), ending.clone());
         let end = Arc::new(move |message: &str| {
+            if ended.swap(true, Ordering::SeqCst) {
+                return;
+            }
             terminal::fault(message);
             give_up(&known);
             process::exit(1);
@@ -98,6 +110,7 @@ impl World {
         let link = Box::new(tcp::Tcp::join(place, end)?);
         Ok(Self {
             exchange,
+            ending,
             ..Self::new(place, link)
         })
     }
@@ -107,8 +120,18 @@ impl World {
             place,
             link,
             exchange: Way::default(),
+            ending: Ending::default(),
             #[cfg(feature = "mpi")]
             mpi: None,
+        }
+    }
+
+    /// Claims the end for an error of this process. Where another's came first, the thread that heard of it ends the process.
+    fn end_with_own_error(&self) {
+        if self.ending.swap(true, Ordering::SeqCst) {
+            loop {
+                thread::park();
+            }
         }
     }
 
@@ -193,6 +216,7 @@ impl World {
             .get()
             .expect("connected before the first step");
         exchange.sum(numbers).unwrap_or_else(|error| {
+            self.end_with_own_error();
             let message = error.to_string();
             self.link.fail(&message, 1);
             terminal::fault(&message);
