@@ -8,7 +8,7 @@ use burn_gemma4::{
     Cache, CacheKind, DecodeMode, Drafts, Gemma4, Gemma4Config, Gemma4Error, Gemma4Model,
     GenerateOptions, Generation, KvPrecision, Logits, Prompt, SavedSession,
 };
-use std::ops::ControlFlow;
+use std::{fs, ops::ControlFlow};
 use tempfile::TempDir;
 
 /// How far logits may be from those over whole keys and values, in root mean square, relative to the logits': a code errs by a 254th of its
@@ -226,11 +226,16 @@ fn drafters_change_no_token() {
     }
 }
 
-/// A session goes on from its file as it would have; under another precision, its text is read anew.
+/// A session goes on from its file as it would have, also where gradients are tracked; under another precision, its text is read anew.
 #[test]
 fn sessions_are_kept_as_they_are() {
-    for (name, compact_keys) in [("dense-ple", false), ("dense-keqv", true)] {
-        let gemma = Fixture::open(name).load(&Device::flex(), DType::F32);
+    let flex = Device::flex();
+    for (name, compact_keys, device) in [
+        ("dense-ple", false, flex.clone()),
+        ("dense-keqv", true, flex.clone()),
+        ("dense-ple", false, flex.autodiff()),
+    ] {
+        let gemma = Fixture::open(name).load(&device, DType::F32);
         let kept = TempDir::new().expect("a folder");
         let path = kept.path().join("session");
         let trunk: Vec<u32> = (0..30).map(|index| 20 + index * 7 % 290).collect();
@@ -254,6 +259,34 @@ fn sessions_are_kept_as_they_are() {
             assert_eq!(read == prompt.len(), is_read_anew, "{name}: {read}");
         }
     }
+}
+
+/// Words that are no words are a fault of the file, not another model's.
+#[test]
+fn words_of_another_dtype_are_refused() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let kept = TempDir::new().expect("a folder");
+    let path = kept.path().join("session");
+    let mut session = gemma.session();
+    let options = quantized(&greedy(&gemma, 2));
+    let found = session.generate(vec![20, 30, 40], &options, |_| ControlFlow::Continue(()));
+    found.expect("a generation");
+    session.save(&path, &[]).expect("saved");
+    let bytes = fs::read(&path).expect("a file");
+    let (of_words, spoiled) = (br#""dtype":"I32""#, br#""dtype":"F32""#);
+    let at = bytes
+        .windows(of_words.len())
+        .position(|part| part == of_words);
+    let at = at.expect("words");
+    let bytes = [&bytes[..at], spoiled, &bytes[at + of_words.len()..]].concat();
+    fs::write(&path, bytes).expect("a file");
+    let error = SavedSession::read(gemma.model(), &path).expect_err("no words");
+    let text = error.to_string();
+    assert!(matches!(error, Gemma4Error::Malformed { .. }), "{text}");
+    assert!(
+        text.contains("is in F32; in int8 it should be in i32"),
+        "{text}"
+    );
 }
 
 /// A byte a number, and 4 a slot and head.

@@ -423,6 +423,13 @@ fn what_does_not_fit_is_refused() {
         ));
 
         let key = || QuantizedRows::new(rows([1, 2, 3, 8]));
+        for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64, DType::I32] {
+            let serves = dtype != DType::I32 && device.supports_dtype(dtype);
+            match key().dequantize(dtype) {
+                Ok(numbers) => assert!(serves && numbers.dtype() == dtype, "{name}: {dtype:?}"),
+                Err(error) => assert!(!serves, "{name}: {error}"),
+            }
+        }
         let call = |query, value| {
             try_quantized_attention(rows(query), key(), value, AttentionOptions::new()).map(|_| ())
         };

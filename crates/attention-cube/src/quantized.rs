@@ -155,14 +155,17 @@ impl QuantizedRows {
     /// What the rows stand for, in `dtype`.
     ///
     /// # Errors
-    /// [`AttentionError`] where the device is not served.
+    /// [`AttentionError`] where the device is not served, or has no numbers of `dtype`.
     pub fn dequantize(self, dtype: DType) -> Result<Tensor<4>, AttentionError> {
-        check_backend(&self.device())?;
-        check_dtype(
-            "rows",
-            dtype,
-            &[DType::F32, DType::F16, DType::BF16, DType::F64].map(|dtype| (dtype, "a float")),
-        )?;
+        let device = self.device();
+        check_backend(&device)?;
+        let floats = [DType::F32, DType::F16, DType::BF16, DType::F64];
+        let of_device: Vec<_> = floats
+            .into_iter()
+            .filter(|dtype| device.supports_dtype(*dtype))
+            .map(|dtype| (dtype, "a float of the device"))
+            .collect();
+        check_dtype("rows", dtype, &of_device)?;
         Ok(Tensor::from_dispatch(Dispatch::dequantize_rows(
             self.into_tensors(),
             dtype,

@@ -417,11 +417,15 @@ impl<'a> File<'a> {
             )));
         }
         if dtype_of(view.dtype()) != Some(dtype) {
-            return Err(self.of_another(format!(
-                "its keys are in {:?}, and the model computes in {}",
-                view.dtype(),
-                dtype.name()
-            )));
+            let (found, expected) = (view.dtype(), dtype.name());
+            return Err(match self.header.kv {
+                KvPrecision::Model => self.of_another(format!(
+                    "its keys are in {found:?}, and the model computes in {expected}"
+                )),
+                KvPrecision::Q8 => self.malformed(format!(
+                    "{name} is in {found:?}; in int8 it should be in {expected}"
+                )),
+            });
         }
         let bytes = view.data();
         Ok(Numbers {
