@@ -31,6 +31,8 @@ pub struct FragmentTiles {
     pub output_fragments: usize,
     /// Of those, how many have their operand in shared memory at a time.
     pub staged_fragments: usize,
+    /// Stationary operands of the first product that stay in shared memory, all columns of them; else they are copied for each block.
+    pub held: usize,
 }
 
 /// Rows whose movement one number tells.
@@ -61,6 +63,37 @@ impl UnitTiles {
             DType::F16 => F16_P_SCALE,
             _ => 1.0,
         }
+    }
+
+    /// Stationary operands that stay in shared memory.
+    pub const fn held(&self) -> usize {
+        match self.products {
+            Products::Fragments(tiles) => tiles.held,
+            Products::Direct | Products::Staged => 0,
+        }
+    }
+
+    /// Vectors of shared memory from one stationary operand to the next, where they stay.
+    pub const fn stationary_vectors(&self) -> usize {
+        self.rows * self.depth_pitch()
+    }
+
+    /// Where streamed rows of the first product begin in shared memory.
+    pub const fn streamed_at(&self) -> usize {
+        match self.held() {
+            0 => self.stationary_vectors(),
+            held => held * self.stationary_vectors(),
+        }
+    }
+
+    /// Where those of the second begin: in the place of both operands of the first, but for what stays.
+    pub const fn accumulated_at(&self) -> usize {
+        self.held() * self.stationary_vectors()
+    }
+
+    /// Vectors of shared memory for streamed rows of the second product.
+    pub const fn accumulated_vectors(&self) -> usize {
+        self.transposed_vectors() - self.accumulated_at()
     }
 
     /// Planes of a cube.

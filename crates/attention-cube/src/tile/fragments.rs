@@ -10,7 +10,8 @@
 //!
 //! No unit knows which elements of a fragment it holds, so S goes through shared memory on its way to the softmax, P on its way back, and O
 //! where a row has outgrown its reference, a fragment of each plane at a time, and at the end. Barriers are the cube's: not every
-//! device has a plane's. What bounds it, on a card: the copies to the stage, which read the stationary rows again for every block.
+//! device has a plane's. What bounds it, on a card: the copies to the stage. Where shared memory holds all
+//! columns of the stationary rows they stay; else they are copied again for every block.
 
 use super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, load_sum, multiply, plane_index, store_sum,
@@ -32,13 +33,21 @@ pub(crate) struct FragmentStage<C: Float> {
     pub operands: Shared<[Four<C>]>,
     /// S, and fragments of O on their way.
     pub sums: Shared<[Vec4]>,
+    /// Of each stationary operand, whether it is among the operands already, where it stays.
+    is_held: Array<bool>,
 }
 
 #[cube]
 pub(super) fn new_stage<C: Float>(#[comptime] tiles: UnitTiles) -> FragmentStage<C> {
+    let mut is_held = Array::<bool>::new(comptime!(tiles.held().max(1)));
+    #[unroll]
+    for operand in 0..comptime!(tiles.held().max(1)) {
+        is_held[operand] = false;
+    }
     FragmentStage::<C> {
         operands: Shared::new_aligned_slice(comptime!(tiles.stage_vectors()), ALIGNMENT),
         sums: Shared::new_aligned_slice(comptime!(tiles.score_vectors()), ALIGNMENT),
+        is_held,
     }
 }
 
@@ -94,11 +103,18 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     s: &mut Array<f32>,
     #[comptime] tiles: UnitTiles,
     #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
 ) {
     let [m, n, k] = comptime!(tiles.fragment_shape());
     let pitch = comptime!(tiles.depth_pitch());
     let vectors = comptime!(tiles.depth / 4);
-    let b_at = comptime!(tiles.rows * tiles.depth_pitch());
+    let holds = comptime!(stationary < tiles.held());
+    let a_at = comptime!(if stationary < tiles.held() {
+        stationary * tiles.stationary_vectors()
+    } else {
+        0
+    });
+    let b_at = comptime!(tiles.streamed_at());
     let across = comptime!(tiles.score_fragments());
     let place = place_of_plane(plane_index(tiles), tiles);
     let mut sums = zero_sums(
@@ -109,20 +125,27 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     for chunk in 0..chunks {
         let column = chunk * comptime!(tiles.depth as u32);
         sync_cube();
-        stage_rows(
-            a.tensor,
-            &a.rows,
-            a_first,
-            column,
-            &mut stage.operands,
-            0usize,
-            tiles.rows,
-            vectors,
-            pitch,
-            0usize,
-            a_packed,
-            tiles.units,
-        );
+        let mut is_wanted = true;
+        if holds {
+            is_wanted = !stage.is_held[stationary];
+            stage.is_held[stationary] = true;
+        }
+        if is_wanted {
+            stage_rows(
+                a.tensor,
+                &a.rows,
+                a_first,
+                column,
+                &mut stage.operands,
+                a_at,
+                tiles.rows,
+                vectors,
+                pitch,
+                0usize,
+                a_packed,
+                tiles.units,
+            );
+        }
         stage_rows(
             b.tensor,
             &b.rows,
@@ -144,7 +167,12 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
             #[unroll]
             for r in 0..comptime!(tiles.row_fragments()) {
                 let row = (place.row + comptime!(r * tiles.plane_rows())) * m;
-                lefts.push(load_left(&stage.operands, at + row * pitch, pitch, tiles));
+                lefts.push(load_left(
+                    &stage.operands,
+                    a_at + at + row * pitch,
+                    pitch,
+                    tiles,
+                ));
             }
             #[unroll]
             for c in 0..across {
@@ -233,6 +261,7 @@ pub(super) fn accumulate<E: Numeric, C: Float, N: Size>(
                 chunk_row,
                 first_vector,
                 &mut stage.operands,
+                comptime!(tiles.accumulated_at()),
                 &*used,
                 has_masked,
                 tiles,
@@ -249,7 +278,9 @@ pub(super) fn accumulate<E: Numeric, C: Float, N: Size>(
                 #[unroll]
                 for c in 0..fragments.staged_fragments {
                     let column = place.column + comptime!(c * tiles.plane_columns());
-                    let at = step * comptime!(k * pitch) + column * comptime!(n / 4);
+                    let at = comptime!(tiles.accumulated_at())
+                        + step * comptime!(k * pitch)
+                        + column * comptime!(n / 4);
                     let right = load_right(&stage.operands, at, pitch, false, tiles);
                     #[unroll]
                     for r in 0..comptime!(tiles.row_fragments()) {

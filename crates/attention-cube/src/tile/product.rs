@@ -106,7 +106,8 @@ pub(crate) fn load_vec4<E: Numeric, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Four columns of a row from `column` on; zero where there are none. Of words, their codes.
+/// Four columns of a row from `column` on; zero where there are none: the first ones are read in their place, since compilers let a read
+/// behind a branch end before the next begins. Of words, their codes.
 #[cube]
 pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -117,26 +118,28 @@ pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     let vector_size = source.vector_size();
     let words = are_words::<E>();
     let mut values = zeros::<C>();
+    let is_there = column < rows.columns;
+    let first = select(is_there, column, 0u32);
     if comptime!(words) {
-        if column < rows.columns {
-            values = codes::<C>(word_at(source, offset, column));
-        }
+        values = codes::<C>(word_at(source, offset, first));
     } else if comptime!(vector_size == 4) {
-        if column < rows.columns {
-            let loaded = source[(offset + column as usize) / 4];
-            #[unroll]
-            for lane in 0..4usize {
-                values.insert(lane, C::cast_from(loaded.extract(lane)));
-            }
+        let loaded = source[(offset + first as usize) / 4];
+        #[unroll]
+        for lane in 0..4usize {
+            values.insert(lane, C::cast_from(loaded.extract(lane)));
         }
     } else {
         #[unroll]
         for lane in 0..4usize {
-            if column + (lane as u32) < rows.columns {
-                let index = offset + (column as usize + lane) * rows.column_stride;
-                values.insert(lane, C::cast_from(source[index].extract(0usize)));
-            }
+            let column = column + lane as u32;
+            let is_there = column < rows.columns;
+            let index = offset + select(is_there, column, 0u32) as usize * rows.column_stride;
+            let value = C::cast_from(source[index].extract(0usize));
+            values.insert(lane, select(is_there, value, C::from_int(0)));
         }
+    }
+    if !is_there {
+        values = zeros::<C>();
     }
     values
 }
@@ -144,7 +147,8 @@ pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
 /// `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`: S of unit `(y, x)` at
 /// `[k · columns_per_unit + c]` is the row `y + k · row_units`, the column `tile_column(x, c)`.
 ///
-/// Where there is no such row, S is anything.
+/// Where there is no such row, S is anything. `stationary` numbers the kernel's stationary operands: where tiles hold them, each is the same `a`
+/// from `a_first` on for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -155,10 +159,13 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     s: &mut Array<f32>,
     #[comptime] tiles: UnitTiles,
     #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
 ) {
     match stage {
         Stage::Fragments(stage) => {
-            fragments::multiply_transposed(a, a_first, b, b_first, stage, s, tiles, a_packed);
+            fragments::multiply_transposed(
+                a, a_first, b, b_first, stage, s, tiles, a_packed, stationary,
+            );
         }
         Stage::Units(stage) => {
             if comptime!(tiles.is_direct()) {

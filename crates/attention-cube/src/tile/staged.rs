@@ -10,6 +10,28 @@ use cubecl::prelude::*;
 /// the forward's bit by bit, which shows where scores are so large that their last bit changes a probability.
 const SUM: usize = 16;
 
+/// Vectors that a unit has on their way at a time: enough that a copy waits for the memory once, in few registers.
+const IN_FLIGHT: usize = 8;
+
+/// Four columns of a row from `column` on, or zeros where the row is not `wanted`. It is read in either case, or the first row in its place, since
+/// compilers let a read behind a branch end before the next begins.
+#[cube]
+fn load_if<E: Numeric, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    row: i32,
+    column: u32,
+    wanted: bool,
+    #[comptime] packed: bool,
+) -> Four<C> {
+    let offset = row_offset(rows, select(wanted, row as u32, 0u32), packed);
+    let mut values = load_four::<E, C, N>(source, rows, offset, column);
+    if !wanted {
+        values = zeros::<C>();
+    }
+    values
+}
+
 /// Copies `count` rows from `first_row` on, `vectors` vectors of each from `first_column` on, into
 /// `stage[at..]`, `pitch` vectors apart. With `interleaved > 0`, slot `s` holds row
 /// `(s % interleaved) · 4 + s / interleaved`: a unit's four columns of S then lie `interleaved` slots
@@ -30,30 +52,42 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     #[comptime] units: usize,
 ) {
     let total = comptime!(count * vectors);
+    let steps = comptime!(total.div_ceil(units));
     #[unroll]
-    for step in 0..comptime!(total.div_ceil(units)) {
-        let index = UNIT_POS as usize + step * units;
-        let whole = comptime!((step + 1) * units <= total);
-        if whole || index < total {
+    for batch in 0..comptime!(steps.div_ceil(IN_FLIGHT)) {
+        let first = comptime!(batch * IN_FLIGHT);
+        let many = comptime!(IN_FLIGHT.min(steps - batch * IN_FLIGHT));
+        let mut loaded = Array::<Four<C>>::new(many);
+        #[unroll]
+        for ahead in 0..many {
+            let index = UNIT_POS as usize + comptime!((first + ahead) * units);
             let slot = index / vectors;
-            let vector = index % vectors;
             let mut within = slot;
             if comptime!(interleaved > 0) {
                 within = (slot % interleaved) * 4 + slot / interleaved;
             }
             let row = first_row + within as i32;
-            let mut values = zeros::<C>();
-            if row >= rows.first && row < rows.end {
-                let offset = row_offset(rows, row as u32, packed);
-                values =
-                    load_four::<E, C, N>(source, rows, offset, first_column + (vector * 4) as u32);
+            loaded[ahead] = load_if::<E, C, N>(
+                source,
+                rows,
+                row,
+                first_column + (index % vectors * 4) as u32,
+                row >= rows.first && row < rows.end,
+                packed,
+            );
+        }
+        #[unroll]
+        for ahead in 0..many {
+            let index = UNIT_POS as usize + comptime!((first + ahead) * units);
+            let whole = comptime!((first + ahead + 1) * units <= total);
+            if whole || index < total {
+                stage[at + index / vectors * pitch + index % vectors] = loaded[ahead];
             }
-            stage[at + slot * pitch + vector] = values;
         }
     }
 }
 
-/// Copies the rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to the stage, `staged_width` vectors of each from `first_vector`
+/// Copies the rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`, `staged_width` vectors of each from `first_vector`
 /// on. Where the tile `has_masked`, rows that nothing but zeros meet are zero.
 #[cube]
 pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
@@ -62,6 +96,7 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     chunk_row: usize,
     first_vector: usize,
     stage: &mut Shared<[Four<C>]>,
+    #[comptime] to: usize,
     used: &Shared<[u32]>,
     #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
@@ -69,25 +104,32 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     let width = comptime!(tiles.staged_width());
     let pitch = comptime!(tiles.staged_pitch());
     let total = comptime!(tiles.streamed_rows * tiles.staged_width());
+    let steps = comptime!(total.div_ceil(tiles.units));
     #[unroll]
-    for step in 0..comptime!(total.div_ceil(tiles.units)) {
-        let index = UNIT_POS as usize + step * tiles.units;
-        let whole = comptime!((step + 1) * tiles.units <= total);
-        if whole || index < total {
-            let slot = index / width;
-            let vector = index % width;
+    for batch in 0..comptime!(steps.div_ceil(IN_FLIGHT)) {
+        let first = comptime!(batch * IN_FLIGHT);
+        let many = comptime!(IN_FLIGHT.min(steps - batch * IN_FLIGHT));
+        let mut loaded = Array::<Four<C>>::new(many);
+        #[unroll]
+        for ahead in 0..many {
+            let index = UNIT_POS as usize + comptime!((first + ahead) * tiles.units);
+            // Beyond the last one, the last slot again, which nobody writes.
+            let slot = min(index / width, comptime!(tiles.streamed_rows - 1));
             let row = b_first + (chunk_row + slot) as i32;
-            let mut values = zeros::<C>();
             let mut wanted = row >= b.rows.first && row < b.rows.end;
             if comptime!(has_masked) {
                 wanted = wanted && used[chunk_row + slot] != 0u32;
             }
-            if wanted {
-                let offset = row_offset(&b.rows, row as u32, false);
-                let column = ((first_vector + vector) * 4) as u32;
-                values = load_four::<E, C, N>(b.tensor, &b.rows, offset, column);
+            let column = ((first_vector + index % width) * 4) as u32;
+            loaded[ahead] = load_if::<E, C, N>(b.tensor, &b.rows, row, column, wanted, false);
+        }
+        #[unroll]
+        for ahead in 0..many {
+            let index = UNIT_POS as usize + comptime!((first + ahead) * tiles.units);
+            let whole = comptime!((first + ahead + 1) * tiles.units <= total);
+            if whole || index < total {
+                stage[to + index / width * pitch + index % width] = loaded[ahead];
             }
-            stage[slot * pitch + vector] = values;
         }
     }
 }
@@ -213,6 +255,7 @@ pub(super) fn accumulate<E: Numeric, N: Size>(
                 chunk_row,
                 first_vector,
                 stage,
+                0usize,
                 used,
                 has_masked,
                 tiles,

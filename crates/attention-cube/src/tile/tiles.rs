@@ -149,7 +149,11 @@ impl UnitTiles {
 
     /// Vectors of shared memory that the first product's operands take.
     pub(crate) const fn transposed_vectors(&self) -> usize {
-        (self.rows + self.columns()) * self.depth_pitch()
+        let stationary = match self.held() {
+            0 => 1,
+            held => held,
+        };
+        (stationary * self.rows + self.columns()) * self.depth_pitch()
     }
 
     /// Vectors of shared memory that the operands of either product take.
@@ -158,7 +162,7 @@ impl UnitTiles {
             // None, but there is no such thing as shared memory of no size.
             return 1;
         }
-        let streamed = self.streamed_rows * self.staged_pitch();
+        let streamed = self.accumulated_at() + self.streamed_rows * self.staged_pitch();
         if self.transposed_vectors() > streamed {
             self.transposed_vectors()
         } else {

@@ -188,6 +188,7 @@ pub(crate) fn forward<
                 &mut s,
                 tiles,
                 kind.packed,
+                0usize,
             );
             times_scales(
                 &mut s,

@@ -28,6 +28,8 @@ struct Choice<'a> {
     plane: usize,
     /// Columns of the operands of the scores: the widest.
     depth: usize,
+    /// Stationary operands of the scores.
+    stationary: usize,
     /// Elements of a global load.
     vector: usize,
 }
@@ -70,14 +72,16 @@ fn choice<'a>(
     if least != most || !PLANES.contains(&least) {
         return Err(Refusal::PlaneSizes { least, most });
     }
+    let (depth, stationary) = match pass {
+        Pass::Forward => (problem.head_dim, 1),
+        Pass::Backward => (problem.head_dim.max(problem.value_dim), 2),
+    };
     Ok(Choice {
         device,
         fragments,
         plane: least,
-        depth: match pass {
-            Pass::Forward => problem.head_dim,
-            Pass::Backward => problem.head_dim.max(problem.value_dim),
-        },
+        depth,
+        stationary,
         vector: layouts.vector(problem),
     })
 }
@@ -88,7 +92,9 @@ impl Choice<'_> {
         table
             .iter()
             .filter(|shape| width <= shape.width && min_rows <= shape.rows)
-            .filter_map(|shape| self.complete(shape, width))
+            // Stationary operands stay in shared memory where that has room for all their columns.
+            .flat_map(|shape| [self.stationary, 0].map(|held| (shape, held)))
+            .filter_map(|(shape, held)| self.complete(shape, width, held))
             .find(|tiles| {
                 tiles.shared_memory() <= self.device.shared_memory
                     && tiles.units <= self.device.units_per_cube
@@ -101,8 +107,8 @@ impl Choice<'_> {
     }
 
     /// Completes a row of the table, if planes can divide its fragments: as much of a block in shared memory at a time as the first
-    /// product's operands take.
-    fn complete(&self, shape: &Shape, width: usize) -> Option<UnitTiles> {
+    /// product's operands take, but for those that are `held`.
+    fn complete(&self, shape: &Shape, width: usize, held: usize) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
             units,
@@ -119,7 +125,8 @@ impl Choice<'_> {
             && columns.is_multiple_of(k)
             && planes > 1
             && units.is_multiple_of(self.plane)
-            && (above.is_multiple_of(planes) || planes.is_multiple_of(above));
+            && (above.is_multiple_of(planes) || planes.is_multiple_of(above))
+            && (held == 0 || self.depth <= depth);
         if !divides {
             return None;
         }
@@ -131,6 +138,7 @@ impl Choice<'_> {
                 plane: self.plane,
                 output_fragments,
                 staged_fragments,
+                held,
             })
         };
         let mut tiles = UnitTiles {
@@ -146,7 +154,7 @@ impl Choice<'_> {
             streamed_rows: k,
             vector: self.vector,
         };
-        let room = tiles.transposed_vectors();
+        let room = tiles.accumulated_vectors();
         for staged in
             (1..=output_fragments).filter(|staged| output_fragments.is_multiple_of(*staged))
         {
@@ -229,9 +237,11 @@ mod tests {
                             },
                             plane,
                             depth: width,
+                            stationary: 2,
                             vector: 4,
                         };
-                        let tiles = choice.complete(shape, width);
+                        let held = if width <= shape.depth { 2 } else { 0 };
+                        let tiles = choice.complete(shape, width, held);
                         let Some(tiles) = tiles.filter(|_| width <= shape.width) else {
                             continue;
                         };

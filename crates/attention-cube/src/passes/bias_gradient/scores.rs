@@ -124,7 +124,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
         }
         if visited {
             multiply_transposed(
-                &query, first_row, &key, first, &mut stage, &mut s, tiles, false,
+                &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 0usize,
             );
             multiply_transposed(
                 &output_gradient,
@@ -135,6 +135,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                 &mut dp,
                 tiles,
                 false,
+                1usize,
             );
             let whole = is_whole(&keys, first, column_size, kind.structure);
             #[unroll]

@@ -231,7 +231,17 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     let first_key = pair.first_key;
     let first_query = pair.first_query;
-    multiply_transposed(key, first_key, query, first_query, stage, s, tiles, false);
+    multiply_transposed(
+        key,
+        first_key,
+        query,
+        first_query,
+        stage,
+        s,
+        tiles,
+        false,
+        0usize,
+    );
     multiply_transposed(
         value,
         first_key,
@@ -241,6 +251,7 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         dp,
         tiles,
         false,
+        1usize,
     );
     #[unroll]
     for c in 0..comptime!(tiles.columns_per_unit()) {

@@ -125,7 +125,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         if visited {
             let first = block * block_size;
             multiply_transposed(
-                &query, first_row, &key, first, &mut stage, &mut s, tiles, false,
+                &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 0usize,
             );
             multiply_transposed(
                 &output_gradient,
@@ -136,6 +136,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 &mut dp,
                 tiles,
                 false,
+                1usize,
             );
             let whole = is_whole(&keys, first, block_size, kind.structure);
             #[unroll]
