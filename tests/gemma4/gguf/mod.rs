@@ -1,7 +1,8 @@
 //! GGUF files: what llama.cpp's converter and quantizer made of tiny checkpoints is the dequantized checkpoint, bit by bit and token by
-//! token, and so are its tokenizer and its defaults. `tests/fixtures/gguf/make.py` makes the files and what they stand for.
+//! token, and so are its tokenizer and its defaults. `tests/fixtures/gguf` says how the files are made and what they stand for.
 
 mod hostile;
+mod llama_cpp;
 mod refused;
 
 use crate::fixture::{self, assert_close, greedy, values};

@@ -1,0 +1,97 @@
+//! GGUF files that llama.cpp made mean here what they mean there: its greedy tokens after several prompts, its logits, its tokens of texts.
+//! `tests/fixtures/gguf/continuations.py` asks it.
+
+use super::{load, path};
+use crate::fixture::{self, assert_close, greedy, values};
+use attention_workspace::testing::devices::devices;
+use burn::tensor::Device;
+use burn_gemma4::Gemma4;
+use serde::Deserialize;
+use std::{fs, ops::ControlFlow};
+
+/// Every kind of model and of file: E2B's with per-layer embeddings and keys that are shared, 31B's without values of its own in full layers,
+/// 26B's with experts, heads of 256 and 512; of numbers in f16 and bf16, in blocks and in super-blocks.
+const FILES: [&str; 8] = [
+    "dense-keqv.F16",
+    "realhead-ple.BF16",
+    "dense-ple.Q8_0",
+    "dense-ple-mm.Q4_0",
+    "moe.Q4_0",
+    "wide.Q4_K_M",
+    "per-layer.Q4_K_M",
+    "experts.Q4_K_M",
+];
+
+/// What llama.cpp makes of a file.
+#[derive(Deserialize)]
+struct LlamaCpp {
+    continuations: Vec<Continuation>,
+    texts: Vec<Text>,
+}
+
+#[derive(Deserialize)]
+struct Continuation {
+    prompt: Vec<u32>,
+    tokens: Vec<u32>,
+    /// After the prompt, and after all tokens but the last; of the dequantized file, in f32.
+    logits: [Vec<f32>; 2],
+}
+
+#[derive(Deserialize)]
+struct Text {
+    text: String,
+    tokens: Vec<u32>,
+    spelled: String,
+}
+
+fn llama_cpp(name: &str) -> LlamaCpp {
+    let path = fixture::folder("gguf").join(format!("{name}.llama_cpp.json"));
+    serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("what llama.cpp makes")
+}
+
+#[test]
+fn continuations_are_llama_cpps() {
+    for device in devices() {
+        for name in FILES {
+            let gemma = load(&path(name), &device.device).expect(name);
+            for expected in llama_cpp(name).continuations {
+                let tokens = expected.prompt.len();
+                let what = format!("{name} after {tokens} tokens, {}", device.name);
+                check(&gemma, &expected, &what);
+            }
+        }
+    }
+}
+
+fn check(gemma: &Gemma4, expected: &Continuation, what: &str) {
+    let count = expected.tokens.len();
+    assert!(count >= 24, "{what}");
+    let options = greedy(gemma, count);
+    let prompt = expected.prompt.clone();
+    let generation = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
+    let generated = generation.expect("a generation").tokens;
+    assert_eq!(generated, expected.tokens, "{what}");
+    let text = [&expected.prompt, &expected.tokens[..count - 1]].concat();
+    let input = fixture::tokens(&[&text], &gemma.device());
+    let logits = values(gemma.model().forward(input).expect("tokens within"));
+    let positions = [expected.prompt.len() - 1, text.len() - 1];
+    let vocabulary = gemma.config().vocab_size;
+    for (position, expected) in positions.into_iter().zip(&expected.logits) {
+        let found = &logits[position * vocabulary..][..vocabulary];
+        assert_close(found, expected, &format!("{what}, position {position}"));
+    }
+}
+
+#[test]
+fn texts_are_llama_cpps_tokens() {
+    for name in FILES {
+        let gemma = load(&path(name), &Device::flex()).expect(name);
+        for expected in llama_cpp(name).texts {
+            let what = format!("{name}: {:?}", expected.text);
+            let tokens = gemma.tokenizer().encode(&expected.text).expect("tokens");
+            assert_eq!(tokens, expected.tokens, "{what}");
+            let spelled = gemma.tokenizer().decode(&tokens, false).expect("a text");
+            assert_eq!(spelled, expected.spelled, "{what}");
+        }
+    }
+}
