@@ -196,8 +196,8 @@ fn hot_spills_of(assembly: &str) -> usize {
         |text| Some(start + branch_target(text)?),
         |text| text.contains("v_wmma") || text.contains("_fma"),
         |text| {
-            // Nothing but scratch memory is read and written by `buffer_`, before gfx942.
-            ["scratch_", "buffer_", "v_accvgpr"]
+            // Before gfx942 scratch memory is a buffer, and nothing else is.
+            ["scratch_", "buffer_load", "buffer_store", "v_accvgpr"]
                 .iter()
                 .any(|spill| text.starts_with(spill))
         },
