@@ -27,6 +27,7 @@ Usage: cargo xtask <command>
                              run the operator's CUDA tests without a GPU, as an a100, rtx3090, rtx4090, h100 or rtx5090 would
   fuzz [FORMATS...]          read broken files of every format for a minute each, or --seconds N, by --seed N
   kernels                    have nvcc compile the mma engine's kernels for cards that are not here: docs/mma-compiled.md
+  kernels --cards amd        have CubeCL compile the cmma and the unit engine's for AMD's cards: docs/amd-compiled.md
   llvm                       lay Debian's LLVM out for builds with the feature `cuda` or `rocm`
   ci                         run every check that continuous integration runs
   help                       show this text
@@ -57,10 +58,16 @@ fn main() -> ExitCode {
         ("test", args) => test::run(args).map(ExitCode::from),
         ("emulate", args) => emulate::run(args).map(ExitCode::from),
         ("fuzz", args) => fuzz::run(args).map(|()| ExitCode::SUCCESS),
-        ("kernels", []) => kernels::run().map(|()| ExitCode::SUCCESS),
+        ("kernels", args) => match args {
+            [] => kernels::nvidia().map(|()| ExitCode::SUCCESS),
+            [option, cards] if option == "--cards" && cards == "amd" => {
+                kernels::amd().map(|()| ExitCode::SUCCESS)
+            }
+            _ => return usage_error("`kernels` takes `--cards amd`, or nothing"),
+        },
         ("llvm", []) => setup::llvm().map(|()| ExitCode::SUCCESS),
         ("ci", []) => ci::run().map(|()| ExitCode::SUCCESS),
-        ("kernels" | "llvm" | "ci", [extra, ..]) => {
+        ("llvm" | "ci", [extra, ..]) => {
             return usage_error(&format!(
                 "`{command}` takes no arguments, but got `{extra}`"
             ));

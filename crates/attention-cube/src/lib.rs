@@ -65,7 +65,7 @@ pub mod reference;
 #[cfg(feature = "cube")]
 mod restriction;
 pub mod select;
-#[cfg(all(test, feature = "cuda"))]
+#[cfg(all(test, any(feature = "cuda", feature = "rocm")))]
 mod source;
 #[cfg(test)]
 mod testing;

@@ -9,3 +9,5 @@ pub(crate) mod launch;
 pub mod plan;
 #[cfg(feature = "cube")]
 pub(crate) mod softmax;
+#[cfg(all(test, feature = "rocm"))]
+mod source;

@@ -1,4 +1,4 @@
-//! The CUDA C++ of the engine's kernels: see [`source`](crate::source).
+//! The CUDA C++ of the engine's kernels: see [`source`](crate::source::nvidia).
 
 use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
@@ -11,10 +11,8 @@ use crate::division::HeldTiles;
 use crate::fragment::bias::BiasReads;
 use crate::fragment::work_tile::TileKind;
 use crate::math::side::Side;
-use crate::source::{
-    ARGUMENTS, ELEMENT, EXTENT, GRID, MASK_PLACES, SCHEDULE, Wanted, optional, properties, save,
-    settings, tensor,
-};
+use crate::source::nvidia::{ELEMENT, MASK_PLACES, SCHEDULE, properties, save};
+use crate::source::{ARGUMENTS, EXTENT, GRID, Wanted, optional, settings, tensor};
 use crate::testing::card;
 use cube_kit::hopper::Half;
 use cubecl::{CubeKernel, prelude::*};

@@ -1,4 +1,4 @@
-//! The CUDA C++ of the engine's kernels: see [`source`](crate::source).
+//! The CUDA C++ of the engine's kernels: see [`source`](crate::source::nvidia).
 
 use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
@@ -9,10 +9,8 @@ use crate::engine::wgmma::backward::copies::GradientStepsCompilationArg;
 use crate::engine::wgmma::forward::copies::StepsCompilationArg;
 use crate::engine::wgmma::plan::{ForwardTiles, GradientTiles, forward_tiles, gradient_tiles};
 use crate::math::side::Side;
-use crate::source::{
-    ARGUMENTS, ELEMENT, EXTENT, GRID, MASK_PLACES, SCHEDULE, Wanted, optional, properties, save,
-    settings, tensor,
-};
+use crate::source::nvidia::{ELEMENT, MASK_PLACES, SCHEDULE, properties, save};
+use crate::source::{ARGUMENTS, EXTENT, GRID, Wanted, optional, settings, tensor};
 use cube_kit::hopper::Half;
 use cubecl::{CubeKernel, prelude::*};
 use std::{path::Path, sync::Arc};
