@@ -4,6 +4,7 @@ use crate::fixture::folder;
 use crate::programs::folder::Folder;
 use burn::tensor::Device;
 use burn_gemma4::{Adapter, Gemma4Config, Gemma4Error, Gemma4Model, LoadOptions};
+use safetensors::{Dtype, SafeTensors, serialize, tensor::TensorView};
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 use tempfile::TempDir;
@@ -259,10 +260,7 @@ fn adapters_that_would_add_nothing_or_no_numbers() {
         );
     }
     set(written.path(), "lora_alpha", json!(8.0));
-    let empty = safetensors::serialize(
-        std::iter::empty::<(String, safetensors::tensor::TensorView<'_>)>(),
-        None,
-    );
+    let empty = serialize(std::iter::empty::<(String, TensorView<'_>)>(), None);
     let weights = written.path().join("adapter_model.safetensors");
     fs::write(weights, empty.expect("a file")).expect("written");
     check(
@@ -270,4 +268,61 @@ fn adapters_that_would_add_nothing_or_no_numbers() {
         merged(written.path()),
         &["adapter_model.safetensors", "no tensors"],
     );
+}
+
+/// Where PEFT computes something else than `weight + alpha / r · B · A`, or changes the weights beneath, first.
+#[test]
+fn adapters_of_other_kinds() {
+    for (field, value) in [
+        ("bias", json!("all")),
+        ("use_rslora", json!(true)),
+        ("rank_pattern", json!({"layers.0.self_attn.q_proj": 2})),
+        ("alora_invocation_tokens", json!([3, 4])),
+        ("layer_replication", json!([[0, 4], [2, 6]])),
+        ("init_lora_weights", json!("pissa_niter_4")),
+        ("init_lora_weights", json!("loftq")),
+    ] {
+        let written = adapter(4);
+        set(written.path(), field, value);
+        let words = ["adapter_config.json", field];
+        check(field, merged(written.path()), &words);
+    }
+    for (field, value) in [
+        ("bias", json!("none")),
+        ("alora_invocation_tokens", Value::Null),
+        ("layers_to_transform", json!([0, 1])),
+        ("init_lora_weights", json!("gaussian")),
+        ("init_lora_weights", json!(true)),
+    ] {
+        let written = adapter(4);
+        set(written.path(), field, value);
+        merged(written.path()).expect(field);
+    }
+}
+
+/// Layers that read an earlier layer's keys and values have had matrices for their own in some programs, which nobody reads.
+#[test]
+fn factors_of_keys_that_are_not_made() {
+    for (module, is_unread) in [
+        ("layers.3.self_attn.k_proj", true),
+        ("layers.5.self_attn.v_proj", true),
+        ("layers.2.self_attn.k_norm", false),
+        ("layers.6.self_attn.k_proj", false),
+        ("layers.3.self_attn.kv_proj", false),
+    ] {
+        let written = adapter(4);
+        let path = written.path().join("adapter_model.safetensors");
+        let mut file = fs::read(&path).expect("a file");
+        let tensors = SafeTensors::deserialize(&file).expect("tensors");
+        let name = format!("base_model.model.model.{module}.lora_A.weight");
+        let numbers = [0; 4 * 4 * 64];
+        let factor = TensorView::new(Dtype::F32, vec![4, 64], &numbers).expect("a matrix");
+        let all = tensors.iter().map(|(name, view)| (name.to_owned(), view));
+        file = serialize(all.chain([(name, factor)]), None).expect("a file");
+        fs::write(&path, file).expect("written");
+        match is_unread {
+            true => drop(merged(written.path()).expect(module)),
+            false => check(module, merged(written.path()), &[module]),
+        }
+    }
 }

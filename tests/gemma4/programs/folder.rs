@@ -47,6 +47,17 @@ impl Folder {
         Self::copy_of(name, &FILES)
     }
 
+    /// A copy of the model in the program, which has learned something, in bf16.
+    pub fn embedded() -> Self {
+        let files = [
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        ];
+        Self::copy_of("../../crates/burn-gemma4/embedded", &files)
+    }
+
     /// A copy of the drafter called `name`.
     pub fn drafter(name: &str) -> Self {
         Self::copy_of(name, &["config.json", "model.safetensors"])

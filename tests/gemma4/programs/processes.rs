@@ -3,9 +3,10 @@
 
 use super::{
     Ended,
+    folder::Folder,
     refused::check,
     run, succeed,
-    training::{losses, train, validation},
+    training::{finetune, losses, train, unequal_conversations, validation},
 };
 use std::{
     fs,
@@ -75,6 +76,49 @@ fn processes_do_what_one_does() {
         names
     };
     assert_eq!(files("together"), files("alone"));
+}
+
+/// A process has the long answers of a step, another the short ones, and a gradient is the mean of all their tokens.
+#[test]
+fn answers_weigh_by_their_tokens_in_processes() {
+    let base = Folder::copy("dense-ple");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    fs::write(&data, unequal_conversations()).expect("a file");
+    let of = |name: &str, count: usize, batch: &str, accumulate: &str| {
+        let out = folder.path().join(name);
+        let arguments = [
+            "--length",
+            "40",
+            "--batch",
+            batch,
+            "--accumulate",
+            accumulate,
+        ];
+        let mut command = finetune(&base, &data, &out, &arguments);
+        let ended = match count {
+            1 => succeed(&mut command),
+            _ => succeed(&mut several(count, &command)),
+        };
+        (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
+    };
+    let (steps, validations) = of("alone", 1, "2", "1");
+    assert_eq!((steps.len(), validations.len()), (8, 4));
+    for (name, count, batch, accumulate) in
+        [("accumulated", 1, "1", "2"), ("together", 2, "1", "1")]
+    {
+        let found = of(name, count, batch, accumulate);
+        assert_eq!((found.0.len(), found.1.len()), (8, 4), "{name}");
+        let pairs = steps.iter().zip(&found.0);
+        let pairs = pairs.chain(validations.iter().zip(&found.1));
+        for ((step, expected), (_, found)) in pairs {
+            let error = (found - expected).abs();
+            assert!(
+                error < 1e-3,
+                "{name}: {found}, not {expected} in step {step}"
+            );
+        }
+    }
 }
 
 #[test]

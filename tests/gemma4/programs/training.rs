@@ -253,7 +253,7 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
 }
 
 /// Conversations with a row each: a long answer to a short question, and a short one to a long question.
-fn unequal_conversations() -> String {
+pub fn unequal_conversations() -> String {
     let line = |number: usize| {
         let (question, answer) = match number % 2 {
             0 => ("a", "the mat the cat the"),

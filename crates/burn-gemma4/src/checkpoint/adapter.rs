@@ -3,13 +3,16 @@
 use super::{
     create, files::TensorFiles, names::Names, stored, upload_f32, write_file, write_tensors,
 };
-use crate::{Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product};
+use crate::{
+    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product,
+};
 use burn::{
     module::{Lora, LoraAdapter, Module, ModuleMapper, Param, ParamGroup},
     tensor::{DType, Device, FloatDType, Tensor},
 };
 use safetensors::{SafeTensors, View};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
 use std::{collections::BTreeSet, path::Path};
 
 const CONFIG: &str = "adapter_config.json";
@@ -49,32 +52,34 @@ pub struct Adapter {
 }
 
 /// The fields of PEFT's `adapter_config.json` that this crate knows.
-#[derive(Serialize, Deserialize)]
+#[derive(Deserialize)]
 struct File {
     peft_type: String,
     r: usize,
     lora_alpha: f64,
-    #[serde(default)]
-    target_modules: serde_json::Value,
-    #[serde(default)]
-    base_model_name_or_path: Option<String>,
-    #[serde(default)]
-    task_type: Option<String>,
-    #[serde(default)]
-    bias: Option<String>,
-    #[serde(default)]
-    fan_in_fan_out: bool,
-    #[serde(default)]
-    use_dora: bool,
-    #[serde(default)]
-    use_rslora: bool,
-    #[serde(default)]
-    modules_to_save: Option<Vec<String>>,
-    #[serde(default)]
-    rank_pattern: serde_json::Map<String, serde_json::Value>,
-    #[serde(default)]
-    alpha_pattern: serde_json::Map<String, serde_json::Value>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
+
+/// Fields of which no other value than nothing is served: each changes what factors stand for, or the weights that they are added to.
+const UNSUPPORTED: [&str; 14] = [
+    "bias",
+    "use_dora",
+    "use_rslora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "alora_invocation_tokens",
+    "layer_replication",
+];
+/// How the factors began does not matter, but for ways that take the first product out of the weights: PEFT does so again when it loads them.
+const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 impl Adapter {
     /// An adapter of all matrices of attention and of the dense feed-forward networks.
@@ -148,19 +153,19 @@ impl Adapter {
         path.starts_with("layers.") && self.modules.iter().any(|name| name == module)
     }
 
-    /// What PEFT matches the whole names of a model's modules with. A list of last names would adapt towers, too, which have
-    /// modules of the same names.
-    fn pattern(&self, prefix: &str) -> String {
-        let prefix = prefix.replace('.', r"\.");
+    /// What PEFT matches the whole names of a model's modules with, in either class. A list of last names would adapt towers, too,
+    /// which have modules of the same names.
+    fn pattern(&self) -> String {
         let modules = self.modules.join("|");
-        format!(r"{prefix}layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
+        format!(r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
     }
 
     /// Writes the adapters that [`attach`](Self::attach) gave to `model` into `folder`, as PEFT does: `adapter_config.json`,
     /// which names the checkpoint `base`, and `adapter_model.safetensors`, in f32.
     ///
     /// Where `base` is a multimodal checkpoint's folder, modules have the names of `Gemma4ForConditionalGeneration`, whose
-    /// towers are left alone; else those of `Gemma4ForCausalLM`.
+    /// towers are left alone; else those of `Gemma4ForCausalLM`. PEFT loads them into the other class, too, by a `key_mapping` of
+    /// `model.language_model.` to `model.`, or back.
     ///
     /// # Errors
     /// Where `base` is a folder without a checkpoint that can be read, and where a file cannot be written.
@@ -175,21 +180,21 @@ impl Adapter {
             true => Names::of(&TensorFiles::open(Path::new(base))?).prefix,
             false => Names::of_text().prefix,
         };
-        let file = File {
-            peft_type: "LORA".into(),
-            r: self.rank,
-            lora_alpha: self.alpha,
-            target_modules: self.pattern(prefix).into(),
-            base_model_name_or_path: Some(base.into()),
-            task_type: Some("CAUSAL_LM".into()),
-            bias: Some("none".into()),
-            fan_in_fan_out: false,
-            use_dora: false,
-            use_rslora: false,
-            modules_to_save: None,
-            rank_pattern: Default::default(),
-            alpha_pattern: Default::default(),
-        };
+        let file = json!({
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": self.pattern(),
+            "base_model_name_or_path": base,
+            "task_type": "CAUSAL_LM",
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "use_dora": false,
+            "use_rslora": false,
+            "modules_to_save": null,
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        });
         let json = serde_json::to_string_pretty(&file)
             .map_err(|error| Gemma4Error::Config(error.to_string()))?;
         create(folder)?;
@@ -247,8 +252,8 @@ impl Gemma4Model {
         if tensors.is_empty() {
             return Err(malformed(&path, "has no tensors".into()));
         }
-        let names = tensors.names().into_iter();
-        let names = Names::among(names.filter_map(|name| name.strip_prefix(WRAPPED)));
+        let all = tensors.names().into_iter();
+        let names = Names::among(all.filter_map(|name| name.strip_prefix(WRAPPED)));
         let mut merger = Merger {
             prefix: format!("{WRAPPED}{}", names.prefix),
             rank: file.r,
@@ -286,12 +291,22 @@ impl Gemma4Model {
         let model = model.map(&mut merger);
         let mut problems = merger.problems;
         let extra = merger.rest.into_iter();
+        let extra = extra.filter(|name| !is_unread(name, &names, model.config()));
         problems.extend(extra.map(|name| TensorProblem::Extra { name }));
         match problems.is_empty() {
             true => Ok(model),
             false => Err(Gemma4Error::Tensors { path, problems }),
         }
     }
+}
+
+/// Whether a factor is of keys or values that a layer does not make, since it reads an earlier layer's.
+fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
+    let module = FACTORS.iter().find_map(|suffix| name.strip_suffix(suffix));
+    let module = module.and_then(|module| module.strip_prefix(WRAPPED));
+    module.is_some_and(|module| {
+        names.is_ours(module) && names.is_ignored(&format!("{module}.weight"), config)
+    })
 }
 
 /// Where an adapter goes that is read.
@@ -325,26 +340,20 @@ impl File {
                 self.lora_alpha, self.r
             ));
         }
-        let unsupported = [
-            ("use_dora", self.use_dora),
-            ("use_rslora", self.use_rslora),
-            ("fan_in_fan_out", self.fan_in_fan_out),
-            (
-                "modules_to_save",
-                self.modules_to_save
-                    .as_ref()
-                    .is_some_and(|modules| !modules.is_empty()),
-            ),
-            ("rank_pattern", !self.rank_pattern.is_empty()),
-            ("alpha_pattern", !self.alpha_pattern.is_empty()),
-            (
-                "bias",
-                self.bias.as_deref().is_some_and(|bias| bias != "none"),
-            ),
-        ];
-        match unsupported.iter().find(|(_, is_there)| *is_there) {
-            Some((field, _)) => Err(format!("{field} is set, which is not supported")),
-            None => Ok(()),
+        let is_set = |field: &&&str| match self.others.get(**field) {
+            None | Some(Value::Null | Value::Bool(false)) => false,
+            Some(Value::Array(values)) => !values.is_empty(),
+            Some(Value::Object(fields)) => !fields.is_empty(),
+            Some(value) => value != "none",
+        };
+        if let Some(field) = UNSUPPORTED.iter().find(is_set) {
+            return Err(format!("{field} is set, which is not supported"));
+        }
+        match self.others.get("init_lora_weights") {
+            Some(Value::String(way)) if !BEGINNINGS.contains(&way.as_str()) => Err(format!(
+                "init_lora_weights is {way:?}, for which PEFT changes the weights beneath; save the adapter as one of the weights as they were"
+            )),
+            _ => Ok(()),
         }
     }
 }
