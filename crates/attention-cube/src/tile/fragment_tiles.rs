@@ -96,6 +96,12 @@ impl UnitTiles {
         self.transposed_vectors() - self.accumulated_at()
     }
 
+    /// Parts in which the second product copies a block's rows to shared memory.
+    pub const fn accumulated_parts(&self) -> usize {
+        let tiles = self.fragment_tiles();
+        self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)
+    }
+
     /// Planes of a cube.
     pub const fn planes(&self) -> usize {
         self.units / self.fragment_tiles().plane
@@ -174,7 +180,7 @@ impl UnitTiles {
         let tiles = self.fragment_tiles();
         let [_, _, k] = self.fragment_shape();
         let of_product = self.fragment_vectors().div_ceil(tiles.plane) * (k / 4 + 1) + 1;
-        let scores = columns.div_ceil(k) * self.score_fragments();
+        let scores = columns.div_ceil(self.depth) * (self.depth / k) * self.score_fragments();
         let output = self.columns() / k * tiles.output_fragments;
         (scores + output) * self.row_fragments() * of_product
     }

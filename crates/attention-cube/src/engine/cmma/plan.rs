@@ -92,18 +92,28 @@ impl Choice<'_> {
         table
             .iter()
             .filter(|shape| width <= shape.width && min_rows <= shape.rows)
-            // Stationary operands stay in shared memory where that has room for all their columns.
-            .flat_map(|shape| [self.stationary, 0].map(|held| (shape, held)))
-            .filter_map(|(shape, held)| self.complete(shape, width, held))
-            .find(|tiles| {
-                tiles.shared_memory() <= self.device.shared_memory
-                    && tiles.units <= self.device.units_per_cube
+            .find_map(|shape| {
+                let copied = self
+                    .complete(shape, width, 0)
+                    .filter(|tiles| self.fit(tiles))?;
+                let held = self.complete(shape, width, self.stationary);
+                // Stationary operands stay in shared memory where that costs the second product no barriers.
+                let is_as_good = |held: &UnitTiles| {
+                    self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
+                };
+                Some(held.filter(is_as_good).unwrap_or(copied))
             })
             .ok_or(Refusal::Tiles {
                 width,
                 shared_memory: self.device.shared_memory,
                 units: self.device.units_per_cube,
             })
+    }
+
+    /// Whether the device has room for them.
+    fn fit(&self, tiles: &UnitTiles) -> bool {
+        tiles.shared_memory() <= self.device.shared_memory
+            && tiles.units <= self.device.units_per_cube
     }
 
     /// Completes a row of the table, if planes can divide its fragments: as much of a block in shared memory at a time as the first
@@ -224,7 +234,10 @@ mod tests {
                 .into_iter()
                 .flat_map(|shape| PLANES.map(|plane| (shape, plane)))
             {
-                for dtype in [DType::F16, DType::F32] {
+                for (dtype, held) in [DType::F16, DType::F32]
+                    .into_iter()
+                    .flat_map(|dtype| [0, 1, 2].map(|held| (dtype, held)))
+                {
                     for width in [8, 33, 64, 100, 128, 250, 512, MAX_HEAD_DIM] {
                         let choice = Choice {
                             device: &device,
@@ -240,13 +253,22 @@ mod tests {
                             stationary: 2,
                             vector: 4,
                         };
-                        let held = if width <= shape.depth { 2 } else { 0 };
                         let tiles = choice.complete(shape, width, held);
                         let Some(tiles) = tiles.filter(|_| width <= shape.width) else {
                             continue;
                         };
                         is_of_use = true;
                         let context = format!("{tiles:?}");
+                        // What stays is copied once, by one chunk, and all parts of shared memory start where fragments may.
+                        assert!(held == 0 || tiles.depth >= width, "{context}");
+                        let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };
+                        for at in [
+                            tiles.stationary_vectors(),
+                            tiles.streamed_at(),
+                            tiles.accumulated_at(),
+                        ] {
+                            assert!((at * vector_bytes).is_multiple_of(32), "{context}");
+                        }
                         let fragments = tiles.fragment_tiles();
                         assert!(tiles.planes() > 1, "{context}");
                         assert_eq!(

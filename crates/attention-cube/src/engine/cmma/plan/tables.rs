@@ -26,10 +26,6 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 
 /// Output in registers once: the forward, and the query's gradient.
 pub(super) const SINGLE: &[Shape] = &[
-    // 227 KB: all columns of the stationary operands stay
-    shape(128, 256, 128, 64, 128),
-    shape(256, 256, 64, 64, 256),
-    shape(512, 512, 64, 64, 512),
     // 99 KB
     shape(128, 256, 128, 64, 64),
     // 64 KB
@@ -51,10 +47,6 @@ pub(super) const SINGLE: &[Shape] = &[
 
 /// Output in registers twice: the gradients of keys and values.
 pub(super) const DOUBLE: &[Shape] = &[
-    // 227 KB: all columns of the stationary operands stay
-    shape(128, 256, 64, 64, 128),
-    shape(256, 512, 64, 64, 256),
-    shape(512, 512, 32, 64, 512),
     // 64 KB
     shape(128, 256, 64, 64, 64),
     shape(256, 512, 64, 64, 64),
