@@ -149,11 +149,7 @@ impl UnitTiles {
 
     /// Vectors of shared memory that the first product's operands take.
     pub(crate) const fn transposed_vectors(&self) -> usize {
-        let stationary = match self.held() {
-            0 => 1,
-            held => held,
-        };
-        (stationary * self.rows + self.columns()) * self.depth_pitch()
+        self.streamed_at() + self.columns() * self.depth_pitch()
     }
 
     /// Vectors of shared memory that the operands of either product take.
