@@ -14,10 +14,12 @@
 
 use crate::math::layout::{Rows, group_rows, head_operand, operand};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Place, ScoreArguments, ScoreKind, biased, capped, is_visible, scoring};
+use crate::math::score::{
+    Place, ScoreArguments, ScoreKind, Scoring, biased, capped, is_visible, scoring,
+};
 use crate::math::side::Side;
 use crate::math::visibility::{
-    Extent, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
+    Extent, Sight, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
 use crate::tile::product::{
     accumulate, multiply_transposed, new_stage, new_tile, rescale, store_output, store_tile,
@@ -165,8 +167,6 @@ pub(crate) fn forward<
         sums[k] = 0.0f32;
     }
     let mut o = zero_output(tiles);
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
 
     while block < end_block {
         let visited = segments_meet(
@@ -201,39 +201,20 @@ pub(crate) fn forward<
                 tiles,
             );
             let whole = is_whole(&keys, first, block_size, kind.structure);
-            #[unroll]
-            for k in 0..comptime!(tiles.rows_per_unit()) {
-                let row = first_row + tile_row(unit_row, k, tiles) as i32;
-                let mut head = first_head;
-                let mut query_index = row;
-                if comptime!(kind.packed) {
-                    head += (row / extent.q_len) as u32;
-                    query_index = select(row < end_row, row % extent.q_len, extent.q_len);
-                }
-                #[unroll]
-                for c in 0..comptime!(tiles.columns_per_unit()) {
-                    let place = Place {
-                        batch,
-                        head,
-                        query: query_index,
-                        key: first + tile_column(unit_column, c, tiles) as i32,
-                    };
-                    let visible = is_visible(whole, &scoring, &sight, &place, kind.structure);
-                    let mut value = score.negative_infinity;
-                    if visible {
-                        value = biased(
-                            capped(
-                                s[comptime!(k * tiles.columns_per_unit() + c)],
-                                &scoring.arguments,
-                                kind.score,
-                            ),
-                            &scoring.bias,
-                            &place,
-                            score.negative_infinity,
-                        );
-                    }
-                    s[comptime!(k * tiles.columns_per_unit() + c)] = value;
-                }
+            let rows = ScoreRows {
+                batch,
+                first_head,
+                first_row,
+                end_row,
+                first_key: first,
+            };
+            if comptime!(tiles.is_direct()) {
+                score_block(&mut s, rows, whole, &scoring, &sight, kind);
+            } else if whole {
+                // Without a branch a score.
+                score_block(&mut s, rows, true, &scoring, &sight, kind);
+            } else {
+                score_block(&mut s, rows, false, &scoring, &sight, kind);
             }
             advance(&mut s, &mut sums, &mut statistics, tiles);
             times_scales(
@@ -332,6 +313,61 @@ pub(crate) fn forward<
         kind.packed,
         tiles,
     );
+}
+
+/// Where a tile's rows and a block's columns lie.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct ScoreRows {
+    batch: u32,
+    first_head: u32,
+    first_row: i32,
+    end_row: i32,
+    first_key: i32,
+}
+
+/// Makes scores of the unit's dots: −∞ of what is hidden, which is nothing where the block is `whole`.
+#[cube]
+fn score_block<M: Numeric, F: Float>(
+    s: &mut Array<f32>,
+    rows: ScoreRows,
+    whole: bool,
+    scoring: &Scoring<'_, '_, '_, M, F>,
+    sight: &Sight,
+    #[comptime] kind: ForwardKind,
+) {
+    let tiles = comptime!(kind.tiles);
+    let width = comptime!(tiles.columns_per_unit());
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let q_len = scoring.extent.q_len;
+    let hidden = scoring.arguments.negative_infinity;
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        let row = rows.first_row + tile_row(unit_row, k, tiles) as i32;
+        let mut head = rows.first_head;
+        let mut query = row;
+        if comptime!(kind.packed) {
+            head += (row / q_len) as u32;
+            query = select(row < rows.end_row, row % q_len, q_len);
+        }
+        #[unroll]
+        for c in 0..width {
+            let place = Place {
+                batch: rows.batch,
+                head,
+                query,
+                key: rows.first_key + tile_column(unit_column, c, tiles) as i32,
+            };
+            let mut value = hidden;
+            if is_visible(whole, scoring, sight, &place, kind.structure) {
+                let dot = s[comptime!(k * width + c)];
+                let score = capped(dot, &scoring.arguments, kind.score);
+                value = biased(score, &scoring.bias, &place, hidden);
+            }
+            s[comptime!(k * width + c)] = value;
+        }
+    }
 }
 
 /// Multiplies the unit's part of a tile by its columns' scales, if there are some. Where `zeros_stay`, what is 0 stays 0 even if the scale
