@@ -18,7 +18,7 @@ use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
     guarded,
-    model::{Kv, Quantize},
+    model::{Kv, Quantize, Table},
     report::{now, save},
     timing::{Effort, Timer},
 };
@@ -27,7 +27,8 @@ use burn::{
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
 use burn_gemma4::{
-    Cache, CacheKind, Drafter, Gemma4Model, Logits, Next, Quantization, Sampler, Sampling,
+    Cache, CacheKind, Drafter, Gemma4Model, LoadOptions, Logits, Next, Quantization, Sampler,
+    Sampling,
 };
 use clap::Parser;
 use drafted::{Drafted, Forced};
@@ -35,7 +36,11 @@ use launches::observe;
 use models::{Shape, keys_read, weights_read};
 use parts::Parts;
 use report::{Measured, Outcome, Report, Row, print_header};
-use std::{path::PathBuf, process::ExitCode, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
 
 /// Times generation with random weights.
 #[derive(Parser)]
@@ -51,6 +56,9 @@ struct Cli {
     /// Quantizes the weights, as `generate` does.
     #[arg(long, value_enum, value_name = "FORM")]
     quantize: Option<Quantize>,
+    /// Where the table of per-layer embeddings is, by `host` in files that are written for it and as large as the model.
+    #[arg(long, value_enum, default_value = "device")]
+    per_layer_table: Table,
     /// Tokens of the prompt [default: 128,2048,8192; 24,96 on a processor].
     #[arg(long, value_delimiter = ',')]
     contexts: Vec<usize>,
@@ -140,6 +148,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
         chosen,
         dtype,
         quantize: cli.quantize,
+        table: cli.per_layer_table,
         memory_rate,
         contexts: or(cli.contexts, &[24, 96], &[128, 2048, 8192]),
         batches: or(cli.batches, &[1, 2], &[1, 8]),
@@ -171,6 +180,7 @@ struct Bench {
     chosen: Chosen,
     dtype: Dtype,
     quantize: Option<Quantize>,
+    table: Table,
     memory_rate: f64,
     contexts: Vec<usize>,
     batches: Vec<usize>,
@@ -203,8 +213,8 @@ impl Bench {
         };
         print_header();
         for &shape in models {
-            let model = Gemma4Model::new(&shape.config(), &self.device);
-            let model = model.quantize(self.quantize.map_or(Quantization::Stored, Into::into))?;
+            let files = tempfile::tempdir()?;
+            let model = self.model(shape, files.path())?;
             // What weights were before they were quantized.
             self.device.memory_cleanup();
             let drafter = self
@@ -235,6 +245,22 @@ impl Bench {
         }
         let measured = |row: &Row| matches!(row.outcome, Outcome::Measured(_));
         Ok(report.rows.iter().all(measured))
+    }
+
+    /// With random weights, through files in `folder` if its table is to stay there.
+    fn model(&self, shape: Shape, folder: &Path) -> Result<Gemma4Model, Error> {
+        let quantization = self.quantize.map_or(Quantization::Stored, Into::into);
+        let model = Gemma4Model::new(&shape.config(), &self.device);
+        if self.table == Table::Device {
+            return Ok(model.quantize(quantization)?);
+        }
+        model.save(folder, None)?;
+        drop(model);
+        self.device.memory_cleanup();
+        let options = LoadOptions::default()
+            .quantization(quantization)
+            .per_layer_table(self.table.into());
+        Ok(Gemma4Model::load(folder, &self.device, options)?)
     }
 
     fn measure(
