@@ -9,4 +9,6 @@ pub mod hopper;
 pub mod launch;
 pub mod matmul;
 #[cfg(feature = "cube")]
+pub mod overlap;
+#[cfg(feature = "cube")]
 pub mod rounding;

@@ -54,6 +54,18 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     }
 }
 
+/// Lets the launches that are being captured overlap, where the device can: see [`cube_kit::overlap`].
+#[cfg(feature = "cube")]
+pub(crate) fn overlap_launches(device: &Device) {
+    #[cfg(feature = "cuda")]
+    if let DispatchDevice::Cube(burn::backend::CubeDevice::Cuda(device)) = device.as_dispatch() {
+        let count = cube_kit::overlap::graph::overlap_launches(device);
+        log::debug!("decode: {count} launches begin before the ones before them have ended");
+    }
+    #[cfg(not(feature = "cuda"))]
+    let _ = device;
+}
+
 /// What the device says of its memory, if it runs kernels.
 #[cfg(feature = "cube")]
 pub(crate) fn memory(device: &Device) -> Option<DeviceMemory> {

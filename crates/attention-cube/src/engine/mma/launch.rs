@@ -4,7 +4,7 @@ pub(super) mod backward;
 
 use super::forward::split_d::forward_split_d;
 use super::forward::split_m::forward_split_m;
-use super::forward::split_n::forward_split_n;
+use super::forward::split_n::forward_split_n_overlapped;
 use super::plan::{ForwardPlan, ForwardTiles};
 use crate::AttentionProblem;
 use crate::arguments::score_arguments;
@@ -14,6 +14,7 @@ use crate::math::schedule::ScheduleLaunch;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::CubeBackend;
 use cube_kit::launch::cube_count;
+use cube_kit::overlap::overlaps;
 use cubecl::prelude::CubeDim;
 
 pub(super) fn forward(
@@ -34,7 +35,7 @@ pub(super) fn forward(
     let pass = ForwardPass::new(&inputs, problem, division, BiasesAhead::Never);
     let cubes = pass.work_tiles as u32;
     macro_rules! launch {
-        ($kernel:ident, $tiles:expr) => {
+        ($kernel:ident, $tiles:expr $(, $overlaps:expr)?) => {
             // SAFETY: copies and everything else stay inside the shapes that the kernel was given.
             unsafe {
                 $kernel::launch_unchecked(
@@ -60,6 +61,7 @@ pub(super) fn forward(
                     pass.power,
                     $tiles,
                     pass.kind,
+                    $($overlaps,)?
                     dtype_to_storage_type(problem.dtype),
                     dtype_to_storage_type(pass.output.dtype),
                     pass.extras.bias_element,
@@ -73,7 +75,9 @@ pub(super) fn forward(
     }
     match tiles {
         ForwardTiles::SplitM(tiles) => launch!(forward_split_m, tiles),
-        ForwardTiles::SplitN(tiles) => launch!(forward_split_n, tiles),
+        ForwardTiles::SplitN(tiles) => {
+            launch!(forward_split_n_overlapped, tiles, overlaps(&client))
+        },
         ForwardTiles::SplitD(tiles) => launch!(forward_split_d, tiles),
     }
     pass.results(problem)

@@ -4,7 +4,7 @@ use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
-use super::forward::split_n::forward_split_n::ForwardSplitN;
+use super::forward::split_n::forward_split_n_overlapped::ForwardSplitNOverlapped;
 use super::plan::gradient_tiles;
 use super::plan::{ForwardTiles, GradientTiles, few_rows_tiles, forward_tiles};
 use crate::division::HeldTiles;
@@ -92,7 +92,7 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
 fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles, kind: TileKind) {
     println!("{name}: {tiles:?}");
     macro_rules! definition {
-        ($kernel:ident, $tiles:expr) => {
+        ($kernel:ident, $tiles:expr $(, $overlaps:expr)?) => {
             $kernel::new(
                 settings(tiles.units()),
                 properties(),
@@ -115,6 +115,7 @@ fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles
                 (),
                 $tiles,
                 kind,
+                $($overlaps,)?
                 ELEMENT,
                 ELEMENT,
                 ELEMENT,
@@ -128,7 +129,7 @@ fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles
     }
     let definition = match tiles {
         ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles),
-        ForwardTiles::SplitN(tiles) => definition!(ForwardSplitN, tiles),
+        ForwardTiles::SplitN(tiles) => definition!(ForwardSplitNOverlapped, tiles, true),
         ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
     };
     save(folder, name, tiles.shared_memory(), definition);

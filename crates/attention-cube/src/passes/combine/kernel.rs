@@ -8,13 +8,14 @@
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::LOWEST;
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 128;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn combine<O: Float, F: Float, N: Size>(
+pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
     partial_logsumexp: &Tensor<f32>,
     sinks: ComptimeOption<&Tensor<F>>,
@@ -27,10 +28,12 @@ pub(crate) fn combine<O: Float, F: Float, N: Size>(
     row_vectors: u32,
     negative_infinity: f32,
     #[comptime] sharing: usize,
+    #[comptime] overlaps: bool,
     #[define(O)] _element: ElemType,
     #[define(F)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
+    take_turn(overlaps);
     let columns = comptime!((UNITS / sharing) as u32);
     let index = CUBE_POS * columns as usize + (UNIT_POS % columns) as usize;
     let first_split = UNIT_POS / columns;

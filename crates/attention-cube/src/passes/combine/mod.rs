@@ -2,7 +2,7 @@
 
 mod kernel;
 
-use self::kernel::{UNITS, combine};
+use self::kernel::{UNITS, combine_overlapped};
 use crate::AttentionProblem;
 use crate::backend::AttentionOutput;
 use burn::backend::cubecl::dtype_to_storage_type;
@@ -10,6 +10,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::overlap::overlaps;
 use cubecl::prelude::CubeDim;
 
 /// Units that share the parts of a row's columns at most, and parts that each has before another joins.
@@ -36,7 +37,7 @@ pub(crate) fn join(
     let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
     // SAFETY: a vector of the output has one unit, or several; the rest reads and writes nothing; the parts have the same rows.
     unsafe {
-        combine::launch_unchecked(
+        combine_overlapped::launch_unchecked(
             &client,
             cube_count(&client, (rows * row_vectors * sharing).div_ceil(UNITS)),
             CubeDim::new_1d(UNITS as u32),
@@ -53,6 +54,7 @@ pub(crate) fn join(
             row_vectors as u32,
             f32::NEG_INFINITY,
             sharing,
+            overlaps(&client),
             dtype_to_storage_type(problem.dtype),
             dtype_to_storage_type(sink_dtype),
             vector,

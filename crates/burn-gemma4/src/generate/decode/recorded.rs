@@ -1,5 +1,6 @@
 //! A computation whose launches are captured in a graph once and replayed from then on.
 
+use crate::op::overlap_launches;
 use burn::tensor::{Device, Graph, capture};
 use std::rc::Rc;
 
@@ -57,7 +58,11 @@ impl<C: Computation> Recorded<C> {
     /// Captures the launches. Their results are those of this run.
     fn capture(&mut self, may_capture: &mut bool) -> C::Outputs {
         let captured = self.computation.clone();
-        let compute: Box<dyn FnMut() -> C::Outputs> = Box::new(move || captured.compute());
+        let compute: Box<dyn FnMut() -> C::Outputs> = Box::new(move || {
+            let outputs = captured.compute();
+            overlap_launches(&captured.device());
+            outputs
+        });
         let mut graph = capture(&self.computation.device(), compute);
         if !graph.is_hardware() {
             log::debug!("decode: the launches could not be captured");

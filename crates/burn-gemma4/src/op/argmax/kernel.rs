@@ -4,22 +4,25 @@
 //! Budget: 8 bytes a unit in shared memory. Bound by memory: reads the logits once. Cubes reduce a stretch of a row each,
 //! then one cube a row reduces what they found.
 
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 /// Units of a cube.
 pub(super) const UNITS: usize = 128;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn argmax<E: Float, I: Int>(
+pub(super) fn argmax_overlapped<E: Float, I: Int>(
     values: &Tensor<E>,
     columns_of_values: ComptimeOption<&Tensor<I>>,
     largest: &mut Tensor<f32>,
     columns_of_largest: &mut Tensor<I>,
     columns: u32,
     stretches: u32,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
 ) {
+    take_turn(overlaps);
     let row = CUBE_POS as u32 / stretches;
     let stretch = CUBE_POS as u32 % stretches;
     let length = columns.div_ceil(stretches);

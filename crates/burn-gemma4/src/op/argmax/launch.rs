@@ -2,7 +2,7 @@
 
 use super::{
     ArgmaxBackend, NUMBERS,
-    kernel::{UNITS, argmax},
+    kernel::{UNITS, argmax_overlapped},
 };
 use burn::{
     backend::{
@@ -12,7 +12,10 @@ use burn::{
     tensor::{DType, Shape},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cube_kit::{
+    launch::{address_type, empty, exact_cube_count},
+    overlap::overlaps,
+};
 use cubecl::prelude::CubeDim;
 
 impl ArgmaxBackend for CubeBackend {
@@ -42,7 +45,7 @@ fn launch(
     let element = dtype_to_storage_type(values.dtype);
     // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
     unsafe {
-        argmax::launch_unchecked(
+        argmax_overlapped::launch_unchecked(
             &client,
             exact_cube_count(&client, rows * stretches),
             CubeDim::new_1d(UNITS as u32),
@@ -53,6 +56,7 @@ fn launch(
             numbers.clone().into_tensor_arg(),
             columns as u32,
             stretches as u32,
+            overlaps(&client),
             element,
             dtype_to_storage_type(NUMBERS),
         );

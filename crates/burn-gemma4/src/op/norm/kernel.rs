@@ -4,10 +4,11 @@
 //! where there are many rows: a cube reads its row twice, the second time from the cache, and writes it once.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn norm<E: Float, W: Float, N: Size>(
+pub(super) fn norm_overlapped<E: Float, W: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
     weight: ComptimeOption<&Tensor<Vector<W, N>>>,
     output: &mut Tensor<Vector<E, N>>,
@@ -16,10 +17,12 @@ pub(super) fn norm<E: Float, W: Float, N: Size>(
     columns: f32,
     epsilon: f32,
     #[comptime] team: Team,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
     #[define(W)] _weight_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
+    take_turn(overlaps);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

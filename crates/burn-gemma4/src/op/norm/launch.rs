@@ -1,7 +1,7 @@
 //! Launches norms and their gradients.
 
 use super::{
-    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm,
+    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm_overlapped,
 };
 use crate::op::launch::{team, vector_size};
 use burn::{
@@ -9,7 +9,10 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cube_kit::{
+    launch::{address_type, cube_count, empty, exact_cube_count},
+    overlap::overlaps,
+};
 use cubecl::prelude::CubeDim;
 
 fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
@@ -23,7 +26,7 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
     let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
     // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
     unsafe {
-        norm::launch_unchecked(
+        norm_overlapped::launch_unchecked(
             &client,
             cube_count(&client, rows),
             CubeDim::new_1d(team(&client, vectors).units as u32),
@@ -38,6 +41,7 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
             columns as f32,
             epsilon as f32,
             team(&client, vectors),
+            overlaps(&client),
             dtype_to_storage_type(input.dtype),
             dtype_to_storage_type(of_weight),
             vector,

@@ -5,10 +5,11 @@
 //! which one cube reads once. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn residual<E: Float, N: Size>(
+pub(super) fn residual_overlapped<E: Float, N: Size>(
     stream: &Tensor<Vector<E, N>>,
     added: &Tensor<Vector<E, N>>,
     weight: &Tensor<Vector<E, N>>,
@@ -22,9 +23,11 @@ pub(super) fn residual<E: Float, N: Size>(
     epsilon: f32,
     #[comptime] team: Team,
     #[comptime] held: usize,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
+    take_turn(overlaps);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

@@ -1,10 +1,13 @@
 //! Launches the end of a block and the beginning of the next.
 
-use super::{Residual, ResidualBackend, kernel::residual};
+use super::{Residual, ResidualBackend, kernel::residual_overlapped};
 use crate::op::launch::{team, vector_size};
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::{
+    launch::{address_type, cube_count, empty},
+    overlap::overlaps,
+};
 use cubecl::prelude::CubeDim;
 
 impl ResidualBackend for CubeBackend {
@@ -60,7 +63,7 @@ fn launch(
     let element = dtype_to_storage_type(stream.dtype);
     // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
     unsafe {
-        residual::launch_unchecked(
+        residual_overlapped::launch_unchecked(
             &client,
             cube_count(&client, rows),
             CubeDim::new_1d(team.units as u32),
@@ -80,6 +83,7 @@ fn launch(
             epsilon as f32,
             team,
             vectors.div_ceil(team.units),
+            overlaps(&client),
             element,
             vector,
         );

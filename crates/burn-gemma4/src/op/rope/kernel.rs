@@ -5,6 +5,7 @@
 //! to four without plane operations. Bound by latency: one cube a head, which it reads once.
 
 use crate::op::sums::{Team, cube_sum};
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 /// The strides of `[sequences, heads, slots, columns]`, whose columns lie together.
@@ -57,7 +58,7 @@ fn column(
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn place_heads<E: Float, I: Int>(
+pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     projected: &Tensor<E>,
     weight: ComptimeOption<&Tensor<E>>,
     cos: ComptimeOption<&Tensor<E>>,
@@ -78,9 +79,11 @@ pub(super) fn place_heads<E: Float, I: Int>(
     #[comptime] columns: Columns,
     #[comptime] team: Team,
     #[comptime] held: usize,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
 ) {
+    take_turn(overlaps);
     let head = CUBE_POS as u32 % heads;
     let row = CUBE_POS as u32 / heads;
     if row >= rows {

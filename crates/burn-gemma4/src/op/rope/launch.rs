@@ -2,7 +2,7 @@
 
 use super::{
     heads::{HeadOptions, HeadsBackend},
-    kernel::{Columns, HeadStridesLaunch, place_heads},
+    kernel::{Columns, HeadStridesLaunch, place_heads_overlapped},
 };
 use crate::op::launch::{rows_of, team};
 use burn::{
@@ -13,7 +13,10 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::{
+    launch::{address_type, cube_count, empty},
+    overlap::overlaps,
+};
 use cubecl::prelude::CubeDim;
 
 impl HeadsBackend for CubeBackend {
@@ -181,7 +184,7 @@ fn launch(
     // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
     // cache has room for, and writes one slot of that head in its sequence, which has columns for all that are placed.
     unsafe {
-        place_heads::launch_unchecked(
+        place_heads_overlapped::launch_unchecked(
             &client,
             cube_count(&client, rows * heads),
             CubeDim::new_1d(team.units as u32),
@@ -206,6 +209,7 @@ fn launch(
             placing.columns,
             team,
             (head_dim / 2).div_ceil(team.units),
+            overlaps(&client),
             element,
             integer,
         );

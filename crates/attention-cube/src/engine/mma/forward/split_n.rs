@@ -30,10 +30,11 @@ use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::ptx::shared_address;
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn forward_split_n<
+pub(crate) fn forward_split_n_overlapped<
     E: Float,
     O: Float,
     F: Float,
@@ -65,6 +66,7 @@ pub(crate) fn forward_split_n<
     power: f32,
     #[comptime] tiles: SplitNTiles,
     #[comptime] kind: TileKind,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
     #[define(O)] _output_element: ElemType,
     #[define(F)] _bias_element: ElemType,
@@ -73,6 +75,7 @@ pub(crate) fn forward_split_n<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, NO, AS, AP, AO)] _vectors: [usize; 6],
 ) {
+    take_turn(overlaps);
     let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
     let masking = &scoring.masking;
     let scheduler = TileScheduler {

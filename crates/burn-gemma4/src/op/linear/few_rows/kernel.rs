@@ -11,6 +11,7 @@ use super::{
     sides::{Side, Sides, side_of_cube},
     sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish},
 };
+use cube_kit::overlap::{await_previous, let_next_begin, load_now};
 use cubecl::prelude::*;
 
 /// The vectors from a row of each matrix to its next.
@@ -24,7 +25,7 @@ pub(super) struct WeightStrides {
 
 /// `second` is what the first opens the gates of, or `second` and `third` have outputs beside the first's.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn project<E: Float, N: Size>(
+pub(super) fn project_overlapped<E: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
     weight: &Tensor<Vector<E, N>>,
     second: ComptimeOption<&Tensor<Vector<E, N>>>,
@@ -44,6 +45,9 @@ pub(super) fn project<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
+    let_next_begin(plan.overlaps);
+    // Whose matrices they are, an earlier launch has told.
+    await_previous(comptime!(plan.overlaps && plan.ranks > 0));
     let item = item(item_place, plan.ranks);
     let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -57,11 +61,11 @@ pub(super) fn project<E: Float, N: Size>(
         sums[index] = 0.0f32;
     }
     let mut vector = UNIT_POS_X;
-    while vector < vectors {
+    if vector < vectors {
         load(
             weight,
-            &second,
-            &third,
+            second,
+            third,
             &experts,
             &mut loaded,
             vector,
@@ -72,6 +76,9 @@ pub(super) fn project<E: Float, N: Size>(
             strides,
             plan,
         );
+    }
+    await_previous(comptime!(plan.overlaps && plan.ranks == 0));
+    while vector < vectors {
         #[unroll]
         for ahead in 0..plan.unroll {
             let at = vector + comptime!((ahead * plan.team.units) as u32);
@@ -102,6 +109,22 @@ pub(super) fn project<E: Float, N: Size>(
             }
         }
         vector += comptime!((plan.unroll * plan.team.units) as u32);
+        if vector < vectors {
+            load(
+                weight,
+                second,
+                third,
+                &experts,
+                &mut loaded,
+                vector,
+                first,
+                item,
+                side,
+                item_place,
+                strides,
+                plan,
+            );
+        }
     }
 
     let of_outputs = Outputs {
@@ -120,8 +143,8 @@ pub(super) fn project<E: Float, N: Size>(
 #[cube]
 fn load<E: Float, N: Size>(
     weight: &Tensor<Vector<E, N>>,
-    second: &ComptimeOption<&Tensor<Vector<E, N>>>,
-    third: &ComptimeOption<&Tensor<Vector<E, N>>>,
+    second: ComptimeOption<&Tensor<Vector<E, N>>>,
+    third: ComptimeOption<&Tensor<Vector<E, N>>>,
     experts: &ComptimeOption<&Tensor<i32>>,
     loaded: &mut Array<Vector<E, N>>,
     vector: u32,
@@ -144,13 +167,15 @@ fn load<E: Float, N: Size>(
             let to = comptime!(ahead * plan.weights() + o);
             if comptime!(plan.sides > 1) {
                 if side.number == 0u32 {
-                    loaded[to] = weight[row as usize * strides.weight as usize + at];
+                    let at = row as usize * strides.weight as usize + at;
+                    loaded[to] = load_now(weight, at, plan.loads_now);
                 } else if side.number == 1u32 {
                     load_if_there(
                         second,
                         loaded,
                         row as usize * strides.second as usize + at,
                         to,
+                        plan.loads_now,
                     );
                 } else {
                     load_if_there(
@@ -158,14 +183,17 @@ fn load<E: Float, N: Size>(
                         loaded,
                         row as usize * strides.third as usize + at,
                         to,
+                        plan.loads_now,
                     );
                 }
             } else {
-                loaded[to] = weight[row as usize * strides.weight as usize + at];
+                let of_weight = row as usize * strides.weight as usize + at;
+                loaded[to] = load_now(weight, of_weight, plan.loads_now);
                 if comptime!(plan.gated) {
                     let row = (row + item_place.through) as usize;
                     let to = comptime!(to + plan.outputs);
-                    load_if_there(second, loaded, row * strides.second as usize + at, to);
+                    let at = row * strides.second as usize + at;
+                    load_if_there(second, loaded, at, to, plan.loads_now);
                 }
             }
         }
@@ -174,15 +202,16 @@ fn load<E: Float, N: Size>(
 
 #[cube]
 fn load_if_there<E: Float, N: Size>(
-    weight: &ComptimeOption<&Tensor<Vector<E, N>>>,
+    weight: ComptimeOption<&Tensor<Vector<E, N>>>,
     loaded: &mut Array<Vector<E, N>>,
     at: usize,
     #[comptime] to: usize,
+    #[comptime] now: bool,
 ) {
     #[comptime]
     match weight {
         ComptimeOption::Some(weight) => {
-            loaded[to] = weight[at];
+            loaded[to] = load_now(weight, at, now);
         }
         ComptimeOption::None => {}
     }

@@ -3,7 +3,7 @@
 use super::{
     FewRowsBackend, MOST_ROWS, MaybeMatrix, ProductOptions, ProductTensors,
     experts::{Items, OfExperts},
-    kernel::{WeightStridesLaunch, project},
+    kernel::{WeightStridesLaunch, project_overlapped},
     sums::{Epilogue, FactorPlaceLaunch, ProjectPlan},
     words,
 };
@@ -23,7 +23,10 @@ use burn_cubecl::{
     kernel::{into_contiguous, untile},
     tensor::CubeTensor,
 };
-use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cube_kit::{
+    launch::{address_type, empty, exact_cube_count},
+    overlap::{LOAD_BYTES, overlaps},
+};
 use cubecl::{client::Client, prelude::CubeDim};
 
 impl FewRowsBackend for CubeBackend {
@@ -223,6 +226,10 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let [of_first, of_second, of_third] = strides.map(|stride| (stride / vector) as u32);
     let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
+    let plan = ProjectPlan {
+        loads_now: plan.overlaps && vector * weight.dtype.size() == LOAD_BYTES,
+        ..plan
+    };
     let (factor, factor_place) = options.factor();
     let [experts, shares] = options.experts();
     let address_type = address_type(
@@ -237,7 +244,7 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     // SAFETY: a unit reads vectors of the rows that the shapes have, of experts of those that were chosen among them, and writes the outputs
     // below those of its item or matrix.
     unsafe {
-        project::launch_unchecked(
+        project_overlapped::launch_unchecked(
             &client,
             exact_cube_count(&client, items.count * items.cubes(plan)),
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
@@ -328,5 +335,7 @@ pub(super) fn plan(
             false => 1 + options.second.iter().chain(&options.third).count(),
         },
         unroll: unroll.unwrap_or(1),
+        overlaps: overlaps(client),
+        loads_now: false,
     }
 }

@@ -22,6 +22,10 @@ pub(super) struct ProjectPlan {
     /// Vectors of each weight row that a unit has in flight. The inner dimension is a multiple of what a team reads at
     /// once, or this is 1.
     pub unroll: usize,
+    /// Whether the kernel takes part in [`overlap`](cube_kit::overlap).
+    pub overlaps: bool,
+    /// Whether it reads weights before it waits: they come in the vectors that [`load_now`](cube_kit::overlap::load_now) reads.
+    pub loads_now: bool,
 }
 
 impl ProjectPlan {

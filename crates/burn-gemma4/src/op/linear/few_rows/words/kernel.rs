@@ -16,12 +16,13 @@ use crate::{
     },
     quantized::layout::Format,
 };
+use cube_kit::overlap::take_turn;
 use cubecl::prelude::*;
 
 /// Each matrix twice: as words, and as vectors of codes. `second` is what the first opens the gates of, or `second` and `third` have outputs
 /// beside the first's.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn project_words<E: Float, N: Size, M: Size>(
+pub(super) fn project_words_overlapped<E: Float, N: Size, M: Size>(
     input: &Tensor<Vector<E, N>>,
     words: &Tensor<u32>,
     codes: &Tensor<Vector<u32, M>>,
@@ -46,6 +47,7 @@ pub(super) fn project_words<E: Float, N: Size, M: Size>(
     #[define(N)] _vector: usize,
     #[define(M)] words_of_vector: usize,
 ) {
+    take_turn(plan.overlaps);
     let item = item(item_place, plan.ranks);
     let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;

@@ -14,7 +14,7 @@ use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cubecl::prelude::CubeDim;
-use kernel::{WordsFormat, project_words};
+use kernel::{WordsFormat, project_words_overlapped};
 
 /// Columns of a vector of codes at most, which is also within one group of columns. The units of a plane read their inputs as far from each other: with twice as many columns each
 /// read would touch twice as many lines of the cache, which then is busier than the memory.
@@ -76,7 +76,7 @@ pub(super) fn launch(
     // SAFETY: a unit reads vectors of codes of the rows that the shapes have, and the parts of these rows that the layout has, of
     // experts of those that were chosen among them; it writes the outputs below those of its item or matrix. What is bound twice is only read.
     unsafe {
-        project_words::launch_unchecked(
+        project_words_overlapped::launch_unchecked(
             &client,
             exact_cube_count(&client, items.count * items.cubes(plan)),
             CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),

@@ -1,0 +1,85 @@
+//! What kernels do to take part.
+
+#![allow(
+    missing_docs,
+    reason = "CubeCL's macros make public items beside those that are documented here"
+)]
+
+use cubecl::prelude::*;
+
+/// Bytes that [`load_now`] reads.
+pub const LOAD_BYTES: usize = 16;
+
+/// Lets the next launch's cubes begin as soon as all of this one have come here or ended.
+#[cube]
+pub fn let_next_begin(#[comptime] overlaps: bool) {
+    if overlaps {
+        text(comptime!("griddepcontrol.launch_dependents;".to_string()));
+    }
+}
+
+/// Waits until the launch before this one has ended and what it wrote is there.
+#[cube]
+pub fn await_previous(#[comptime] overlaps: bool) {
+    if overlaps {
+        text(comptime!("griddepcontrol.wait;".to_string()));
+    }
+}
+
+/// Both, for a kernel that has nothing to do before it waits.
+#[cube]
+pub fn take_turn(#[comptime] overlaps: bool) {
+    let_next_begin(overlaps);
+    await_previous(overlaps);
+}
+
+#[cfg(feature = "cuda")]
+#[cube]
+fn text(#[comptime] text: String) {
+    gpu_asm!("{text}");
+}
+
+/// There is no device that would take it.
+#[cfg(not(feature = "cuda"))]
+#[cube]
+fn text(#[comptime] _text: String) {}
+
+/// The vector at `index` of what no launch writes. Where `now`, it is of [`LOAD_BYTES`] bytes, and it is on its way before anything that the kernel
+/// does later: compilers move the reads of what does not change to where it is used, which is behind a wait, and one after the other.
+#[cube]
+pub fn load_now<E: Float, N: Size>(
+    tensor: &Tensor<Vector<E, N>>,
+    index: usize,
+    #[comptime] now: bool,
+) -> Vector<E, N> {
+    if now {
+        ordered::<E, N>(tensor, index)
+    } else {
+        tensor[index]
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[cube]
+fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {
+    // SAFETY: only the address is taken.
+    let source = crate::hopper::ptx::element_address::<Vector<E, N>>(
+        unsafe { tensor.as_slice().as_ptr_unchecked() },
+        index as u64,
+        LOAD_BYTES,
+    );
+    let text = comptime!("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];".to_string());
+    let words: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{text} // {words} {source}\n",
+        words = out(_) words,
+        source = in(_) crate::hopper::ptx::value_of::<u64>(source)
+    );
+    Vector::<E, N>::reinterpret(words)
+}
+
+#[cfg(not(feature = "cuda"))]
+#[cube]
+fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {
+    tensor[index]
+}
