@@ -79,7 +79,7 @@ impl MaskedEmbedding {
 pub(super) fn logits(hidden: Tensor<2>, table: Matrix) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if op::serve(&hidden) {
-        return linear::few_rows::project(hidden, table, None);
+        return linear::few_rows::project(hidden, table, None, linear::few_rows::Origin::Computed);
     }
     linear::rows(hidden, table)
 }

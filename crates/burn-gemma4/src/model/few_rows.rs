@@ -25,7 +25,7 @@ use crate::{
         gelu::gelu,
         linear::{
             Matrix,
-            few_rows::{self, Factors, MOST_ROWS},
+            few_rows::{self, Factors, MOST_ROWS, Origin},
         },
         residual::{Added, residual, residual_and_norm},
         rope::{
@@ -100,8 +100,9 @@ impl FewRows<'_> {
 
 impl Operators for FewRows<'_> {
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
+        let origin = Origin::of(&linear.weight);
         linear.rows_by(input, |input, weight| {
-            few_rows::project(input, weight, None)
+            few_rows::project(input, weight, None, origin)
         })
     }
 
@@ -116,7 +117,7 @@ impl Operators for FewRows<'_> {
             return projections.iter().map(project).collect();
         };
         let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
-        let rows = few_rows::multiply(input, Factors::Sides(matrices));
+        let rows = few_rows::multiply(input, Factors::Sides(matrices), Origin::Parameters);
         let mut start = 0;
         let columns = counts.into_iter().map(|count| {
             start += count;
@@ -205,7 +206,7 @@ impl Operators for FewRows<'_> {
                 gate: gate.weight.matrix(),
                 through: up.weight.matrix(),
             };
-            few_rows::multiply(input, factors)
+            few_rows::multiply(input, factors, Origin::Parameters)
         };
         self.project(inner, &mlp.down_proj)
     }
@@ -228,7 +229,7 @@ impl Operators for FewRows<'_> {
             through: embedding.rows,
             start: embedding.start,
         };
-        few_rows::multiply(input, factors)
+        few_rows::multiply(input, factors, Origin::Parameters)
     }
 
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {

@@ -28,7 +28,7 @@ use cache::{Cache, kind::CacheKind};
 #[cfg(feature = "cube")]
 use few_rows::FewRows;
 use forward::Text;
-use layer::{DecoderLayer, Embedding, Linear, RmsNorm};
+use layer::{DecoderLayer, Embedding, Linear, RmsNorm, Weight};
 use observe::Observer;
 use per_layer::{SplitTable, Tokens};
 use std::sync::Arc;
@@ -307,9 +307,13 @@ impl Gemma4Model {
 
     /// `[vocabulary, hidden]`: from the normalised stream to logits.
     pub(crate) fn head(&self) -> Matrix {
+        self.head_weight().matrix()
+    }
+
+    pub(crate) fn head_weight(&self) -> &Weight<2> {
         match &self.lm_head {
-            Some(head) => head.weight.matrix(),
-            None => self.embed_tokens.weight.matrix(),
+            Some(head) => &head.weight,
+            None => &self.embed_tokens.weight,
         }
     }
 
@@ -322,7 +326,8 @@ impl Gemma4Model {
         let shape = [batch, positions, self.config.vocab_size];
         #[cfg(feature = "cube")]
         if positions == 1 && FewRows::serve(self, batch) {
-            return linear::few_rows::project(rows, head, cap).reshape(shape);
+            return linear::few_rows::project(rows, head, cap, linear::few_rows::Origin::Computed)
+                .reshape(shape);
         }
         let logits = linear::rows(rows, head).reshape(shape);
         match cap {

@@ -77,8 +77,7 @@ struct Driver {
         *mut *const Edge,
         *mut usize,
     ) -> c_int,
-    edges:
-        unsafe extern "C" fn(Graph, *mut Node, *mut Node, *mut Edge, *mut usize) -> c_int,
+    edges: unsafe extern "C" fn(Graph, *mut Node, *mut Node, *mut Edge, *mut usize) -> c_int,
     remove: unsafe extern "C" fn(Graph, *const Node, *const Node, *const Edge, usize) -> c_int,
     add: unsafe extern "C" fn(Graph, *const Node, *const Node, *const Edge, usize) -> c_int,
     kind: unsafe extern "C" fn(Node, *mut c_int) -> c_int,

@@ -63,11 +63,9 @@ pub fn load_now<E: Float, N: Size>(
 #[cube]
 fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {
     // SAFETY: only the address is taken.
-    let source = crate::hopper::ptx::element_address::<Vector<E, N>>(
-        unsafe { tensor.as_slice().as_ptr_unchecked() },
-        index as u64,
-        LOAD_BYTES,
-    );
+    let start = unsafe { tensor.as_slice().as_ptr_unchecked() };
+    let source =
+        crate::hopper::ptx::element_address::<Vector<E, N>>(start, index as u64, LOAD_BYTES);
     let text = comptime!("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];".to_string());
     let words: Vector<u32, Const<4>>;
     gpu_asm!(
@@ -78,6 +76,7 @@ fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Ve
     Vector::<E, N>::reinterpret(words)
 }
 
+/// There is no device that would take it.
 #[cfg(not(feature = "cuda"))]
 #[cube]
 fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {

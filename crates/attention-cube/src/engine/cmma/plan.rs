@@ -2,7 +2,7 @@
 
 mod tables;
 
-use self::tables::{DECODE, DOUBLE, SINGLE, Shape};
+use self::tables::{DECODE, DOUBLE, HELD_FORWARD, SINGLE, Shape};
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
 use crate::division::check_sizes;
@@ -110,6 +110,15 @@ impl Choice<'_> {
             })
     }
 
+    /// The first row of the table for `width` columns that fits the device and its fragments with the stationary operands held.
+    fn held(&self, table: &[Shape], width: usize) -> Option<UnitTiles> {
+        table
+            .iter()
+            .filter(|shape| width <= shape.width)
+            .filter_map(|shape| self.complete(shape, width, self.stationary))
+            .find(|tiles| self.fit(tiles))
+    }
+
     /// Whether the device has room for them.
     fn fit(&self, tiles: &UnitTiles) -> bool {
         tiles.shared_memory() <= self.device.shared_memory
@@ -197,7 +206,10 @@ pub(super) fn forward(
         problem,
         device,
         |rows| choice.tiles(DECODE, width, rows),
-        || choice.tiles(SINGLE, width, 0),
+        || {
+            let held = choice.held(HELD_FORWARD, width);
+            held.map_or_else(|| choice.tiles(SINGLE, width, 0), Ok)
+        },
     )
 }
 
@@ -228,7 +240,7 @@ mod tests {
     #[test]
     fn tiles_divide_evenly() {
         let device = card(16 << 10);
-        for shape in [SINGLE, DOUBLE, DECODE].into_iter().flatten() {
+        for shape in [HELD_FORWARD, SINGLE, DOUBLE, DECODE].into_iter().flatten() {
             let mut is_of_use = false;
             for ([m, n, k], plane) in SHAPES
                 .into_iter()

@@ -77,7 +77,7 @@ pub(super) fn forward(
         ForwardTiles::SplitM(tiles) => launch!(forward_split_m, tiles),
         ForwardTiles::SplitN(tiles) => {
             launch!(forward_split_n_overlapped, tiles, overlaps(&client))
-        },
+        }
         ForwardTiles::SplitD(tiles) => launch!(forward_split_d, tiles),
     }
     pass.results(problem)

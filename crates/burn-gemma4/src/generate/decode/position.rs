@@ -17,7 +17,12 @@ use crate::{
         layer::operators::Stream,
         observe::Part,
     },
-    op::{argmax::argmax, flat_rows, linear::few_rows, rope::RotationTables},
+    op::{
+        argmax::argmax,
+        flat_rows,
+        linear::few_rows::{self, Origin},
+        rope::RotationTables,
+    },
 };
 use burn::tensor::{Device, Int, Tensor};
 
@@ -84,7 +89,7 @@ impl Position {
         let read_at = positions.clone();
 
         let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
-        let project = |input, weight| few_rows::project(input, weight, None);
+        let project = |input, weight| few_rows::project(input, weight, None, Origin::Computed);
         let from_host = self.from_host.clone().map(|values| {
             let [count] = values.dims();
             values.reshape([rows, count / rows])
@@ -111,8 +116,8 @@ impl Position {
         let mut stream = model.layers(layers, stream, embeddings, &mut shared, &mut operators);
 
         let hidden = stream.norm(&model.norm);
-        let logits =
-            few_rows::project(hidden.clone(), model.head(), config.final_logit_softcapping);
+        let (head, cap) = (model.head_weight(), config.final_logit_softcapping);
+        let logits = few_rows::project(hidden.clone(), head.matrix(), cap, Origin::of(head));
         after(Part::Head);
         let chosen = match &self.sampler {
             Some(sampler) => Choice::Drawn(sampler.choose(logits.clone(), Some(read), read_at)),

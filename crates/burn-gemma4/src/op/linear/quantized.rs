@@ -52,7 +52,12 @@ pub(super) fn rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
 fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if (1..=MOST_ROWS).contains(&input.dims()[0]) && crate::op::serve(&input) {
-        return few_rows::project(input, Matrix::from(weight.clone()), None);
+        return few_rows::project(
+            input,
+            Matrix::from(weight.clone()),
+            None,
+            few_rows::Origin::Computed,
+        );
     }
     in_slices(input, weight, SLICE_NUMBERS)
 }
@@ -283,7 +288,7 @@ mod tests {
     fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
         #[cfg(feature = "cube")]
         if input.dims()[0] <= MOST_ROWS && crate::op::serve(&input) {
-            return few_rows::project(input, weight.into(), None);
+            return few_rows::project(input, weight.into(), None, few_rows::Origin::Computed);
         }
         whole_rows(input, weight)
     }
@@ -368,7 +373,11 @@ mod tests {
             ];
             for ((gate, through), [of_gate, of_through]) in gates.into_iter().zip(expected) {
                 let gated = |gate, through| {
-                    few_rows::multiply(input.clone(), few_rows::Factors::Gated { gate, through })
+                    few_rows::multiply(
+                        input.clone(),
+                        few_rows::Factors::Gated { gate, through },
+                        few_rows::Origin::Computed,
+                    )
                 };
                 let found = gated(gate, through);
                 check(found, gated(whole(of_gate), whole(of_through)));
@@ -380,7 +389,7 @@ mod tests {
                     through: factor.clone(),
                     start: 130,
                 };
-                few_rows::multiply(input.clone(), factors)
+                few_rows::multiply(input.clone(), factors, few_rows::Origin::Computed)
             };
             check(gate_of(second.clone().into()), gate_of(whole(&second)));
         }

@@ -1,7 +1,8 @@
 //! Launches norms and their gradients.
 
 use super::{
-    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm_overlapped,
+    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient,
+    kernel::norm_overlapped,
 };
 use crate::op::launch::{team, vector_size};
 use burn::{

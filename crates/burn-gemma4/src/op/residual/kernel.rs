@@ -5,7 +5,7 @@
 //! which one cube reads once. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{await_previous, let_next_begin, load_now};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -24,17 +24,15 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     #[comptime] team: Team,
     #[comptime] held: usize,
     #[comptime] overlaps: bool,
+    #[comptime] loads_now: bool,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    take_turn(overlaps);
-    if CUBE_POS >= rows as usize {
-        terminate!();
-    }
+    let_next_begin(overlaps);
     let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
-    // All that a unit needs is on its way at once.
+    // What a unit needs is on its way at once, but for what it waits for.
     let mut blocks = Array::<Vector<E, N>>::new(held);
     let mut streams = Array::<Vector<E, N>>::new(held);
     let mut weights = Array::<Vector<E, N>>::new(held);
@@ -43,16 +41,26 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     for index in 0..held {
         let vector = UNIT_POS + comptime!((index * team.units) as u32);
         if vector < vectors {
-            blocks[index] = added[row + vector as usize];
-            streams[index] = stream[row + vector as usize];
-            weights[index] = weight[vector as usize];
+            weights[index] = load_now(weight, vector as usize, loads_now);
             #[comptime]
-            match &next_weight {
+            match next_weight {
                 ComptimeOption::Some(next_weight) => {
-                    next_weights[index] = next_weight[vector as usize];
+                    next_weights[index] = load_now(next_weight, vector as usize, loads_now);
                 }
                 ComptimeOption::None => {}
             }
+        }
+    }
+    await_previous(overlaps);
+    if CUBE_POS >= rows as usize {
+        terminate!();
+    }
+    #[unroll]
+    for index in 0..held {
+        let vector = UNIT_POS + comptime!((index * team.units) as u32);
+        if vector < vectors {
+            blocks[index] = added[row + vector as usize];
+            streams[index] = stream[row + vector as usize];
         }
     }
     let mut scale = 1.0f32;

@@ -6,7 +6,7 @@ use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::{
     launch::{address_type, cube_count, empty},
-    overlap::overlaps,
+    overlap::{LOAD_BYTES, overlaps},
 };
 use cubecl::prelude::CubeDim;
 
@@ -60,6 +60,13 @@ fn launch(
     let sum = empty(&stream, shape, stream.dtype);
     let normed = empty(&stream, shape, stream.dtype);
     let team = team(&client, vectors);
+    // Else a launch gives them another layout.
+    let stay = [Some(&weight), next_weight.as_ref()];
+    let stay = stay
+        .into_iter()
+        .flatten()
+        .all(|weight| !weight.meta.is_tiled() && weight.meta.strides().last() == Some(&1));
+    let is_loaded_now = stay && vector * stream.dtype.size() == LOAD_BYTES;
     let element = dtype_to_storage_type(stream.dtype);
     // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
     unsafe {
@@ -84,6 +91,7 @@ fn launch(
             team,
             vectors.div_ceil(team.units),
             overlaps(&client),
+            overlaps(&client) && is_loaded_now,
             element,
             vector,
         );

@@ -46,8 +46,7 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     let_next_begin(plan.overlaps);
-    // Whose matrices they are, an earlier launch has told.
-    await_previous(comptime!(plan.overlaps && plan.ranks > 0));
+    await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let item = item(item_place, plan.ranks);
     let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -77,7 +76,7 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
             plan,
         );
     }
-    await_previous(comptime!(plan.overlaps && plan.ranks == 0));
+    await_previous(plan.reads_ahead);
     while vector < vectors {
         #[unroll]
         for ahead in 0..plan.unroll {
@@ -168,14 +167,14 @@ fn load<E: Float, N: Size>(
             if comptime!(plan.sides > 1) {
                 if side.number == 0u32 {
                     let at = row as usize * strides.weight as usize + at;
-                    loaded[to] = load_now(weight, at, plan.loads_now);
+                    loaded[to] = load_now(weight, at, plan.reads_ahead);
                 } else if side.number == 1u32 {
                     load_if_there(
                         second,
                         loaded,
                         row as usize * strides.second as usize + at,
                         to,
-                        plan.loads_now,
+                        plan.reads_ahead,
                     );
                 } else {
                     load_if_there(
@@ -183,17 +182,17 @@ fn load<E: Float, N: Size>(
                         loaded,
                         row as usize * strides.third as usize + at,
                         to,
-                        plan.loads_now,
+                        plan.reads_ahead,
                     );
                 }
             } else {
                 let of_weight = row as usize * strides.weight as usize + at;
-                loaded[to] = load_now(weight, of_weight, plan.loads_now);
+                loaded[to] = load_now(weight, of_weight, plan.reads_ahead);
                 if comptime!(plan.gated) {
                     let row = (row + item_place.through) as usize;
                     let to = comptime!(to + plan.outputs);
                     let at = row * strides.second as usize + at;
-                    load_if_there(second, loaded, at, to, plan.loads_now);
+                    load_if_there(second, loaded, at, to, plan.reads_ahead);
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Launches the product of a few rows, divided so that the memory is kept busy.
 
 use super::{
-    FewRowsBackend, MOST_ROWS, MaybeMatrix, ProductOptions, ProductTensors,
+    FewRowsBackend, MOST_ROWS, MaybeMatrix, Origin, ProductOptions, ProductTensors,
     experts::{Items, OfExperts},
     kernel::{WeightStridesLaunch, project_overlapped},
     sums::{Epilogue, FactorPlaceLaunch, ProjectPlan},
@@ -107,6 +107,7 @@ fn multiply(tensors: ProductTensors<CubeBackend>, options: ProductOptions) -> Cu
         third: matrix(tensors.third),
         factor: factor.map(|factor| (factor, options.start)),
         cap: options.cap,
+        origin: options.origin,
         experts: None,
     };
     let first = matrix(tensors.first).expect("a product has a matrix");
@@ -117,7 +118,6 @@ fn multiply(tensors: ProductTensors<CubeBackend>, options: ProductOptions) -> Cu
 }
 
 /// What a product does beside adding up.
-#[derive(Default)]
 pub(super) struct LaunchOptions {
     pub gelu: bool,
     /// Whether the first weights open the gates of the second ones; else their outputs lie side by side.
@@ -127,11 +127,36 @@ pub(super) struct LaunchOptions {
     /// A factor of the output, and its first column.
     pub factor: Option<(CubeTensor, usize)>,
     pub cap: Option<f64>,
+    pub origin: Origin,
     /// Whose matrices they are, where there are several.
     pub experts: Option<OfExperts>,
 }
 
+impl Default for LaunchOptions {
+    fn default() -> Self {
+        Self {
+            gelu: false,
+            gated: false,
+            second: None,
+            third: None,
+            factor: None,
+            cap: None,
+            origin: Origin::Computed,
+            experts: None,
+        }
+    }
+}
+
 impl LaunchOptions {
+    /// Whether no launch writes the matrices, these and the first: nor one that gives them another layout.
+    pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
+        let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];
+        let stays = |matrix: &CubeTensor| {
+            !matrix.meta.is_tiled() && matrix.meta.strides().last() == Some(&1)
+        };
+        self.origin == Origin::Parameters && matrices.into_iter().flatten().all(stays)
+    }
+
     fn gated_by_experts(weight: CubeTensor, chosen: CubeTensor, rows: usize) -> Self {
         Self {
             gelu: true,
@@ -203,6 +228,7 @@ impl LaunchOptions {
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> CubeTensor {
     let client = input.client.clone();
+    let reads_parameters = options.reads_parameters(&weight);
     let (input, weight) = (into_contiguous(input), rows_of(weight));
     let [rows, inner] = [input.meta.shape()[0], input.meta.shape()[1]];
     let items = options.items(rows, weight.meta.shape()[0]);
@@ -227,7 +253,9 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
     let plan = ProjectPlan {
-        loads_now: plan.overlaps && vector * weight.dtype.size() == LOAD_BYTES,
+        reads_ahead: plan.overlaps
+            && reads_parameters
+            && vector * weight.dtype.size() == LOAD_BYTES,
         ..plan
     };
     let (factor, factor_place) = options.factor();
@@ -336,6 +364,6 @@ pub(super) fn plan(
         },
         unroll: unroll.unwrap_or(1),
         overlaps: overlaps(client),
-        loads_now: false,
+        reads_ahead: false,
     }
 }

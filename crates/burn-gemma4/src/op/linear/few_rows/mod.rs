@@ -10,7 +10,7 @@ mod tests;
 mod words;
 
 use super::{Matrices, Matrix};
-use crate::quantized::layout::Layout;
+use crate::{model::layer::weight::Weight, quantized::layout::Layout};
 use burn::{
     backend::{
         Backend, Dispatch, ExtensionType, backend_extension,
@@ -53,34 +53,58 @@ impl Factors {
     }
 }
 
+/// Who writes the matrices of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// No launch: they are parameters as they are, which a product may read before the launches before it have ended.
+    Parameters,
+    /// An earlier launch, maybe the last one.
+    Computed,
+}
+
+impl Origin {
+    /// Of what [`Weight::matrix`](crate::model::layer::weight::Weight::matrix) tells: what an adapter adds is computed.
+    pub(crate) fn of<const D: usize>(weight: &Weight<D>) -> Self {
+        match weight.adapter() {
+            None => Self::Parameters,
+            Some(_) => Self::Computed,
+        }
+    }
+}
+
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
-pub(crate) fn project(input: Tensor<2>, weight: Matrix, cap: Option<f64>) -> Tensor<2> {
+pub(crate) fn project(
+    input: Tensor<2>,
+    weight: Matrix,
+    cap: Option<f64>,
+    origin: Origin,
+) -> Tensor<2> {
     let factors = Factors::Sides(vec![weight]);
-    let (tensors, options) = ProductTensors::new(input, factors);
+    let (tensors, options) = ProductTensors::new(input, factors, origin);
     let options = ProductOptions { cap, ..options };
     Tensor::from_dispatch(Dispatch::product(tensors, options))
 }
 
 /// `[rows, columns in]` times `factors`.
-pub(crate) fn multiply(input: Tensor<2>, factors: Factors) -> Tensor<2> {
+pub(crate) fn multiply(input: Tensor<2>, factors: Factors, origin: Origin) -> Tensor<2> {
     if factors.are_of_one_launch() {
-        let (tensors, options) = ProductTensors::new(input, factors);
+        let (tensors, options) = ProductTensors::new(input, factors, origin);
         return Tensor::from_dispatch(Dispatch::product(tensors, options));
     }
     match factors {
         Factors::Sides(matrices) => {
-            let project = |matrix| project(input.clone(), matrix, None);
+            let project = |matrix| project(input.clone(), matrix, None, origin);
             Tensor::cat(matrices.into_iter().map(project).collect(), 1)
         }
         Factors::Gated { gate, through } => {
-            let through = project(input.clone(), through, None);
+            let through = project(input.clone(), through, None, origin);
             let start = 0;
             let factors = Factors::GateOf {
                 gate,
                 through,
                 start,
             };
-            multiply(input, factors)
+            multiply(input, factors, origin)
         }
         Factors::GateOf { .. } => unreachable!("one matrix is read by one launch"),
     }
@@ -162,16 +186,18 @@ pub struct ProductOptions {
     pub start: usize,
     /// `cap · tanh(x / cap)` of the outputs.
     pub cap: Option<f64>,
+    pub origin: Origin,
 }
 
 impl ProductTensors<Dispatch> {
     /// Of factors of one launch.
-    fn new(input: Tensor<2>, factors: Factors) -> (Self, ProductOptions) {
+    fn new(input: Tensor<2>, factors: Factors, origin: Origin) -> (Self, ProductOptions) {
         let mut options = ProductOptions {
             layout: None,
             gated: false,
             start: 0,
             cap: None,
+            origin,
         };
         let mut through_columns = MaybeMatrix::Absent;
         let matrices = match factors {

@@ -24,8 +24,8 @@ pub(super) struct ProjectPlan {
     pub unroll: usize,
     /// Whether the kernel takes part in [`overlap`](cube_kit::overlap).
     pub overlaps: bool,
-    /// Whether it reads weights before it waits: they come in the vectors that [`load_now`](cube_kit::overlap::load_now) reads.
-    pub loads_now: bool,
+    /// Whether it reads weights before it waits: no launch writes them.
+    pub reads_ahead: bool,
 }
 
 impl ProjectPlan {

@@ -16,7 +16,7 @@ use crate::{
     },
     quantized::layout::Format,
 };
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{await_previous, let_next_begin};
 use cubecl::prelude::*;
 
 /// Each matrix twice: as words, and as vectors of codes. `second` is what the first opens the gates of, or `second` and `third` have outputs
@@ -47,7 +47,8 @@ pub(super) fn project_words_overlapped<E: Float, N: Size, M: Size>(
     #[define(N)] _vector: usize,
     #[define(M)] words_of_vector: usize,
 ) {
-    take_turn(plan.overlaps);
+    let_next_begin(plan.overlaps);
+    await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let item = item(item_place, plan.ranks);
     let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -98,6 +99,9 @@ pub(super) fn project_words_overlapped<E: Float, N: Size, M: Size>(
             plan,
         );
     }
+    // What compilers move behind this may stay there: words read before it, as whole weights are, were measured, 524 tokens/s of a
+    // small model in 4 bits for 549.
+    await_previous(plan.reads_ahead);
     while vector < vectors {
         #[unroll]
         for ahead in 0..plan.unroll {

@@ -2,7 +2,10 @@
 
 mod kernel;
 
-use super::launch::{LaunchOptions, plan};
+use super::{
+    launch::{LaunchOptions, plan},
+    sums::ProjectPlan,
+};
 use crate::{
     op::{
         dequantize::row_parts,
@@ -30,6 +33,7 @@ pub(super) fn launch(
     mut options: LaunchOptions,
 ) -> CubeTensor {
     let client = input.client.clone();
+    let reads_parameters = options.reads_parameters(&words);
     let (input, words) = (into_contiguous(input), rows_of(words));
     let items = options.items(input.meta.shape()[0], words.meta.shape()[0]);
     assert_eq!(
@@ -53,6 +57,10 @@ pub(super) fn launch(
     let in_flight = WORDS_IN_FLIGHT / of_vector;
     let vector = vector_size(&client, input.dtype.size(), &[codes_of_word]);
     let plan = plan(&client, items, vectors, &options, in_flight);
+    let plan = ProjectPlan {
+        reads_ahead: plan.overlaps && reads_parameters,
+        ..plan
+    };
     let [second, third] = [&options.second, &options.third].map(|side| side.clone().map(rows_of));
     for side in second.iter().chain(&third) {
         assert_eq!(side.meta.strides()[0], stride, "rows of one layout");
