@@ -99,7 +99,7 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
 
 /// A pointer as a number. It is one only for `gpu_asm!`: its type stays what it is.
 #[cube]
-fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
+pub(crate) fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
     // SAFETY: nothing is read: the place is an expression of the kernel's, and its value the pointer.
     intrinsic!(|scope| unsafe { *pointer }.value(scope).into())
 }

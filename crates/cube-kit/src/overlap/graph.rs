@@ -1,7 +1,10 @@
 //! The dependencies of a graph that is being captured, made such that launches overlap.
 
 use super::SUFFIX;
-use cubecl_common::{device::Device, device_handle::DeviceHandle};
+use cubecl_common::{
+    device::Device,
+    device_handle::{CallResultExt, DeviceHandle},
+};
 use cubecl_cuda::{CudaDevice, CudaRuntime};
 use cubecl_environment::stream::StreamId;
 use cubecl_runtime::runtime::Runtime;
@@ -29,7 +32,8 @@ pub fn overlap_launches(device: &CudaDevice) -> usize {
         // SAFETY: it is a stream of the server's, whose thread this is, with its context; nobody else uses it meanwhile.
         unsafe { driver.overlap(stream.sys.cast()) }
     });
-    edited.ok().flatten().unwrap_or(0)
+    // A graph without a dependency that it had must not be replayed.
+    edited.unwrap_or_resume().unwrap_or(0)
 }
 
 /// `CUgraphEdgeData`.

@@ -44,6 +44,42 @@ fn text(#[comptime] text: String) {
 #[cube]
 fn text(#[comptime] _text: String) {}
 
+/// Behind [`await_previous`]: an earlier launch may have written the tensor meanwhile. Compilers take what a kernel only reads for constant, and
+/// may else read it before the wait, or by way of a cache that knows nothing of it.
+#[cube]
+pub fn was_written<T: CubePrimitive>(tensor: &Tensor<T>, #[comptime] overlaps: bool) {
+    if overlaps {
+        tell::<T>(tensor);
+    }
+}
+
+/// The same of a tensor that may be absent.
+#[cube]
+pub fn was_written_if_there<T: CubePrimitive>(
+    tensor: ComptimeOption<&Tensor<T>>,
+    #[comptime] overlaps: bool,
+) {
+    #[comptime]
+    match tensor {
+        ComptimeOption::Some(tensor) => was_written::<T>(tensor, overlaps),
+        ComptimeOption::None => {}
+    }
+}
+
+/// A text that might do anything with the tensor, and does nothing.
+#[cfg(feature = "cuda")]
+#[cube]
+fn tell<T: CubePrimitive>(tensor: &Tensor<T>) {
+    // SAFETY: only the address is taken.
+    let start = unsafe { tensor.as_slice().as_ptr_unchecked() };
+    gpu_asm!("// {start}\n", start = in(_) crate::hopper::ptx::number_of::<T>(start));
+}
+
+/// There is no device that would take it.
+#[cfg(not(feature = "cuda"))]
+#[cube]
+fn tell<T: CubePrimitive>(_tensor: &Tensor<T>) {}
+
 /// The vector at `index` of what no launch writes. Where `now`, it is of [`LOAD_BYTES`] bytes, and it is on its way before anything that the kernel
 /// does later: compilers move the reads of what does not change to where it is used, which is behind a wait, and one after the other.
 #[cube]

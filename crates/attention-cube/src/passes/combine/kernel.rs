@@ -8,7 +8,7 @@
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::LOWEST;
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{take_turn, was_written};
 use cubecl::prelude::*;
 
 /// Units of a cube.
@@ -34,6 +34,8 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     take_turn(overlaps);
+    was_written(partial_output, overlaps);
+    was_written(partial_logsumexp, overlaps);
     let columns = comptime!((UNITS / sharing) as u32);
     let index = CUBE_POS * columns as usize + (UNIT_POS % columns) as usize;
     let first_split = UNIT_POS / columns;

@@ -4,7 +4,7 @@
 //! Budget: 8 bytes a unit in shared memory. Bound by memory: reads the logits once. Cubes reduce a stretch of a row each,
 //! then one cube a row reduces what they found.
 
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// Units of a cube.
@@ -23,6 +23,8 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     #[define(I)] _integer: ElemType,
 ) {
     take_turn(overlaps);
+    was_written(values, overlaps);
+    was_written_if_there(columns_of_values, overlaps);
     let row = CUBE_POS as u32 / stretches;
     let stretch = CUBE_POS as u32 % stretches;
     let length = columns.div_ceil(stretches);

@@ -4,7 +4,7 @@
 //! where there are many rows: a cube reads its row twice, the second time from the cache, and writes it once.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{take_turn, was_written};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -23,6 +23,7 @@ pub(super) fn norm_overlapped<E: Float, W: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     take_turn(overlaps);
+    was_written(input, overlaps);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

@@ -5,7 +5,7 @@
 //! which one cube reads once. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
-use cube_kit::overlap::{await_previous, let_next_begin, load_now};
+use cube_kit::overlap::{await_previous, let_next_begin, load_now, was_written};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -52,6 +52,8 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
         }
     }
     await_previous(overlaps);
+    was_written(stream, overlaps);
+    was_written(added, overlaps);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

@@ -19,7 +19,7 @@ pub(crate) struct Added {
     pub stream: Tensor<2>,
     /// `[rows, columns]`, before its norm.
     pub added: Tensor<2>,
-    /// `[columns]`, of that norm.
+    /// `[columns]`, of that norm: a parameter, as the next norm's is, which no launch writes.
     pub weight: Tensor<1>,
     /// Of all norms.
     pub epsilon: f64,

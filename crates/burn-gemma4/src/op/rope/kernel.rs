@@ -5,7 +5,7 @@
 //! to four without plane operations. Bound by latency: one cube a head, which it reads once.
 
 use crate::op::sums::{Team, cube_sum};
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// The strides of `[sequences, heads, slots, columns]`, whose columns lie together.
@@ -84,6 +84,11 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     #[define(I)] _integer: ElemType,
 ) {
     take_turn(overlaps);
+    was_written(projected, overlaps);
+    was_written_if_there(weight, overlaps);
+    was_written_if_there(cos, overlaps);
+    was_written_if_there(sin, overlaps);
+    was_written_if_there(positions, overlaps);
     let head = CUBE_POS as u32 % heads;
     let row = CUBE_POS as u32 / heads;
     if row >= rows {

@@ -30,7 +30,7 @@ use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::ptx::shared_address;
-use cube_kit::overlap::take_turn;
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -76,6 +76,13 @@ pub(crate) fn forward_split_n_overlapped<
     #[define(NS, NP, NO, AS, AP, AO)] _vectors: [usize; 6],
 ) {
     take_turn(overlaps);
+    was_written(query, overlaps);
+    was_written(key, overlaps);
+    was_written(value, overlaps);
+    was_written_if_there(mask, overlaps);
+    was_written_if_there(bias, overlaps);
+    was_written_if_there(lengths_and_ids, overlaps);
+    was_written_if_there(sinks, overlaps);
     let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
     let masking = &scoring.masking;
     let scheduler = TileScheduler {

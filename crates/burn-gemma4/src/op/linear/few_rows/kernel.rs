@@ -11,7 +11,9 @@ use super::{
     sides::{Side, Sides, side_of_cube},
     sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish},
 };
-use cube_kit::overlap::{await_previous, let_next_begin, load_now};
+use cube_kit::overlap::{
+    await_previous, let_next_begin, load_now, was_written, was_written_if_there,
+};
 use cubecl::prelude::*;
 
 /// The vectors from a row of each matrix to its next.
@@ -46,7 +48,12 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     let_next_begin(plan.overlaps);
-    await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
+    let computed = comptime!(plan.overlaps && !plan.reads_ahead);
+    await_previous(computed);
+    was_written(weight, computed);
+    was_written_if_there(second, computed);
+    was_written_if_there(third, computed);
+    was_written_if_there(experts, plan.overlaps);
     let item = item(item_place, plan.ranks);
     let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -77,6 +84,9 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
         );
     }
     await_previous(plan.reads_ahead);
+    was_written(input, plan.overlaps);
+    was_written_if_there(shares, plan.overlaps);
+    was_written_if_there(factor, plan.overlaps);
     while vector < vectors {
         #[unroll]
         for ahead in 0..plan.unroll {

@@ -16,7 +16,7 @@ use crate::{
     },
     quantized::layout::Format,
 };
-use cube_kit::overlap::{await_previous, let_next_begin};
+use cube_kit::overlap::{await_previous, let_next_begin, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// Each matrix twice: as words, and as vectors of codes. `second` is what the first opens the gates of, or `second` and `third` have outputs
@@ -48,7 +48,15 @@ pub(super) fn project_words_overlapped<E: Float, N: Size, M: Size>(
     #[define(M)] words_of_vector: usize,
 ) {
     let_next_begin(plan.overlaps);
-    await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
+    let computed = comptime!(plan.overlaps && !plan.reads_ahead);
+    await_previous(computed);
+    was_written(words, computed);
+    was_written(codes, computed);
+    was_written_if_there(second, computed);
+    was_written_if_there(second_codes, computed);
+    was_written_if_there(third, computed);
+    was_written_if_there(third_codes, computed);
+    was_written_if_there(experts, plan.overlaps);
     let item = item(item_place, plan.ranks);
     let side = side_of_cube(cube_of_item(item_place, plan.ranks), sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -102,6 +110,9 @@ pub(super) fn project_words_overlapped<E: Float, N: Size, M: Size>(
     // What compilers move behind this may stay there: words read before it, as whole weights are, were measured, 524 tokens/s of a
     // small model in 4 bits for 549.
     await_previous(plan.reads_ahead);
+    was_written(input, plan.overlaps);
+    was_written_if_there(shares, plan.overlaps);
+    was_written_if_there(factor, plan.overlaps);
     while vector < vectors {
         #[unroll]
         for ahead in 0..plan.unroll {
