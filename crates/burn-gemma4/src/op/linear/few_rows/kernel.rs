@@ -67,27 +67,45 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
         sums[index] = 0.0f32;
     }
     let mut vector = UNIT_POS_X;
-    if vector < vectors {
-        load(
-            weight,
-            second,
-            third,
-            &experts,
-            &mut loaded,
-            vector,
-            first,
-            item,
-            side,
-            item_place,
-            strides,
-            plan,
-        );
+    if comptime!(plan.reads_ahead) {
+        if vector < vectors {
+            load(
+                weight,
+                second,
+                third,
+                &experts,
+                &mut loaded,
+                vector,
+                first,
+                item,
+                side,
+                item_place,
+                strides,
+                plan,
+            );
+        }
     }
     await_previous(plan.reads_ahead);
     was_written(input, plan.overlaps);
     was_written_if_there(shares, plan.overlaps);
     was_written_if_there(factor, plan.overlaps);
     while vector < vectors {
+        if comptime!(!plan.reads_ahead) {
+            load(
+                weight,
+                second,
+                third,
+                &experts,
+                &mut loaded,
+                vector,
+                first,
+                item,
+                side,
+                item_place,
+                strides,
+                plan,
+            );
+        }
         #[unroll]
         for ahead in 0..plan.unroll {
             let at = vector + comptime!((ahead * plan.team.units) as u32);
@@ -118,21 +136,23 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
             }
         }
         vector += comptime!((plan.unroll * plan.team.units) as u32);
-        if vector < vectors {
-            load(
-                weight,
-                second,
-                third,
-                &experts,
-                &mut loaded,
-                vector,
-                first,
-                item,
-                side,
-                item_place,
-                strides,
-                plan,
-            );
+        if comptime!(plan.reads_ahead) {
+            if vector < vectors {
+                load(
+                    weight,
+                    second,
+                    third,
+                    &experts,
+                    &mut loaded,
+                    vector,
+                    first,
+                    item,
+                    side,
+                    item_place,
+                    strides,
+                    plan,
+                );
+            }
         }
     }
 
