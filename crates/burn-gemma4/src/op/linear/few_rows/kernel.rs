@@ -68,22 +68,21 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
     }
     let mut vector = UNIT_POS_X;
     if comptime!(plan.reads_ahead) {
-        if vector < vectors {
-            load(
-                weight,
-                second,
-                third,
-                &experts,
-                &mut loaded,
-                vector,
-                first,
-                item,
-                side,
-                item_place,
-                strides,
-                plan,
-            );
-        }
+        load_if_below(
+            weight,
+            second,
+            third,
+            &experts,
+            &mut loaded,
+            vector,
+            vectors,
+            first,
+            item,
+            side,
+            item_place,
+            strides,
+            plan,
+        );
     }
     await_previous(plan.reads_ahead);
     was_written(input, plan.overlaps);
@@ -137,22 +136,21 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
         }
         vector += comptime!((plan.unroll * plan.team.units) as u32);
         if comptime!(plan.reads_ahead) {
-            if vector < vectors {
-                load(
-                    weight,
-                    second,
-                    third,
-                    &experts,
-                    &mut loaded,
-                    vector,
-                    first,
-                    item,
-                    side,
-                    item_place,
-                    strides,
-                    plan,
-                );
-            }
+            load_if_below(
+                weight,
+                second,
+                third,
+                &experts,
+                &mut loaded,
+                vector,
+                vectors,
+                first,
+                item,
+                side,
+                item_place,
+                strides,
+                plan,
+            );
         }
     }
 
@@ -166,6 +164,31 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
         cap,
     };
     finish(sums, &factor, output, of_outputs, plan, epilogue);
+}
+
+/// Puts a team's weights on their way, if its row has any there.
+#[cube]
+fn load_if_below<E: Float, N: Size>(
+    weight: &Tensor<Vector<E, N>>,
+    second: ComptimeOption<&Tensor<Vector<E, N>>>,
+    third: ComptimeOption<&Tensor<Vector<E, N>>>,
+    experts: &ComptimeOption<&Tensor<i32>>,
+    loaded: &mut Array<Vector<E, N>>,
+    vector: u32,
+    vectors: u32,
+    first: u32,
+    item: u32,
+    side: Side,
+    item_place: ItemPlace,
+    strides: WeightStrides,
+    #[comptime] plan: ProjectPlan,
+) {
+    if vector < vectors {
+        load(
+            weight, second, third, experts, loaded, vector, first, item, side, item_place, strides,
+            plan,
+        );
+    }
 }
 
 /// Puts a team's weights on their way.
