@@ -7,7 +7,7 @@
 
 use cubecl::prelude::*;
 
-/// Bytes that [`load_now`] reads.
+/// Bytes that [`load_now()`] reads.
 pub const LOAD_BYTES: usize = 16;
 
 /// Lets the next launch's cubes begin as soon as all of this one have come here or ended.
@@ -44,7 +44,7 @@ fn text(#[comptime] text: String) {
 #[cube]
 fn text(#[comptime] _text: String) {}
 
-/// Behind [`await_previous`]: an earlier launch may have written the tensor meanwhile. Compilers take what a kernel only reads for constant, and
+/// Behind [`await_previous()`]: an earlier launch may have written the tensor meanwhile. Compilers take what a kernel only reads for constant, and
 /// may else read it before the wait, or by way of a cache that knows nothing of it.
 #[cube]
 pub fn was_written<T: CubePrimitive>(tensor: &Tensor<T>, #[comptime] overlaps: bool) {
