@@ -1,12 +1,13 @@
 //! Times of generation with random weights: `cargo bench --bench generate`.
 //!
 //! Prefill: from a prompt on the host to the first token on the host. Decode: greedy or drawn, each token on the host before the
-//! next is asked for. The floor is what weights, keys and values take to come through memory once, at the rate of an
+//! next is asked for, though what reads it may be under way by then, as in `generate`. The floor is what weights, keys and values take to come through memory once, at the rate of an
 //! elementwise operation over a large tensor.
 //!
 //! The parts of a token are timed in a second pass that waits for the device after each of them, which takes time itself:
 //! they say where a token's time goes, not how much of it there is.
 
+mod choice;
 mod drafted;
 mod launches;
 mod models;
@@ -28,8 +29,8 @@ use burn::{
 };
 use burn_gemma4::{
     Cache, CacheKind, Drafter, Gemma4Model, LoadOptions, Logits, Next, Quantization, Sampler,
-    Sampling,
 };
+use choice::Choice;
 use clap::Parser;
 use drafted::{Drafted, Forced};
 use launches::observe;
@@ -304,9 +305,10 @@ impl Bench {
         // Some go to compiling, tuning and capturing.
         let warm_up = self.tokens.div_ceil(8).max(6);
         let mut times = Vec::with_capacity(warm_up + self.tokens);
-        for _ in 0..warm_up + self.tokens {
+        for index in 1..=warm_up + self.tokens {
             let start = Instant::now();
-            tokens = choice.of(decoder.step(&tokens)?)?;
+            let goes_on = index < warm_up + self.tokens;
+            tokens = choice.after(&mut decoder, &tokens, goes_on)?;
             times.push(start.elapsed().as_secs_f64());
         }
         let mode = decoder.mode();
@@ -440,38 +442,6 @@ fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
         }
     };
     (0..batch).map(of_row).collect()
-}
-
-/// How tokens are chosen.
-pub(crate) struct Choice {
-    /// One a sequence; none where the likeliest are taken.
-    samplers: Vec<Sampler>,
-}
-
-impl Choice {
-    fn new(sample: bool, batch: usize) -> Self {
-        let sampler = |seed| {
-            Sampler::new(&Sampling {
-                temperature: 1.0,
-                top_k: Some(64),
-                top_p: Some(0.95),
-                seed: Some(seed),
-                ..Sampling::greedy()
-            })
-        };
-        let batch = if sample { batch } else { 0 };
-        Self {
-            samplers: (0..batch as u64).map(sampler).collect(),
-        }
-    }
-
-    /// The next tokens, on the host.
-    pub(crate) fn of(&mut self, next: Next<'_>) -> Result<Vec<u32>, Error> {
-        Ok(match self.samplers.is_empty() {
-            true => next.argmax()?,
-            false => next.sample(&mut self.samplers)?,
-        })
-    }
 }
 
 /// Tokens in no order, `[batch · context]`.

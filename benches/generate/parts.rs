@@ -1,6 +1,6 @@
 //! Where a token's time goes: the parts that a decoder names, each with a wait for the device behind it.
 
-use crate::Choice;
+use crate::choice::Choice;
 use attention_workspace::Error;
 use burn::tensor::Device;
 use burn_gemma4::{Decoder, Part};

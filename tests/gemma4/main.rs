@@ -22,6 +22,7 @@ mod endings;
 #[cfg(feature = "training")]
 mod evaluation;
 mod experts;
+mod following;
 mod foreign;
 mod forgetting;
 mod generation;

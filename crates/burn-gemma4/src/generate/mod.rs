@@ -12,8 +12,8 @@ mod sequence;
 #[cfg(feature = "cube")]
 use crate::op;
 use crate::{
-    Cache, CacheKind, Cancellation, ChatOptions, Drafter, Gemma4Config, Gemma4Error, Gemma4Model,
-    KvPrecision, Next, Sampling, TextKind, TokenLogprobs, Tokenizer,
+    Cache, CacheKind, Cancellation, ChatOptions, Decoder, Drafter, Gemma4Config, Gemma4Error,
+    Gemma4Model, KvPrecision, Next, Sampling, TextKind, TokenLogprobs, Tokenizer,
     model::{Logits, per_layer::Tokens},
     text::stop,
 };
@@ -311,15 +311,10 @@ pub(crate) fn run(
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
         // A sequence that has ended goes along until the others have.
-        let column: Vec<u32> = sequences
+        let goes_on = sequences
             .iter()
-            .zip(&next)
-            .map(|(sequence, token)| match sequence.finished {
-                Some(_) => pad,
-                None => *token,
-            })
-            .collect();
-        next = choose(&mut sequences, decoder.step(&column)?, options)?;
+            .any(|sequence| sequence.finished.is_none() && sequence.tokens.len() + 1 < max_tokens);
+        next = read_and_choose(&mut sequences, &mut decoder, &next, goes_on, options)?;
         for (sequence, token) in sequences.iter_mut().zip(&next) {
             sequence.take(*token, max_tokens, options, on_token)?;
         }
@@ -334,13 +329,28 @@ fn choose(
     next: Next<'_>,
     options: &GenerateOptions,
 ) -> Result<Vec<u32>, Gemma4Error> {
-    let chosen = Chosen::of(next, sequences, options)?;
-    let rows = sequences.iter_mut().enumerate();
-    rows.map(|(row, sequence)| match sequence.finished {
-        Some(_) => Ok(0),
-        None => chosen.token(row, sequence, options),
-    })
-    .collect()
+    Chosen::of(next, sequences, options)?.tokens(sequences, options)
+}
+
+/// The next token of each sequence after `tokens`, which are read. Where it `goes_on`, the device may read the next ones before they are known here.
+fn read_and_choose(
+    sequences: &mut [Sequence<'_>],
+    decoder: &mut Decoder<'_>,
+    tokens: &[u32],
+    goes_on: bool,
+    options: &GenerateOptions,
+) -> Result<Vec<u32>, Gemma4Error> {
+    let followed = match options.logprobs {
+        None => decoder.follow(tokens, goes_on)?,
+        Some(_) => None,
+    };
+    match followed {
+        Some(followed) => {
+            let vocabulary = decoder.vocabulary();
+            Chosen::Tokens(followed, vocabulary).tokens(sequences, options)
+        }
+        None => choose(sequences, decoder.step(tokens)?, options),
+    }
 }
 
 /// What there is of the sequences.

@@ -38,6 +38,21 @@ impl Chosen {
         }
     }
 
+    /// The next token of each sequence, which has a row. One that has ended gets what the device goes on with, or any.
+    pub fn tokens(
+        &self,
+        sequences: &mut [Sequence<'_>],
+        options: &GenerateOptions,
+    ) -> Result<Vec<u32>, Gemma4Error> {
+        let rows = sequences.iter_mut().enumerate();
+        rows.map(|(row, sequence)| match (sequence.finished, self) {
+            (None, _) => self.token(row, sequence, options),
+            (Some(_), Self::Tokens(tokens, _)) => Ok(tokens[row].unwrap_or(0)),
+            (Some(_), Self::Logits(..)) => Ok(0),
+        })
+        .collect()
+    }
+
     /// The token of a row, for the sequence whose next one it is.
     pub fn token(
         &self,

@@ -13,6 +13,8 @@ pub(crate) mod linear;
 pub(crate) mod norm;
 #[cfg(feature = "cube")]
 pub(crate) mod overwrite;
+#[cfg(feature = "cube")]
+pub(crate) mod reading;
 pub(crate) mod residual;
 pub(crate) mod rope;
 #[cfg(feature = "cube")]

@@ -1,16 +1,21 @@
 //! A decoder's passes and a drafter's rounds by kernels, whose launches are captured in a graph once and replayed.
 
 use super::{
-    DecodeMode, Part, integers,
+    DecodeMode, Part,
+    ahead::Ahead,
+    integers,
     position::{Outputs, Position},
     recorded::Recorded,
     round::Round,
 };
 use crate::{
-    Cache, Drafter, Gemma4Model, Guesses, LayerType,
+    Cache, Drafter, Gemma4Error, Gemma4Model, Guesses, LayerType,
     generate::sampling::device::DeviceSampler,
     model::few_rows::FewRows,
-    op::overwrite::{overwrite, overwrite_floats},
+    op::{
+        overwrite::{go_on_with, overwrite, overwrite_floats},
+        reading::Reading,
+    },
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::{
@@ -29,6 +34,8 @@ pub(super) struct GraphCapture {
     sampler: Option<DeviceSampler>,
     /// Whether the last pass was replayed.
     replayed: bool,
+    /// The pass after the last one, where it is under way already.
+    ahead: Option<Ahead>,
 }
 
 impl fmt::Debug for GraphCapture {
@@ -51,6 +58,7 @@ impl GraphCapture {
             rounds: BTreeMap::new(),
             sampler: None,
             replayed: false,
+            ahead: None,
         })
     }
 
@@ -85,6 +93,7 @@ impl GraphCapture {
 
     /// Lets go of the cache's buffers, which something else is to write.
     pub fn release(&mut self) {
+        self.ahead = None;
         self.passes.clear();
         self.rounds.clear();
         self.replayed = false;
@@ -100,6 +109,52 @@ impl GraphCapture {
         self.may_capture = may_capture;
         cache.advance_by(count);
         outputs
+    }
+
+    /// Whether tokens are drawn.
+    pub fn draws(&self) -> bool {
+        self.sampler.is_some()
+    }
+
+    /// Reads a token of each sequence, and gives those that come next, nothing where none does. Where `goes_on`, what reads these
+    /// is on the device before they are on the host: it is what the next call with them gives.
+    pub fn follow(
+        &mut self,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        goes_on: bool,
+    ) -> Result<Vec<Option<u32>>, Gemma4Error> {
+        let taken_up = self.ahead.take().and_then(|ahead| ahead.after(tokens));
+        let chosen = match taken_up {
+            Some(chosen) => {
+                cache.advance_by(1);
+                chosen
+            }
+            None => Reading::begin(self.step(model, cache, tokens).chosen.tokens()),
+        };
+        let next = match goes_on && model.host_table.is_none() {
+            true => self.go_on(cache, &chosen),
+            false => None,
+        };
+        let number = |token: i32| u32::try_from(token).ok();
+        let tokens: Vec<Option<u32>> = chosen.wait()?.into_iter().map(number).collect();
+        self.ahead = next.map(|chosen| Ahead::new(tokens.clone(), chosen));
+        Ok(tokens)
+    }
+
+    /// Puts the pass that reads the chosen tokens on the device, if the cache's buffers have room for it.
+    fn go_on(&mut self, cache: &Cache, chosen: &Reading) -> Option<Reading> {
+        if cache.len() + 1 > cache.room() {
+            return None;
+        }
+        let pass = self.passes.get_mut(&1)?;
+        go_on_with(pass.computation.inputs.clone(), chosen.numbers.clone());
+        let mut may_capture = self.may_capture;
+        let outputs = pass.run(&mut may_capture);
+        self.replayed = pass.is_captured();
+        self.may_capture = may_capture;
+        Some(Reading::begin(outputs.chosen.tokens()))
     }
 
     pub fn step_by_parts(
@@ -126,6 +181,7 @@ impl GraphCapture {
         hidden: Tensor<2>,
         count: usize,
     ) -> Guesses {
+        self.ahead = None;
         let device = model.device();
         let inputs = inputs(cache, tokens, &device);
         // The guesses' own position is the next one.
@@ -159,6 +215,7 @@ impl GraphCapture {
         cache: &mut Cache,
         tokens: &[u32],
     ) -> &mut Recorded<Position> {
+        self.ahead = None;
         let count = tokens.len() / cache.batch();
         let device = model.device();
         let inputs = inputs(cache, tokens, &device);

@@ -1,6 +1,8 @@
 //! A token at a time: what a model computes while it generates.
 
 #[cfg(feature = "cube")]
+mod ahead;
+#[cfg(feature = "cube")]
 mod graph;
 mod next;
 #[cfg(feature = "cube")]
@@ -76,6 +78,9 @@ pub struct Decoder<'a> {
     /// Whether kernels serve the drafter.
     #[cfg(feature = "cube")]
     has_drafter_kernels: bool,
+    /// Whether samplers are to draw, on the device or not.
+    #[cfg(feature = "cube")]
+    has_samplers: bool,
     #[cfg(feature = "cube")]
     graph: Option<GraphCapture>,
     /// A replay is ordered after what the capturing thread has put on the device, and after nothing else.
@@ -99,6 +104,8 @@ impl<'a> Decoder<'a> {
             drafter: None,
             #[cfg(feature = "cube")]
             has_drafter_kernels: false,
+            #[cfg(feature = "cube")]
+            has_samplers: false,
             _of_one_thread: PhantomData,
         }
     }
@@ -116,6 +123,34 @@ impl<'a> Decoder<'a> {
             return Ok(graph.step(self.model, self.cache, tokens).into());
         }
         self.plain_step(tokens, 1)
+    }
+
+    /// Reads one more token of each sequence and gives the next: the likeliest, or what the [samplers](Self::with_samplers) draw, if the device draws them;
+    /// nothing for a sequence without any, every logit of which is NaN or −∞.
+    ///
+    /// It gives what [`step`](Self::step) and [`Next::argmax`] or [`Next::sample`] would, but samplers do not read it. Where the caller `goes_on`, what reads the given tokens is put on
+    /// the device before they have come to the host, which then never waits for the host: the next call takes it up, if it is with these tokens. With others it reads those, and the work was for nothing.
+    ///
+    /// `None` where tokens are not chosen on the device, as on a processor, or where samplers were given that the host has to draw for.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step), and [`Gemma4Error::Device`] where the device failed.
+    pub fn follow(
+        &mut self,
+        tokens: &[u32],
+        goes_on: bool,
+    ) -> Result<Option<Vec<Option<u32>>>, Gemma4Error> {
+        self.check(tokens)?;
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph
+            && self.cache.has_begun()
+            && graph.draws() == self.has_samplers
+        {
+            let next = graph.follow(self.model, self.cache, tokens, goes_on)?;
+            return Ok(Some(next));
+        }
+        let _ = goes_on;
+        Ok(None)
     }
 
     /// Reads several more tokens of the only sequence, in one pass: what comes after each of them. With a cache that
@@ -183,7 +218,11 @@ impl<'a> Decoder<'a> {
             let (vocabulary, device) = (model.config().vocab_size, model.device());
             let sampler = DeviceSampler::new(samplers, vocabulary, model.dtype(), &device);
             let graph = self.graph.map(|graph| graph.with_sampler(sampler));
-            Ok(Self { graph, ..self })
+            Ok(Self {
+                graph,
+                has_samplers: true,
+                ..self
+            })
         }
         #[cfg(not(feature = "cube"))]
         Ok(self)
@@ -250,6 +289,11 @@ impl<'a> Decoder<'a> {
     /// Where the cache cannot.
     pub(crate) fn forget_each(&mut self, counts: &[usize]) -> Result<(), Gemma4Error> {
         self.cache.forget_each(counts)
+    }
+
+    /// Tokens that there are.
+    pub(crate) fn vocabulary(&self) -> usize {
+        self.model.config().vocab_size
     }
 
     /// What it has read.

@@ -65,6 +65,15 @@ pub(crate) enum Choice {
     Drawn(Tensor<1, Int>),
 }
 
+impl Choice {
+    /// They.
+    pub fn tokens(&self) -> Tensor<1, Int> {
+        match self {
+            Self::Largest(tokens) | Self::Drawn(tokens) => tokens.clone(),
+        }
+    }
+}
+
 impl Computation for Position {
     type Outputs = Outputs;
 

@@ -1,16 +1,19 @@
 //! The draw: what is kept of each stretch, then the stretch and the token where the sum of weights, in the tokens' order, passes a
 //! random number.
 //!
-//! Budget: 4 KB of shared memory. Bound by latency: the first launch reads the logits once, a cube a stretch; the second, a cube a row,
-//! reads one stretch twice.
+//! Budget: 5 KB of shared memory. Bound by latency: the first launch reads the logits once, a cube a stretch; the second, a cube a row,
+//! reads what all stretches have at once, and one stretch twice.
 
 use super::{
     random::bits,
     search::Target,
-    search::{Cuts, Limits, after_top_k, descend, largest_of, stretch},
+    search::{
+        AHEAD, Cuts, Limits, MOST_STRETCHES, after_top_k, descend, largest_of, next_keys, stretch,
+    },
     weight::{key, ratio, weight},
     wide::{UNITS, Wide, cube_sums},
 };
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// Words of what is kept of a stretch: the weights of tokens above the threshold, how many tie with it, the threshold, and the weight
@@ -69,7 +72,7 @@ impl Kept {
 
 /// Adds up what is kept of each stretch.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn keep<E: Float>(
+pub(super) fn keep_overlapped<E: Float>(
     logits: &Tensor<E>,
     largest: &Tensor<u32>,
     before: ComptimeOption<&Tensor<u32>>,
@@ -78,8 +81,13 @@ pub(super) fn keep<E: Float>(
     columns: u32,
     stretches: u32,
     #[comptime] cuts: Cuts,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
 ) {
+    take_turn(overlaps);
+    was_written(logits, overlaps);
+    was_written(largest, overlaps);
+    was_written_if_there(before, overlaps);
     let stretch = stretch(columns, stretches);
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
     // The threshold is what top-p's search has found, or where top-k's has put the floor.
@@ -114,12 +122,15 @@ pub(super) fn keep<E: Float>(
     let mut ties = 0u32;
     let mut column = stretch.start + UNIT_POS;
     while column < stretch.end {
-        let key = key(f32::cast_from(logits[from + column as usize]));
-        let sum = Wide { low, high }.plus(kept.above(key, limits));
-        low = sum.low;
-        high = sum.high;
-        ties += kept.tie(key);
-        column += comptime!(UNITS as u32);
+        let keys = next_keys(logits, from, column, stretch.end);
+        #[unroll]
+        for ahead in 0..AHEAD {
+            let sum = Wide { low, high }.plus(kept.above(keys[ahead], limits));
+            low = sum.low;
+            high = sum.high;
+            ties += kept.tie(keys[ahead]);
+        }
+        column += comptime!((AHEAD * UNITS) as u32);
     }
     let sum = cube_sums(Wide { low, high }, &mut sums).all;
     let ties = cube_sums(Wide::of(ties), &mut sums).all;
@@ -165,7 +176,7 @@ fn likeliest<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) ->
 
 /// Draws each row's token; −1 where a row has none.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn draw<E: Float>(
+pub(super) fn draw_overlapped<E: Float>(
     logits: &Tensor<E>,
     largest: &Tensor<u32>,
     summaries: &Tensor<u32>,
@@ -176,20 +187,34 @@ pub(super) fn draw<E: Float>(
     columns: u32,
     stretches: u32,
     #[comptime] cuts: Cuts,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
 ) {
+    take_turn(overlaps);
+    was_written(logits, overlaps);
+    was_written(largest, overlaps);
+    was_written(summaries, overlaps);
+    was_written(seeds, overlaps);
+    was_written(positions, overlaps);
     let row = CUBE_POS as u32;
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
-    let first = (row * stretches) as usize * comptime!(SUMMARY);
+    let mut own_summaries = Shared::<[u32]>::new_slice(comptime!(MOST_STRETCHES * SUMMARY));
+    let mut word = UNIT_POS;
+    while word < stretches * comptime!(SUMMARY as u32) {
+        let of_row = (row * stretches) as usize * comptime!(SUMMARY);
+        own_summaries[word as usize] = summaries[of_row + word as usize];
+        word += comptime!(UNITS as u32);
+    }
+    sync_cube();
     let kept = Kept {
         largest: largest_of(largest, row, stretches),
-        threshold: summaries[first + 3],
+        threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
     // Of those that tie, the first ones in the tokens' order are kept.
     let need = Wide {
-        low: summaries[first + 4],
-        high: summaries[first + 5],
+        low: own_summaries[4],
+        high: own_summaries[5],
     };
     let all = ratio(kept.threshold, kept.largest, limits.temperature);
     let most = ties_that_give(need, weight(all));
@@ -200,12 +225,12 @@ pub(super) fn draw<E: Float>(
     let mut ties = 0u32;
     let mut number = 0u32;
     while number < stretches {
-        let at = first + number as usize * comptime!(SUMMARY);
-        let some = min(summaries[at + 2], most - ties);
+        let at = number as usize * comptime!(SUMMARY);
+        let some = min(own_summaries[at + 2], most - ties);
         let sum = Wide { low, high }
             .plus(Wide {
-                low: summaries[at],
-                high: summaries[at + 1],
+                low: own_summaries[at],
+                high: own_summaries[at + 1],
             })
             .plus(tied.times(some));
         low = sum.low;
@@ -231,7 +256,7 @@ pub(super) fn draw<E: Float>(
     ties = 0u32;
     number = 0u32;
     while number < stretches {
-        let at = first + number as usize * comptime!(SUMMARY);
+        let at = number as usize * comptime!(SUMMARY);
         let begins = Wide { low, high };
         if !drawn.is_below(begins) {
             before_low = low;
@@ -239,11 +264,11 @@ pub(super) fn draw<E: Float>(
             ties_before = ties;
             chosen = number;
         }
-        let some = min(summaries[at + 2], most - ties);
+        let some = min(own_summaries[at + 2], most - ties);
         let sum = begins
             .plus(Wide {
-                low: summaries[at],
-                high: summaries[at + 1],
+                low: own_summaries[at],
+                high: own_summaries[at + 1],
             })
             .plus(tied.times(some));
         low = sum.low;

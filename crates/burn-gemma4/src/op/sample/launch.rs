@@ -3,8 +3,10 @@
 use super::{
     change::{self, change_logits, mark},
     device::{Draw, SampleBackend},
-    draw::{COLUMN_BITS, SUMMARY, draw, keep},
-    search::{Cuts, LimitsLaunch, RECORD, Step, count, largest_keys},
+    draw::{COLUMN_BITS, SUMMARY, draw_overlapped, keep_overlapped},
+    search::{
+        Cuts, LimitsLaunch, MOST_STRETCHES, RECORD, Step, count_overlapped, largest_keys_overlapped,
+    },
     wide::UNITS,
 };
 use burn::{
@@ -16,7 +18,10 @@ use burn::{
     tensor::{DType, Shape},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cube_kit::{
+    launch::{address_type, cube_count, empty, exact_cube_count},
+    overlap::overlaps,
+};
 use cubecl::{
     ir::{Type, features::AtomicUsage},
     prelude::{CubeDim, Scalar},
@@ -24,8 +29,6 @@ use cubecl::{
 
 /// Columns of a stretch, but for rows that have more than the stretches would.
 const STRETCH: usize = 32 * UNITS;
-/// Stretches of a row at most: every cube reads what all of a row have counted.
-const MOST_STRETCHES: usize = 32;
 
 /// Whether the device has what the kernels need, and sums of weights fit their words.
 pub(super) fn serves(device: &CubeDevice, columns: usize) -> bool {
@@ -149,7 +152,7 @@ impl Rows {
         let largest = self.words(1);
         // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
         unsafe {
-            largest_keys::launch_unchecked(
+            largest_keys_overlapped::launch_unchecked(
                 client,
                 exact_cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
@@ -158,6 +161,7 @@ impl Rows {
                 largest.clone().into_tensor_arg(),
                 self.columns as u32,
                 self.stretches as u32,
+                overlaps(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -169,7 +173,7 @@ impl Rows {
         let records = self.words(RECORD);
         // SAFETY: as in `largest`; the largest key and the step before have their places for each stretch.
         unsafe {
-            count::launch_unchecked(
+            count_overlapped::launch_unchecked(
                 client,
                 exact_cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
@@ -182,6 +186,7 @@ impl Rows {
                 self.columns as u32,
                 self.stretches as u32,
                 step,
+                overlaps(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -195,7 +200,7 @@ impl Rows {
         assert!(records < 1 << 31, "records are reached by 32 bits");
         // SAFETY: as in `count`.
         unsafe {
-            keep::launch_unchecked(
+            keep_overlapped::launch_unchecked(
                 client,
                 exact_cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
@@ -208,6 +213,7 @@ impl Rows {
                 self.columns as u32,
                 self.stretches as u32,
                 cuts,
+                overlaps(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -227,7 +233,7 @@ impl Rows {
         let tokens = empty(&self.logits, [self.rows], DType::I32);
         // SAFETY: a cube reads one of `rows` rows of `columns`, what was found of its stretches, its seed and its position.
         unsafe {
-            draw::launch_unchecked(
+            draw_overlapped::launch_unchecked(
                 client,
                 exact_cube_count(client, self.rows),
                 CubeDim::new_1d(UNITS as u32),
@@ -242,6 +248,7 @@ impl Rows {
                 self.columns as u32,
                 self.stretches as u32,
                 cuts,
+                overlaps(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }

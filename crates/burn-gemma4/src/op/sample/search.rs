@@ -4,12 +4,14 @@
 //! weights for top-p. The next launch adds up what the stretches have found, every cube for itself, and goes on in the bin where the
 //! sum, from the largest key down, reaches what is asked for.
 //!
-//! Budget: 10 KB of shared memory, a bin a unit in registers. Bound by latency: the logits come from the L2 cache after the first launch.
+//! Budget: 10 KB of shared memory, a bin a unit in registers. Bound by latency: the logits come from the L2 cache after the first launch, several at
+//! once, and so does what the stretches have found.
 
 use super::{
     weight::{KEY_OF_NOTHING, KEY_OF_ZERO, key, ratio, weight},
     wide::{UNITS, Wide, cube_sums},
 };
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// Values of eight bits.
@@ -18,6 +20,10 @@ pub(super) const BINS: usize = 256;
 pub(super) const RECORD: usize = 2 * BINS + 4;
 /// Copies of a cube's bins. Most logits are in few bins, where units would wait for each other.
 const COPIES: usize = 4;
+/// Stretches of a row at most: every cube reads what all of a row have counted.
+pub(super) const MOST_STRETCHES: usize = 32;
+/// Numbers that a unit has on their way before it uses the first.
+pub(super) const AHEAD: usize = 8;
 
 /// A row, and a cube's part of it.
 #[derive(CubeType, Clone, Copy)]
@@ -41,6 +47,29 @@ pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
         start,
         end: min(start + length, columns),
     }
+}
+
+/// The keys of [`AHEAD`] columns of a row that begins at `from`, each a cube's units after the one before; 0, which is below all others, from `end` on.
+#[cube]
+pub(super) fn next_keys<E: Float>(
+    logits: &Tensor<E>,
+    from: usize,
+    column: u32,
+    end: u32,
+) -> Array<u32> {
+    let mut read = Array::<f32>::new(AHEAD);
+    #[unroll]
+    for ahead in 0..AHEAD {
+        let at = min(column + comptime!((ahead * UNITS) as u32), end - 1u32);
+        read[ahead] = f32::cast_from(logits[from + at as usize]);
+    }
+    let mut keys = Array::<u32>::new(AHEAD);
+    #[unroll]
+    for ahead in 0..AHEAD {
+        let at = column + comptime!((ahead * UNITS) as u32);
+        keys[ahead] = select(at < end, key(read[ahead]), 0u32);
+    }
+    keys
 }
 
 /// What is known of a threshold.
@@ -94,20 +123,27 @@ pub(super) struct Limits {
 
 /// The largest key of each stretch.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn largest_keys<E: Float>(
+pub(super) fn largest_keys_overlapped<E: Float>(
     logits: &Tensor<E>,
     largest: &mut Tensor<u32>,
     columns: u32,
     stretches: u32,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
 ) {
+    take_turn(overlaps);
+    was_written(logits, overlaps);
     let stretch = stretch(columns, stretches);
     let from = stretch.row as usize * columns as usize;
     let mut best = 0u32;
     let mut column = stretch.start + UNIT_POS;
     while column < stretch.end {
-        best = max(best, key(f32::cast_from(logits[from + column as usize])));
-        column += comptime!(UNITS as u32);
+        let keys = next_keys(logits, from, column, stretch.end);
+        #[unroll]
+        for ahead in 0..AHEAD {
+            best = max(best, keys[ahead]);
+        }
+        column += comptime!((AHEAD * UNITS) as u32);
     }
     let mut found = Shared::<[u32]>::new_slice(UNITS);
     found[UNIT_POS as usize] = best;
@@ -129,10 +165,11 @@ pub(super) fn largest_keys<E: Float>(
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    let mut number = 0u32;
-    while number < stretches {
+    // All at once, the last one again for those that there are not.
+    #[unroll]
+    for number in 0..MOST_STRETCHES {
+        let number = min(comptime!(number as u32), stretches - 1u32);
         best = max(best, largest[(row * stretches + number) as usize]);
-        number += 1u32;
     }
     best
 }
@@ -154,15 +191,27 @@ pub(super) fn descend(
     let mut low = 0u32;
     let mut high = 0u32;
     let mut number = 0u32;
+    let mut lows = Array::<u32>::new(AHEAD);
+    let mut highs = Array::<u32>::new(AHEAD);
     while number < stretches {
-        let at = first + number as usize * comptime!(RECORD) + 2 * bin as usize;
-        let sum = Wide { low, high }.plus(Wide {
-            low: records[at],
-            high: records[at + 1],
-        });
-        low = sum.low;
-        high = sum.high;
-        number += 1u32;
+        #[unroll]
+        for ahead in 0..AHEAD {
+            let other = min(number + comptime!(ahead as u32), stretches - 1u32);
+            let at = first + other as usize * comptime!(RECORD) + 2 * bin as usize;
+            lows[ahead] = records[at];
+            highs[ahead] = records[at + 1];
+        }
+        #[unroll]
+        for ahead in 0..AHEAD {
+            let exists = number + comptime!(ahead as u32) < stretches;
+            let sum = Wide { low, high }.plus(Wide {
+                low: select(exists, lows[ahead], 0u32),
+                high: select(exists, highs[ahead], 0u32),
+            });
+            low = sum.low;
+            high = sum.high;
+        }
+        number += comptime!(AHEAD as u32);
     }
     let own = Wide { low, high };
     let found = cube_sums(own, sums);
@@ -271,7 +320,7 @@ pub(super) fn after_top_k(
 
 /// One launch of a search: goes on with what the last one has counted, and counts the next bits.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn count<E: Float>(
+pub(super) fn count_overlapped<E: Float>(
     logits: &Tensor<E>,
     largest: &Tensor<u32>,
     before: ComptimeOption<&Tensor<u32>>,
@@ -280,8 +329,13 @@ pub(super) fn count<E: Float>(
     columns: u32,
     stretches: u32,
     #[comptime] step: Step,
+    #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
 ) {
+    take_turn(overlaps);
+    was_written(logits, overlaps);
+    was_written(largest, overlaps);
+    was_written_if_there(before, overlaps);
     let stretch = stretch(columns, stretches);
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
     let lows = Shared::<[Atomic<u32>]>::new_slice(comptime!(COPIES * BINS));
@@ -318,29 +372,33 @@ pub(super) fn count<E: Float>(
     let from = stretch.row as usize * columns as usize;
     let mut column = stretch.start + UNIT_POS;
     while column < stretch.end {
-        let key = key(f32::cast_from(logits[from + column as usize]));
-        let mut counts = key >= found.floor;
-        if comptime!(step.digit > 0) {
-            counts = counts && (key ^ found.prefix) >> comptime!(shift + 8) == 0u32;
-        }
-        if counts {
-            let bin = (key >> shift) & comptime!(BINS as u32 - 1);
-            let at =
-                (bin * comptime!(COPIES as u32) + UNIT_POS % comptime!(COPIES as u32)) as usize;
-            if comptime!(step.weighed) {
-                let weight = weight(ratio(key, largest, limits.temperature));
-                let old = lows[at].fetch_add(weight.low);
-                let sum = old + weight.low;
-                let carry = select(sum < old, 1u32, 0u32);
-                let upper = weight.high + carry;
-                if upper > 0u32 {
-                    highs[at].fetch_add(upper);
+        let keys = next_keys(logits, from, column, stretch.end);
+        #[unroll]
+        for ahead in 0..AHEAD {
+            let key = keys[ahead];
+            let mut counts = key >= found.floor;
+            if comptime!(step.digit > 0) {
+                counts = counts && (key ^ found.prefix) >> comptime!(shift + 8) == 0u32;
+            }
+            if counts {
+                let bin = (key >> shift) & comptime!(BINS as u32 - 1);
+                let at =
+                    (bin * comptime!(COPIES as u32) + UNIT_POS % comptime!(COPIES as u32)) as usize;
+                if comptime!(step.weighed) {
+                    let weight = weight(ratio(key, largest, limits.temperature));
+                    let old = lows[at].fetch_add(weight.low);
+                    let sum = old + weight.low;
+                    let carry = select(sum < old, 1u32, 0u32);
+                    let upper = weight.high + carry;
+                    if upper > 0u32 {
+                        highs[at].fetch_add(upper);
+                    }
+                } else {
+                    lows[at].fetch_add(1u32);
                 }
-            } else {
-                lows[at].fetch_add(1u32);
             }
         }
-        column += comptime!(UNITS as u32);
+        column += comptime!((AHEAD * UNITS) as u32);
     }
     sync_cube();
 

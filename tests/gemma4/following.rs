@@ -1,0 +1,178 @@
+//! `Decoder::follow`, whose next pass is under way before its tokens are on the host: it gives what a step and a choice at a time give, whatever
+//! the caller does in between, and what nobody took up leaves no trace in the cache. Past the window, past the room of buffers, in spare
+//! slots, for sequences at different positions, likeliest or drawn.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{Cache, Decoder, Gemma4Model, Logits, Sampler, Sampling, Token};
+use std::ops::ControlFlow;
+
+/// Whether the device chooses tokens.
+fn chooses(device: &Device) -> bool {
+    *device != Device::flex()
+}
+
+/// A cache that has read the beginnings of texts, the first of them whole and each other one with so many columns of padding more.
+fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: usize) -> Cache {
+    let padding: Vec<usize> = (0..batch)
+        .map(|row| if ragged { 2 * row } else { 0 })
+        .collect();
+    let mut cache = model.cache(padding.clone()).forgetting(spare);
+    let rows: Vec<Vec<u32>> = padding
+        .iter()
+        .map(|padding| [vec![7; *padding], text[*padding..].to_vec()].concat())
+        .collect();
+    let rows: Vec<&[u32]> = rows.iter().map(Vec::as_slice).collect();
+    let read = model.step(tokens(&rows, &model.device()), &mut cache, Logits::None);
+    read.expect("a step");
+    cache
+}
+
+/// What comes after tokens, a step at a time.
+fn stepped(decoder: &mut Decoder<'_>, read: &[u32], samplers: &mut [Sampler]) -> Vec<u32> {
+    let next = decoder.step(read).expect("a step");
+    match samplers.is_empty() {
+        true => next.argmax(),
+        false => next.sample(samplers),
+    }
+    .expect("tokens")
+}
+
+/// The same by `follow`; by steps where the device does not choose.
+fn followed(
+    decoder: &mut Decoder<'_>,
+    read: &[u32],
+    goes_on: bool,
+    samplers: &mut [Sampler],
+    device: &Device,
+) -> Vec<u32> {
+    let next = decoder.follow(read, goes_on).expect("a pass");
+    assert_eq!(next.is_some(), chooses(device));
+    let Some(next) = next else {
+        return stepped(decoder, read, samplers);
+    };
+    let next: Vec<u32> = next
+        .into_iter()
+        .map(|token| token.expect("a token"))
+        .collect();
+    for (sampler, token) in samplers.iter_mut().zip(&next) {
+        sampler.read(&[*token]);
+    }
+    next
+}
+
+#[test]
+fn passes_ahead_give_what_steps_give() {
+    for device in devices() {
+        for (name, batch, ragged, spare, drawn) in [
+            ("dense-ple", 1, false, 0, false),
+            ("dense-ple", 3, true, 0, true),
+            ("dense-keqv", 2, false, 3, false),
+            ("moe", 1, false, 0, true),
+        ] {
+            let what = format!("{name} {} batch {batch}", device.name);
+            let fixture = Fixture::open(name);
+            let gemma = fixture.load(&device.device, DType::F32);
+            let model = gemma.model();
+            let sampling = Sampling {
+                temperature: 1.3,
+                top_k: Some(60),
+                repetition_penalty: 1.3,
+                seed: Some(3),
+                ..Sampling::greedy()
+            };
+            let samplers = || -> Vec<Sampler> {
+                let count = if drawn { batch } else { 0 };
+                let mut samplers = vec![Sampler::new(&sampling); count];
+                for sampler in &mut samplers {
+                    sampler.read(&fixture.prompt);
+                }
+                samplers
+            };
+            // By steps, and by passes ahead: some are for nothing, and some are asked for by a caller who does not go on.
+            let mut texts: Vec<Vec<Vec<u32>>> = Vec::new();
+            let mut after: Vec<Vec<f32>> = Vec::new();
+            for by_passes in [false, true] {
+                let mut cache = begun(model, &fixture.prompt, batch, ragged, spare);
+                let mut own = samplers();
+                let start = cache.len();
+                let mut text = vec![vec![fixture.generated[0]; batch]];
+                {
+                    let given = samplers();
+                    let given: Vec<&Sampler> = given.iter().collect();
+                    let mut decoder = model.decoder(&mut cache);
+                    if drawn {
+                        decoder = decoder.with_samplers(&given).expect("samplers");
+                    }
+                    for column in 0..26 {
+                        let mut read = text.last().expect("one").clone();
+                        if !drawn && column % 7 == 5 {
+                            // Not what was chosen.
+                            read[batch - 1] = read[batch - 1] % 50 + 2;
+                        }
+                        text.last_mut().expect("one").clone_from(&read);
+                        let next = match by_passes && column % 9 != 8 {
+                            true => {
+                                let goes_on = column % 5 != 3;
+                                followed(&mut decoder, &read, goes_on, &mut own, &device.device)
+                            }
+                            false => stepped(&mut decoder, &read, &mut own),
+                        };
+                        text.push(next);
+                        assert_eq!(decoder.cache().len(), start + column + 1, "{what}");
+                        if spare > 0 && column == 20 {
+                            decoder.forget(2).expect("spare columns");
+                            for column in [19, 20] {
+                                let again = text[column].clone();
+                                stepped(&mut decoder, &again, &mut own);
+                            }
+                        }
+                    }
+                }
+                // Layers read what kernels have left.
+                let rows: Vec<&[u32]> = text.last().expect("one").chunks(1).collect();
+                let read = tokens(&rows, &device.device);
+                let logits = model.step(read, &mut cache, Logits::All).expect("a step");
+                after.push(values(logits.expect("logits")));
+                texts.push(text);
+            }
+            assert_eq!(texts[0], texts[1], "{what}");
+            assert_close(&after[1], &after[0], &what);
+        }
+    }
+}
+
+fn proceed(_: &Token<'_>) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// A cache whose ring is nearly full goes back as it would have without a pass that nobody took up.
+#[test]
+fn conversations_go_back_after_passes_that_nobody_took_up() {
+    for device in devices() {
+        let fixture = Fixture::open("dense-ple");
+        let gemma = fixture.load(&device.device, DType::F32);
+        let window = gemma.config().sliding_window;
+        for answer in 1..=4 {
+            let prompt = &fixture.prompt[..(window - 2).min(fixture.prompt.len())];
+            let mut session = gemma.session();
+            let options = greedy(&gemma, answer);
+            let first = session.generate(prompt.to_vec(), &options, proceed);
+            let first = first.expect("a text");
+            // Another text from the middle on, and the first one's continuation.
+            let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
+            let longer = [prompt, &first.tokens[..]].concat();
+            for next in [other, longer] {
+                let found = session.generate(next.clone(), &options, proceed);
+                let alone = gemma.generate(next, &options, proceed);
+                assert_eq!(
+                    found.expect("a text").tokens,
+                    alone.expect("a text").tokens,
+                    "{} answer {answer}",
+                    device.name
+                );
+            }
+        }
+    }
+}
