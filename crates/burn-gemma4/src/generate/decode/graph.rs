@@ -1,18 +1,17 @@
 //! A decoder's passes and a drafter's rounds by kernels, whose launches are captured in a graph once and replayed.
 
 use super::{
-    DecodeMode, Part, integers,
+    DecodeMode, Part,
+    inputs::{Inputs, Uploaded},
     position::{Outputs, Position},
     recorded::Recorded,
     round::Round,
 };
 use crate::{
-    Cache, Drafter, Gemma4Model, Guesses, LayerType,
-    generate::sampling::device::DeviceSampler,
-    model::few_rows::FewRows,
-    op::overwrite::{overwrite, overwrite_floats},
+    Cache, Drafter, Gemma4Model, Guesses, LayerType, generate::sampling::device::DeviceSampler,
+    model::few_rows::FewRows, op::overwrite::overwrite_floats,
 };
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     fmt,
@@ -127,7 +126,7 @@ impl GraphCapture {
         count: usize,
     ) -> Guesses {
         let device = model.device();
-        let inputs = inputs(cache, tokens, &device);
+        let inputs = Uploaded::new(cache, tokens, &device);
         // The guesses' own position is the next one.
         self.make_room(cache, 1);
         cache.turn();
@@ -136,14 +135,19 @@ impl GraphCapture {
         let round = match self.rounds.entry(count) {
             Entry::Occupied(round) => {
                 let round = round.into_mut();
-                overwrite(round.computation.inputs.clone(), inputs);
+                round.computation.inputs.overwrite(inputs);
                 overwrite_floats(round.computation.hidden.clone(), hidden);
                 round
             }
             Entry::Vacant(place) => {
                 let hidden = own(hidden);
                 place.insert(Recorded::new(Round::new(
-                    drafter, model, cache, inputs, hidden, count,
+                    drafter,
+                    model,
+                    cache,
+                    Inputs::new(inputs),
+                    hidden,
+                    count,
                 )))
             }
         };
@@ -161,7 +165,7 @@ impl GraphCapture {
     ) -> &mut Recorded<Position> {
         let count = tokens.len() / cache.batch();
         let device = model.device();
-        let inputs = inputs(cache, tokens, &device);
+        let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
         // No pass holds buffers that are still to be turned: what turns them back has released them.
@@ -169,7 +173,7 @@ impl GraphCapture {
         match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
-                overwrite(pass.computation.inputs.clone(), inputs);
+                pass.computation.inputs.overwrite(inputs);
                 if let (Some(own), Some(rows)) = (&pass.computation.from_host, from_host) {
                     overwrite_floats(own.clone(), rows);
                 }
@@ -180,7 +184,7 @@ impl GraphCapture {
                 let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
                     sampler,
-                    ..position(model, cache, inputs, from_host, &device)
+                    ..position(model, cache, Inputs::new(inputs), from_host, &device)
                 };
                 place.insert(Recorded::new(position))
             }
@@ -195,17 +199,6 @@ impl GraphCapture {
             cache.make_room(count);
         }
     }
-}
-
-/// `[2 · batch · positions]`: the tokens, sequence after sequence, then their positions.
-fn inputs(cache: &Cache, tokens: &[u32], device: &Device) -> Tensor<1, Int> {
-    let count = tokens.len() / cache.batch();
-    let mut inputs = integers(tokens);
-    for first in cache.next_positions() {
-        inputs.extend((first..first + count).map(|position| position as i32));
-    }
-    let inputs = TensorData::new(inputs, [2 * tokens.len()]);
-    Tensor::from_data(inputs, (device, DType::I32))
 }
 
 /// All numbers, row after row.
@@ -225,7 +218,7 @@ fn own(numbers: Tensor<1>) -> Tensor<1> {
 fn position(
     model: &Gemma4Model,
     cache: &Cache,
-    inputs: Tensor<1, Int>,
+    inputs: Inputs,
     from_host: Option<Tensor<1>>,
     device: &Device,
 ) -> Position {

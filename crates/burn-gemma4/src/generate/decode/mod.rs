@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cube")]
 mod graph;
+#[cfg(feature = "cube")]
+mod inputs;
 mod next;
 #[cfg(feature = "cube")]
 mod position;

@@ -3,7 +3,7 @@
 //! Nothing here depends on the host but the shapes. Which tokens and which positions, the kernels read from the device, so
 //! that the launches can be captured and replayed.
 
-use super::recorded::Computation;
+use super::{inputs::Inputs, recorded::Computation};
 use crate::{
     Gemma4Model,
     generate::sampling::device::DeviceSampler,
@@ -38,8 +38,7 @@ pub(super) struct Position {
     pub ring: Ring,
     pub sliding: RotationTables,
     pub full: RotationTables,
-    /// `[2 · rows]`: the tokens, as many of each sequence, one sequence after the other, then their positions.
-    pub inputs: Tensor<1, Int>,
+    pub inputs: Inputs,
     /// `[rows · layers · columns]`: of a table of per-layer embeddings on the host, the tokens' rows.
     pub from_host: Option<Tensor<1>>,
     /// Who draws the next tokens, where it is not their argmax.
@@ -82,10 +81,10 @@ impl Position {
     pub fn compute_by_parts(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
-        let rows = self.inputs.dims()[0] / 2;
-        let read = self.inputs.clone().narrow(0, 0, rows);
+        let rows = self.inputs.rows();
+        let read = self.inputs.tokens.clone();
         let tokens = read.clone().reshape([rows, 1]);
-        let positions = self.inputs.clone().narrow(0, rows, rows);
+        let positions = self.inputs.positions.clone();
         let read_at = positions.clone();
 
         let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
@@ -133,7 +132,7 @@ impl Position {
 
     /// Positions of each sequence.
     fn count(&self) -> usize {
-        self.inputs.dims()[0] / (2 * self.batch)
+        self.inputs.rows() / self.batch
     }
 
     /// What queries of full layers see once all positions are written.

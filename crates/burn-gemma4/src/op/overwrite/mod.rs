@@ -4,7 +4,7 @@ mod kernel;
 
 use burn::{
     backend::{
-        Backend, Dispatch, backend_extension,
+        Backend, Dispatch, ExtensionType, backend_extension,
         cubecl::dtype_to_storage_type,
         tensor::{FloatTensor, IntTensor},
     },
@@ -15,12 +15,17 @@ use cube_kit::launch::exact_cube_count;
 use cubecl::prelude::CubeDim;
 use kernel::copy;
 
-/// Writes `[count]` integers over as many others, which every handle to them sees.
-pub(crate) fn overwrite(target: Tensor<1, Int>, source: Tensor<1, Int>) -> Tensor<1, Int> {
-    Tensor::from_dispatch(Dispatch::overwrite(
-        target.into_dispatch(),
-        source.into_dispatch(),
-    ))
+/// Writes the first half of `[2 · count]` integers over `first`, `[count]`, and the second over `second`, which every handle to them sees.
+pub(crate) fn overwrite_halves(
+    first: Tensor<1, Int>,
+    second: Tensor<1, Int>,
+    source: Tensor<1, Int>,
+) {
+    let halves = Halves {
+        first: first.into_dispatch(),
+        second: second.into_dispatch(),
+    };
+    let _: Halves<Dispatch> = Dispatch::overwrite_halves(halves, source.into_dispatch());
 }
 
 /// Writes `[count]` floats over as many others, which every handle to them sees.
@@ -31,12 +36,23 @@ pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1
     ))
 }
 
+/// What two halves are written over.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct Halves<B: Backend> {
+    pub first: IntTensor<B>,
+    pub second: IntTensor<B>,
+}
+
 /// The kernel as operators of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait OverwriteBackend: Backend {
-    /// See [`overwrite`].
-    #[fusion(meta = |target, _source| target.clone())]
-    fn overwrite(target: IntTensor<Self>, source: IntTensor<Self>) -> IntTensor<Self>;
+    /// See [`overwrite_halves`].
+    #[fusion(meta = |halves, _source| halves.clone())]
+    fn overwrite_halves(
+        #[extension_type] halves: Halves<Self>,
+        source: IntTensor<Self>,
+    ) -> Halves<Self>;
 
     /// See [`overwrite_floats`].
     #[fusion(meta = |target, _source| target.clone())]
@@ -44,23 +60,31 @@ pub trait OverwriteBackend: Backend {
 }
 
 impl OverwriteBackend for CubeBackend {
-    fn overwrite(target: IntTensor<Self>, source: IntTensor<Self>) -> IntTensor<Self> {
-        launch(target, source)
+    fn overwrite_halves(halves: Halves<Self>, source: IntTensor<Self>) -> Halves<Self> {
+        launch(&halves.first, Some(&halves.second), source);
+        halves
     }
 
     fn overwrite_floats(target: FloatTensor<Self>, source: FloatTensor<Self>) -> FloatTensor<Self> {
-        launch(target, source)
+        launch(&target, None, source);
+        target
     }
 }
 
-fn launch(target: CubeTensor, source: CubeTensor) -> CubeTensor {
+fn launch(target: &CubeTensor, second: Option<&CubeTensor>, source: CubeTensor) {
     let client = target.client.clone();
     let count = target.meta.shape().num_elements();
-    assert_eq!(source.meta.shape(), target.meta.shape(), "one for each");
+    let all = count + second.map_or(0, |second| second.meta.shape().num_elements());
+    assert_eq!(source.meta.shape().num_elements(), all, "one for each");
+    assert!(
+        second.is_none_or(|second| second.meta.shape() == target.meta.shape()),
+        "halves"
+    );
     assert_eq!(source.dtype, target.dtype, "of one dtype");
     let units = 64;
     let number = dtype_to_storage_type(target.dtype);
-    // SAFETY: both tensors have `count` elements, side by side.
+    let second = second.cloned();
+    // SAFETY: the targets have `count` elements each, the source those of all, side by side.
     unsafe {
         copy::launch_unchecked(
             &client,
@@ -68,9 +92,9 @@ fn launch(target: CubeTensor, source: CubeTensor) -> CubeTensor {
             CubeDim::new_1d(units as u32),
             into_contiguous(source).into_tensor_arg(),
             target.clone().into_tensor_arg(),
+            second.map(CubeTensor::into_tensor_arg).into(),
             count as u32,
             number,
         );
     }
-    target
 }
