@@ -6,6 +6,8 @@ pub(crate) mod heads;
 mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
+#[cfg(feature = "cube")]
+mod sides;
 pub(crate) mod tables;
 
 #[cfg(feature = "cube")]
