@@ -122,23 +122,23 @@ fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Ve
 /// The element at `index` of what no launch writes, of 2 or 4 bytes, on its way as [`load_now()`]'s are.
 #[cube]
 pub fn load_element_now<T: CubePrimitive>(
-    tensor: &Tensor<T>,
+    elements: &[T],
     index: usize,
     #[comptime] now: bool,
 ) -> T {
     if now {
-        ordered_element::<T>(tensor, index)
+        ordered_element::<T>(elements, index)
     } else {
-        tensor[index]
+        elements[index]
     }
 }
 
 #[cfg(feature = "cuda")]
 #[cube]
-fn ordered_element<T: CubePrimitive>(tensor: &Tensor<T>, index: usize) -> T {
-    let bytes = bytes_of::<T>(tensor);
+fn ordered_element<T: CubePrimitive>(elements: &[T], index: usize) -> T {
+    let bytes = bytes_of::<T>(elements);
     // SAFETY: only the address is taken.
-    let start = unsafe { tensor.as_slice().as_ptr_unchecked() };
+    let start = unsafe { elements.as_ptr_unchecked() };
     let source = crate::hopper::ptx::element_address::<T>(start, index as u64, bytes);
     if comptime!(bytes == 2) {
         let bits: u16;
@@ -161,13 +161,13 @@ fn ordered_element<T: CubePrimitive>(tensor: &Tensor<T>, index: usize) -> T {
 
 #[cfg(feature = "cuda")]
 #[cube]
-fn bytes_of<T: CubePrimitive>(_tensor: &Tensor<T>) -> comptime_type!(usize) {
+fn bytes_of<T: CubePrimitive>(_elements: &[T]) -> comptime_type!(usize) {
     intrinsic!(|scope| T::__expand_size(scope))
 }
 
 /// There is no device that would take it.
 #[cfg(not(feature = "cuda"))]
 #[cube]
-fn ordered_element<T: CubePrimitive>(tensor: &Tensor<T>, index: usize) -> T {
-    tensor[index]
+fn ordered_element<T: CubePrimitive>(elements: &[T], index: usize) -> T {
+    elements[index]
 }

@@ -1,23 +1,27 @@
 //! Tokens and their positions on the device, where computations that are captured once read them anew.
 
 use super::integers;
-use crate::{Cache, op::overwrite::overwrite_halves};
+use crate::{Cache, op::overwrite::overwrite_three};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// `[rows]` each: as many of each sequence, one sequence after the other. They are written between two runs of a graph, and by no
-/// launch of it.
+/// They are written between two runs of a graph, and by no launch of it.
 pub(super) struct Inputs {
+    /// `[rows]`: as many of each sequence, one sequence after the other.
     pub tokens: Tensor<1, Int>,
+    /// `[rows]`: theirs.
     pub positions: Tensor<1, Int>,
+    /// `[batch]`: the columns of each sequence that are written with them.
+    pub lengths: Tensor<1, Int>,
 }
 
 impl Inputs {
     pub fn new(uploaded: Uploaded) -> Self {
-        let [both] = uploaded.0.dims();
-        let own = || Tensor::empty([both / 2], (&uploaded.0.device(), uploaded.0.dtype()));
+        let source = &uploaded.numbers;
+        let own = |count| Tensor::empty([count], (&source.device(), source.dtype()));
         let inputs = Self {
-            tokens: own(),
-            positions: own(),
+            tokens: own(uploaded.rows),
+            positions: own(uploaded.rows),
+            lengths: own(uploaded.batch),
         };
         inputs.overwrite(uploaded);
         inputs
@@ -25,10 +29,11 @@ impl Inputs {
 
     /// Takes as many others.
     pub fn overwrite(&self, uploaded: Uploaded) {
-        overwrite_halves(self.tokens.clone(), self.positions.clone(), uploaded.0);
+        let targets = [&self.tokens, &self.positions, &self.lengths];
+        overwrite_three(targets.map(Tensor::clone), uploaded.numbers);
     }
 
-    /// Tokens.
+    /// How many tokens there are.
     pub fn rows(&self) -> usize {
         self.tokens.dims()[0]
     }
@@ -38,17 +43,29 @@ impl Inputs {
     }
 }
 
-/// Tokens that come after what a cache holds, then their positions.
-pub(super) struct Uploaded(Tensor<1, Int>);
+/// Tokens that come after what a cache holds, with their positions and the lengths.
+pub(super) struct Uploaded {
+    /// One after the other.
+    numbers: Tensor<1, Int>,
+    rows: usize,
+    batch: usize,
+}
 
 impl Uploaded {
     pub fn new(cache: &Cache, tokens: &[u32], device: &Device) -> Self {
-        let count = tokens.len() / cache.batch();
-        let mut both = integers(tokens);
-        for first in cache.next_positions() {
-            both.extend((first..first + count).map(|position| position as i32));
+        let (rows, batch) = (tokens.len(), cache.batch());
+        let count = rows / batch;
+        let mut numbers = integers(tokens);
+        let first: Vec<_> = cache.next_positions().collect();
+        for first in &first {
+            numbers.extend((*first..first + count).map(|position| position as i32));
         }
-        let both = TensorData::new(both, [2 * tokens.len()]);
-        Self(Tensor::from_data(both, (device, DType::I32)))
+        numbers.extend(first.iter().map(|first| (first + count) as i32));
+        let numbers = TensorData::new(numbers, [2 * rows + batch]);
+        Self {
+            numbers: Tensor::from_data(numbers, (device, DType::I32)),
+            rows,
+            batch,
+        }
     }
 }

@@ -94,7 +94,7 @@ impl Position {
             values.reshape([rows, count / rows])
         });
         let embeddings = model.per_layer_embeddings(&tokens, from_host, &embedded, project);
-        let (sliding, full) = (self.sliding(&positions), self.full(&positions));
+        let (sliding, full) = (self.sliding(), self.full());
         after(Part::Embedding);
 
         let mut operators = FewRows {
@@ -136,20 +136,21 @@ impl Position {
     }
 
     /// What queries of full layers see once all positions are written.
-    fn full(&self, positions: &Tensor<1, Int>) -> Visible {
+    fn full(&self) -> Visible {
         Visible {
             causal: self.count() > 1,
-            lengths: Some(self.last(positions) + 1),
-            ..Visible::default()
+            ..self.written()
         }
     }
 
     /// What queries of sliding layers see in the ring then.
-    fn sliding(&self, positions: &Tensor<1, Int>) -> Visible {
+    fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
-            return self.ring.visible_to_last(self.last(positions) + 1);
+            // Of a ring that is full the last query sees all there is.
+            return self.written();
         }
-        let queries = positions.clone().reshape([self.batch, self.count()]);
+        let queries = self.inputs.positions.clone();
+        let queries = queries.reshape([self.batch, self.count()]);
         let queries = match self.is_ragged {
             true => queries,
             false => queries.narrow(0, 0, 1),
@@ -158,16 +159,12 @@ impl Position {
         self.ring.visible(queries, last)
     }
 
-    /// `[batch]`: the last position of each sequence.
-    fn last(&self, positions: &Tensor<1, Int>) -> Tensor<1, Int> {
-        let (batch, count) = (self.batch, self.count());
-        match count {
-            1 => positions.clone(),
-            _ => positions
-                .clone()
-                .reshape([batch, count])
-                .narrow(1, count - 1, 1)
-                .reshape([batch]),
+    /// All that is there.
+    fn written(&self) -> Visible {
+        Visible {
+            lengths: Some(self.inputs.lengths.clone()),
+            lengths_ahead: true,
+            ..Visible::default()
         }
     }
 }

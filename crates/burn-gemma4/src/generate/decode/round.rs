@@ -76,6 +76,7 @@ impl Computation for Round {
         let in_ring = self.ring.visible(query.clone(), query - 1);
         let in_full = Visible {
             lengths: Some(position.clone()),
+            lengths_ahead: true,
             ..Visible::default()
         };
         let mut shared = SharedKeyValues::default();

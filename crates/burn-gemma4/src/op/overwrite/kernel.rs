@@ -2,25 +2,47 @@
 
 use cubecl::prelude::*;
 
-/// `count` numbers over as many others, and those behind them over `second`, where it is there.
+/// How many numbers each of the targets has.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Counts {
+    pub first: u32,
+    pub second: u32,
+    pub third: u32,
+}
+
+/// The numbers of a source over those of up to three targets, one target after the other.
 #[cube(launch_unchecked)]
 pub(super) fn copy<N: Numeric>(
     source: &Tensor<N>,
-    target: &mut Tensor<N>,
+    first: &mut Tensor<N>,
     second: &mut ComptimeOption<OwnedTensor<N>>,
-    count: u32,
+    third: &mut ComptimeOption<OwnedTensor<N>>,
+    counts: Counts,
     #[define(N)] _number: ElemType,
 ) {
-    let count = count as usize;
-    if ABSOLUTE_POS < count {
-        target[ABSOLUTE_POS] = source[ABSOLUTE_POS];
+    let at = ABSOLUTE_POS as u32;
+    let before_third = counts.first + counts.second;
+    if at < counts.first {
+        first[at as usize] = source[at as usize];
+    } else if at < before_third {
+        write(second, at - counts.first, source, at);
+    } else if at < before_third + counts.third {
+        write(third, at - before_third, source, at);
     }
+}
+
+#[cube]
+fn write<N: Numeric>(
+    target: &mut ComptimeOption<OwnedTensor<N>>,
+    place: u32,
+    source: &Tensor<N>,
+    at: u32,
+) {
     #[comptime]
-    match second {
-        ComptimeOption::Some(second) => {
-            if ABSOLUTE_POS < count {
-                second[ABSOLUTE_POS] = source[count + ABSOLUTE_POS];
-            }
+    match target {
+        ComptimeOption::Some(target) => {
+            target[place as usize] = source[at as usize];
         }
         ComptimeOption::None => {}
     }

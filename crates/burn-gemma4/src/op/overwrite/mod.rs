@@ -13,19 +13,17 @@ use burn::{
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::exact_cube_count;
 use cubecl::prelude::CubeDim;
-use kernel::copy;
+use kernel::{CountsLaunch, copy};
 
-/// Writes the first half of `[2 · count]` integers over `first`, `[count]`, and the second over `second`, which every handle to them sees.
-pub(crate) fn overwrite_halves(
-    first: Tensor<1, Int>,
-    second: Tensor<1, Int>,
-    source: Tensor<1, Int>,
-) {
-    let halves = Halves {
-        first: first.into_dispatch(),
-        second: second.into_dispatch(),
+/// Writes integers over those of three vectors, one after the other, which every handle to them sees.
+pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, Int>) {
+    let [first, second, third] = targets.map(Tensor::into_dispatch);
+    let three = Three {
+        first,
+        second,
+        third,
     };
-    let _: Halves<Dispatch> = Dispatch::overwrite_halves(halves, source.into_dispatch());
+    let _: Three<Dispatch> = Dispatch::overwrite_three(three, source.into_dispatch());
 }
 
 /// Writes `[count]` floats over as many others, which every handle to them sees.
@@ -36,23 +34,24 @@ pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1
     ))
 }
 
-/// What two halves are written over.
+/// What is written over.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
-pub struct Halves<B: Backend> {
+pub struct Three<B: Backend> {
     pub first: IntTensor<B>,
     pub second: IntTensor<B>,
+    pub third: IntTensor<B>,
 }
 
 /// The kernel as operators of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait OverwriteBackend: Backend {
-    /// See [`overwrite_halves`].
-    #[fusion(meta = |halves, _source| halves.clone())]
-    fn overwrite_halves(
-        #[extension_type] halves: Halves<Self>,
+    /// See [`overwrite_three`].
+    #[fusion(meta = |three, _source| three.clone())]
+    fn overwrite_three(
+        #[extension_type] three: Three<Self>,
         source: IntTensor<Self>,
-    ) -> Halves<Self>;
+    ) -> Three<Self>;
 
     /// See [`overwrite_floats`].
     #[fusion(meta = |target, _source| target.clone())]
@@ -60,40 +59,41 @@ pub trait OverwriteBackend: Backend {
 }
 
 impl OverwriteBackend for CubeBackend {
-    fn overwrite_halves(halves: Halves<Self>, source: IntTensor<Self>) -> Halves<Self> {
-        launch(&halves.first, Some(&halves.second), source);
-        halves
+    fn overwrite_three(three: Three<Self>, source: IntTensor<Self>) -> Three<Self> {
+        let others = [three.second.clone(), three.third.clone()].map(Some);
+        launch(&three.first, others, source);
+        three
     }
 
     fn overwrite_floats(target: FloatTensor<Self>, source: FloatTensor<Self>) -> FloatTensor<Self> {
-        launch(&target, None, source);
+        launch(&target, [None, None], source);
         target
     }
 }
 
-fn launch(target: &CubeTensor, second: Option<&CubeTensor>, source: CubeTensor) {
-    let client = target.client.clone();
-    let count = target.meta.shape().num_elements();
-    let all = count + second.map_or(0, |second| second.meta.shape().num_elements());
-    assert_eq!(source.meta.shape().num_elements(), all, "one for each");
-    assert!(
-        second.is_none_or(|second| second.meta.shape() == target.meta.shape()),
-        "halves"
-    );
-    assert_eq!(source.dtype, target.dtype, "of one dtype");
+fn launch(first: &CubeTensor, others: [Option<CubeTensor>; 2], source: CubeTensor) {
+    let client = first.client.clone();
+    let count = |target: &CubeTensor| target.meta.shape().num_elements();
+    let counts = [Some(first), others[0].as_ref(), others[1].as_ref()];
+    let counts = counts.map(|target| target.map_or(0, count));
+    let all = counts.iter().sum::<usize>();
+    assert_eq!(count(&source), all, "one for each");
+    assert_eq!(source.dtype, first.dtype, "of one dtype");
     let units = 64;
-    let number = dtype_to_storage_type(target.dtype);
-    let second = second.cloned();
-    // SAFETY: the targets have `count` elements each, the source those of all, side by side.
+    let number = dtype_to_storage_type(first.dtype);
+    let [of_first, of_second, of_third] = counts.map(|count| count as u32);
+    let [second, third] = others.map(|target| target.map(CubeTensor::into_tensor_arg));
+    // SAFETY: the targets have as many elements as the source, each side by side.
     unsafe {
         copy::launch_unchecked(
             &client,
-            exact_cube_count(&client, count.div_ceil(units)),
+            exact_cube_count(&client, all.div_ceil(units)),
             CubeDim::new_1d(units as u32),
             into_contiguous(source).into_tensor_arg(),
-            target.clone().into_tensor_arg(),
-            second.map(CubeTensor::into_tensor_arg).into(),
-            count as u32,
+            first.clone().into_tensor_arg(),
+            second.into(),
+            third.into(),
+            CountsLaunch::new(of_first, of_second, of_third),
             number,
         );
     }

@@ -55,7 +55,7 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     #[comptime]
     match scalar {
         ComptimeOption::Some(scalar) => {
-            scale = load_element_now(scalar, 0usize, loads_now);
+            scale = load_element_now(scalar.as_slice(), 0usize, loads_now);
         }
         ComptimeOption::None => {}
     }

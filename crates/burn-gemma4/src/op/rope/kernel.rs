@@ -123,7 +123,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     #[comptime]
     match positions {
         ComptimeOption::Some(positions) => {
-            let at = load_element_now(positions, row as usize, plan.reads_ahead);
+            let at = load_element_now(positions.as_slice(), row as usize, plan.reads_ahead);
             position = u32::cast_from(at);
         }
         ComptimeOption::None => {}
@@ -250,13 +250,13 @@ fn weight_of_side<E: Float>(
         ComptimeOption::Some(key_weight) => {
             let mut of_side = E::new(1.0);
             if place.number == KEYS {
-                of_side = load_element_now(key_weight, channel, plan.reads_ahead);
+                of_side = load_element_now(key_weight.as_slice(), channel, plan.reads_ahead);
             } else if place.number != VALUES {
-                of_side = load_element_now(weight, channel, plan.reads_ahead);
+                of_side = load_element_now(weight.as_slice(), channel, plan.reads_ahead);
             }
             of_side
         }
-        ComptimeOption::None => load_element_now(weight, channel, plan.reads_ahead),
+        ComptimeOption::None => load_element_now(weight.as_slice(), channel, plan.reads_ahead),
     }
 }
 
@@ -279,14 +279,14 @@ fn read_tables<E: Float>(
             #[comptime]
             match cos {
                 ComptimeOption::Some(cos) => {
-                    cosines[index] = load_element_now(cos, at, plan.reads_ahead);
+                    cosines[index] = load_element_now(cos.as_slice(), at, plan.reads_ahead);
                 }
                 ComptimeOption::None => {}
             }
             #[comptime]
             match sin {
                 ComptimeOption::Some(sin) => {
-                    sines[index] = load_element_now(sin, at, plan.reads_ahead);
+                    sines[index] = load_element_now(sin.as_slice(), at, plan.reads_ahead);
                 }
                 ComptimeOption::None => {}
             }

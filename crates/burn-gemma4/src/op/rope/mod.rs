@@ -9,6 +9,8 @@ mod launch;
 #[cfg(feature = "cube")]
 mod sides;
 pub(crate) mod tables;
+#[cfg(all(test, feature = "cube"))]
+mod tests;
 
 #[cfg(feature = "cube")]
 use super::flat_rows;
