@@ -146,6 +146,7 @@ impl Extras {
 pub(crate) fn structure(problem: &AttentionProblem) -> Structure {
     Structure {
         lengths: problem.kv_lengths,
+        lengths_ahead: false,
         segments: problem.segments,
         mask: problem.mask.is_some(),
     }

@@ -37,6 +37,7 @@ pub struct AttentionOptions {
     pub(crate) mask: Option<Tensor<4, Bool>>,
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) kv_lengths: Option<Tensor<1, Int>>,
+    pub(crate) kv_lengths_ahead: bool,
     pub(crate) segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) sinks: Option<Tensor<1>>,
     pub(crate) deterministic: bool,
@@ -104,6 +105,13 @@ impl AttentionOptions {
     /// they hold. Values are clamped to `0..=kv_len`.
     pub fn kv_lengths(mut self, kv_lengths: Tensor<1, Int>) -> Self {
         self.kv_lengths = Some(kv_lengths);
+        self
+    }
+
+    /// Whether [`kv_lengths`](Self::kv_lengths) are there before anything that is launched together with the attention, as a graph's
+    /// launches are: no launch of it writes them. Kernels that begin before the launch before has ended then read them at once.
+    pub fn kv_lengths_ahead(mut self, ahead: bool) -> Self {
+        self.kv_lengths_ahead = ahead;
         self
     }
 

@@ -43,6 +43,8 @@ pub struct AttentionProblem {
     pub bias: Option<([usize; 4], DType)>,
     /// Whether sequences have their own lengths.
     pub kv_lengths: bool,
+    /// See [`AttentionOptions::kv_lengths_ahead`].
+    pub kv_lengths_ahead: bool,
     /// Whether documents are packed.
     pub segments: bool,
     /// The dtype of the sinks, where there are some.
@@ -243,6 +245,7 @@ impl AttentionProblem {
                 .as_ref()
                 .map(|bias| (bias.dims(), bias.dtype())),
             kv_lengths: options.kv_lengths.is_some(),
+            kv_lengths_ahead: options.kv_lengths_ahead,
             segments: options.segments.is_some(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
             deterministic: options.deterministic,

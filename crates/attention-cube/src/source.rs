@@ -70,6 +70,7 @@ impl Wanted {
             causal: has("causal"),
             structure: Structure {
                 lengths: has("lengths"),
+                lengths_ahead: false,
                 segments: has("segments"),
                 mask: has("mask"),
             },

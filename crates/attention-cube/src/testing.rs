@@ -31,6 +31,7 @@ pub(crate) fn problem(
         mask: None,
         bias: None,
         kv_lengths: false,
+        kv_lengths_ahead: false,
         segments: false,
         sinks: None,
         deterministic: false,

@@ -218,6 +218,7 @@ fn problem(case: &Case) -> AttentionProblem {
         mask: case.mask.map(shape),
         bias: case.bias.map(|extent| (shape(extent), case.extras_dtype())),
         kv_lengths: case.kv_lengths.is_some(),
+        kv_lengths_ahead: false,
         segments: case.segments.is_some(),
         sinks: case.sinks.then(|| case.extras_dtype()),
         deterministic: case.deterministic,

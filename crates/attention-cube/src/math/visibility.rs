@@ -5,6 +5,7 @@
 //! never visited, and a block inside every query's run needs no test.
 
 use crate::math::side::Side;
+use cube_kit::overlap::load_element_now;
 use cubecl::prelude::*;
 
 /// Stands for "no limit" on a side of the window. Positions are below it, and sums of the two fit in i32.
@@ -36,6 +37,8 @@ pub(crate) struct Extent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Structure {
     pub lengths: bool,
+    /// Whether lengths are read before the launch before has ended.
+    pub lengths_ahead: bool,
     pub segments: bool,
     pub mask: bool,
 }
@@ -70,7 +73,7 @@ pub(crate) fn sight(
 ) -> Sight {
     let mut length = extent.kv_len;
     if comptime!(structure.lengths) {
-        let own = integer(lengths_and_ids, batch);
+        let own = own_length(lengths_and_ids, batch, structure.lengths_ahead);
         length = min(max(own, 0i32), length);
     }
     let offset = (length - extent.q_len) * extent.bottom_right;
@@ -80,6 +83,22 @@ pub(crate) fn sight(
         offset,
         left: extent.left,
         right: extent.right,
+    }
+}
+
+/// The length of a sequence, which come first of the packed integers.
+#[cube]
+fn own_length(
+    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    batch: u32,
+    #[comptime] now: bool,
+) -> i32 {
+    #[comptime]
+    match lengths_and_ids {
+        ComptimeOption::Some(lengths_and_ids) => {
+            load_element_now::<i32>(lengths_and_ids.as_slice(), batch as usize, now)
+        }
+        ComptimeOption::None => 0i32,
     }
 }
 

@@ -14,7 +14,7 @@ use super::{
     layer::{
         Attention, Linear, Mlp, RmsNorm,
         experts::Mixture,
-        operators::{Columns, Operators, Stream},
+        operators::{Columns, Operators, OwnColumns, Stream},
     },
     observe::Part,
 };
@@ -30,7 +30,7 @@ use crate::{
         residual::{Added, residual, residual_and_norm},
         rope::{
             RotationTables,
-            heads::{self, HeadOptions},
+            heads::{self, HeadOptions, LayerColumns, LayerParts},
         },
         route,
         store::store_rows,
@@ -44,7 +44,7 @@ use burn::{
 /// The operators of few rows.
 pub(crate) struct FewRows<'a> {
     pub batch: usize,
-    /// `[rows]`: as many of each sequence, one after the other.
+    /// `[rows]`: as many of each sequence, one after the other. No launch of a graph writes them.
     pub positions: Tensor<1, Int>,
     pub sliding: RotationTables,
     pub full: RotationTables,
@@ -61,6 +61,15 @@ pub(crate) struct Targets<'a> {
     /// In a ring, whose columns are in any order.
     pub sliding: Visible,
     pub full: Visible,
+}
+
+impl Targets<'_> {
+    fn visible(&self, kind: LayerType) -> Visible {
+        match kind {
+            LayerType::Sliding => self.sliding.clone(),
+            LayerType::Full => self.full.clone(),
+        }
+    }
 }
 
 impl FewRows<'_> {
@@ -87,6 +96,17 @@ impl FewRows<'_> {
                 let (words, scales) = store_rows(rows, self.positions.clone(), words, scales);
                 Slots::Q8 { words, scales }
             }
+        }
+    }
+
+    /// Heads of rows, `[rows, heads, 1, head_dim]`, as those of sequences.
+    fn by_sequences(&self, heads: Tensor<4>) -> Tensor<4> {
+        let [rows, count, _, head_dim] = heads.dims();
+        match rows == self.batch {
+            true => heads,
+            false => heads
+                .reshape([self.batch, rows / self.batch, count, head_dim])
+                .swap_dims(1, 2),
         }
     }
 
@@ -132,11 +152,7 @@ impl Operators for FewRows<'_> {
 
     fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
         let targets = self.targets.as_ref().expect("the layer has a target");
-        let visible = match attention.kind {
-            LayerType::Sliding => &targets.sliding,
-            LayerType::Full => &targets.full,
-        };
-        let visible = visible.clone();
+        let visible = targets.visible(attention.kind);
         let norm = attention.key_norm();
         let (tables, epsilon) = (self.tables(attention.kind), norm.epsilon());
         let options = |columns: &Columns, compact| HeadOptions {
@@ -187,13 +203,46 @@ impl Operators for FewRows<'_> {
         let tables = self.tables(attention.kind);
         let positions = self.positions.clone();
         let heads = heads::query_heads(projected.rows, weight, tables, positions, options);
-        let [rows, count, _, head_dim] = heads.dims();
-        match rows == self.batch {
-            true => heads,
-            false => heads
-                .reshape([self.batch, rows / self.batch, count, head_dim])
-                .swap_dims(1, 2),
+        self.by_sequences(heads)
+    }
+
+    fn heads_together(
+        &mut self,
+        attention: &Attention,
+        query: &Columns,
+        own: &OwnColumns,
+    ) -> Option<(Tensor<4>, KeyValues)> {
+        let targets = self.targets.as_ref().expect("the layer has a target");
+        let Target::Apart(buffers) = &targets.layers[attention.layer] else {
+            return None;
+        };
+        let (Slots::Whole(keys), Slots::Whole(values)) = (&buffers.key, &buffers.value) else {
+            return None;
+        };
+        // Those of one product follow each other; where one has an adapter, each is of its own.
+        if own.key.start == 0 || own.value.start == 0 {
+            return None;
         }
+        let visible = targets.visible(attention.kind);
+        let parts = LayerParts {
+            projected: query.rows.clone(),
+            query_weight: attention.q_norm.weight.val(),
+            key_weight: attention.key_norm().weight.val(),
+            tables: self.tables(attention.kind),
+            positions: self.positions.clone(),
+            keys: keys.clone(),
+            values: values.clone(),
+        };
+        let columns = LayerColumns {
+            queries: query.start,
+            count: query.count,
+            keys: own.key.start,
+            values: own.value.start,
+            epsilon: attention.q_norm.epsilon(),
+        };
+        let [queries, keys, values] = heads::layer_heads(parts, columns);
+        let own = KeyValues::new(Slots::Whole(keys), Slots::Whole(values), visible);
+        Some((self.by_sequences(queries), own))
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {

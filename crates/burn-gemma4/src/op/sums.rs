@@ -31,9 +31,19 @@ pub(super) fn part_of_sum(value: f32, #[comptime] team: Team) -> f32 {
 /// The sum over a cube that is one team, for all of its units. `partial` has a place for each part. Syncs.
 #[cube]
 pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
-    let part = part_of_sum(value, team);
     // Someone may still be reading an earlier sum's parts.
     sync_cube();
+    first_cube_sum(value, partial, team)
+}
+
+/// The same where nothing has been in `partial` before: one barrier less.
+#[cube]
+pub(super) fn first_cube_sum(
+    value: f32,
+    partial: &mut Shared<[f32]>,
+    #[comptime] team: Team,
+) -> f32 {
+    let part = part_of_sum(value, team);
     if UNIT_POS.is_multiple_of(comptime!(team.width as u32)) {
         partial[(UNIT_POS / comptime!(team.width as u32)) as usize] = part;
     }

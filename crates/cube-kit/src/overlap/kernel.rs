@@ -118,3 +118,56 @@ fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Ve
 fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {
     tensor[index]
 }
+
+/// The element at `index` of what no launch writes, of 2 or 4 bytes, on its way as [`load_now()`]'s are.
+#[cube]
+pub fn load_element_now<T: CubePrimitive>(
+    elements: &[T],
+    index: usize,
+    #[comptime] now: bool,
+) -> T {
+    if now {
+        ordered_element::<T>(elements, index)
+    } else {
+        elements[index]
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[cube]
+fn ordered_element<T: CubePrimitive>(elements: &[T], index: usize) -> T {
+    let bytes = bytes_of::<T>(elements);
+    // SAFETY: only the address is taken.
+    let start = unsafe { elements.as_ptr_unchecked() };
+    let source = crate::hopper::ptx::element_address::<T>(start, index as u64, bytes);
+    if comptime!(bytes == 2) {
+        let bits: u16;
+        gpu_asm!(
+            "ld.global.u16 {bits}, [{source}];",
+            bits = out(_) bits,
+            source = in(_) crate::hopper::ptx::value_of::<u64>(source)
+        );
+        T::reinterpret(bits)
+    } else {
+        let bits: u32;
+        gpu_asm!(
+            "ld.global.u32 {bits}, [{source}];",
+            bits = out(_) bits,
+            source = in(_) crate::hopper::ptx::value_of::<u64>(source)
+        );
+        T::reinterpret(bits)
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[cube]
+fn bytes_of<T: CubePrimitive>(_elements: &[T]) -> comptime_type!(usize) {
+    intrinsic!(|scope| T::__expand_size(scope))
+}
+
+/// There is no device that would take it.
+#[cfg(not(feature = "cuda"))]
+#[cube]
+fn ordered_element<T: CubePrimitive>(elements: &[T], index: usize) -> T {
+    elements[index]
+}

@@ -11,6 +11,7 @@ use crate::arguments::score_arguments;
 use crate::backend::{AttentionInputs, AttentionOutput};
 use crate::fragment::launch::{BiasesAhead, Division, ForwardPass};
 use crate::math::schedule::ScheduleLaunch;
+use crate::passes::lengths::lie_as_read;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::CubeBackend;
 use cube_kit::launch::cube_count;
@@ -32,7 +33,14 @@ pub(super) fn forward(
         together: plan.together,
     };
     // A block's biases would take the registers of its scores once more.
-    let pass = ForwardPass::new(&inputs, problem, division, BiasesAhead::Never);
+    let mut pass = ForwardPass::new(&inputs, problem, division, BiasesAhead::Never);
+    let structure = &mut pass.kind.fragment.structure;
+    let lengths = inputs.kv_lengths.as_option();
+    structure.lengths_ahead = problem.kv_lengths_ahead
+        && matches!(tiles, ForwardTiles::SplitN(_))
+        && overlaps(&client)
+        && !structure.is_irregular()
+        && lengths.is_some_and(|lengths| lie_as_read(lengths, problem.batch));
     let cubes = pass.work_tiles as u32;
     macro_rules! launch {
         ($kernel:ident, $tiles:expr $(, $overlaps:expr)?) => {

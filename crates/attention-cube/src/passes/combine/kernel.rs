@@ -2,9 +2,11 @@
 //! `lse = log Σ exp(lseₛ)`, and the sink as one more part without a value. A logsumexp comes and goes as its
 //! reference and the logarithm of the sum by that: where scores are huge, one f32 would not keep both.
 //!
-//! Budget: 3 KB of shared memory at most, 6 registers of results. Bound by memory where rows are many: it reads `splits` partial
-//! outputs once. Where they are few, as when one sequence is decoded, by the time that a read takes: then several units share the parts
-//! of a row's 4 columns, and the first of them puts their results together, in the order of the parts.
+//! Budget: 3 KB of shared memory at most, 6 registers of results and 6 for each part that a unit reads at once, of which it has 4 or 8.
+//! Bound by memory where rows are many: it reads `splits` partial outputs once. Where they are few, as when one sequence is decoded, by the
+//! time that a read takes: then several units share the parts of a row's 4 columns, and the first of them puts their results together, in
+//! the order of the parts. References, logarithms and parts are all on their way before the first is used; those beyond a unit's 8 wait for
+//! them, and again for all references.
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::LOWEST;
@@ -13,6 +15,17 @@ use cubecl::prelude::*;
 
 /// Units of a cube.
 pub(crate) const UNITS: usize = 128;
+
+/// Which parts a unit has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Sharing {
+    /// Units that share the parts of a row's columns.
+    pub units: usize,
+    /// Parts that a unit reads at once.
+    pub held: usize,
+    /// Whether it has more of them.
+    pub more: bool,
+}
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
@@ -27,7 +40,7 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
     q_heads: u32,
     row_vectors: u32,
     negative_infinity: f32,
-    #[comptime] sharing: usize,
+    #[comptime] sharing: Sharing,
     #[comptime] overlaps: bool,
     #[define(O)] _element: ElemType,
     #[define(F)] _sink_element: ElemType,
@@ -36,7 +49,7 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
     take_turn(overlaps);
     was_written(partial_output, overlaps);
     was_written(partial_logsumexp, overlaps);
-    let columns = comptime!((UNITS / sharing) as u32);
+    let columns = comptime!((UNITS / sharing.units) as u32);
     let index = CUBE_POS * columns as usize + (UNIT_POS % columns) as usize;
     let first_split = UNIT_POS / columns;
     let row = index / row_vectors as usize;
@@ -46,7 +59,7 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
     let own = joined::<N>(
         partial_output,
         partial_logsumexp,
-        row,
+        select(exists, row, 0usize),
         column,
         first_split,
         select(exists, splits, 0u32),
@@ -55,8 +68,8 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
         row_vectors,
         sharing,
     );
-    let own = if comptime!(sharing > 1) {
-        put_together::<N>(own, sharing)
+    let own = if comptime!(sharing.units > 1) {
+        put_together::<N>(own, sharing.units)
     } else {
         own
     };
@@ -108,30 +121,80 @@ fn joined<N: Size>(
     rows: usize,
     to_logarithms: usize,
     row_vectors: u32,
-    #[comptime] step: usize,
+    #[comptime] sharing: Sharing,
 ) -> Joined<N> {
-    let mut largest = f32::new(LOWEST);
-    let mut split = first;
-    while split < end {
-        largest = max(largest, partial_logsumexp[split as usize * rows + row]);
-        split += comptime!(step as u32);
-    }
-    let mut sum = 0.0f32;
-    let mut total = Vector::<f32, N>::new(0.0);
-    let mut split = first;
-    while split < end {
+    let held = comptime!(sharing.held);
+    let mut references = Array::<f32>::new(held);
+    let mut logarithms = Array::<f32>::new(held);
+    let mut parts = Array::<Vector<f32, N>>::new(held);
+    #[unroll]
+    for index in 0..held {
+        let split = first + comptime!((index * sharing.units) as u32);
+        // Where none is, the first part is read, and not used: a branch would be between this read and the next.
+        let split = select(split < end, split, 0u32);
         let at = split as usize * rows + row;
-        let logarithm = partial_logsumexp[at + to_logarithms];
-        let weight = ((partial_logsumexp[at] - largest) + logarithm).exp();
-        sum += weight;
-        let part = partial_output[at * row_vectors as usize + column];
-        total += Vector::<f32, N>::cast_from(weight) * part;
-        split += comptime!(step as u32);
+        references[index] = partial_logsumexp[at];
+        logarithms[index] = partial_logsumexp[at + to_logarithms];
+        parts[index] = partial_output[at * row_vectors as usize + column];
     }
-    Joined::<N> {
+    let after = first + comptime!((held * sharing.units) as u32);
+
+    let mut largest = f32::new(LOWEST);
+    #[unroll]
+    for index in 0..held {
+        let exists = first + comptime!((index * sharing.units) as u32) < end;
+        largest = select(exists, max(largest, references[index]), largest);
+    }
+    if comptime!(sharing.more) {
+        let mut split = after;
+        while split < end {
+            largest = max(largest, partial_logsumexp[split as usize * rows + row]);
+            split += comptime!(sharing.units as u32);
+        }
+    }
+    let mut own = Joined::<N> {
         largest,
-        sum,
-        total,
+        sum: 0.0f32,
+        total: Vector::<f32, N>::new(0.0),
+    };
+    #[unroll]
+    for index in 0..held {
+        let exists = first + comptime!((index * sharing.units) as u32) < end;
+        let with = with_part::<N>(own, references[index], logarithms[index], parts[index]);
+        own.sum = select(exists, with.sum, own.sum);
+        own.total = select(exists, with.total, own.total);
+    }
+    if comptime!(sharing.more) {
+        let mut split = after;
+        while split < end {
+            let at = split as usize * rows + row;
+            let with = with_part::<N>(
+                own,
+                partial_logsumexp[at],
+                partial_logsumexp[at + to_logarithms],
+                partial_output[at * row_vectors as usize + column],
+            );
+            own.sum = with.sum;
+            own.total = with.total;
+            split += comptime!(sharing.units as u32);
+        }
+    }
+    own
+}
+
+/// What there is and one part more, by the largest reference of all.
+#[cube]
+fn with_part<N: Size>(
+    own: Joined<N>,
+    reference: f32,
+    logarithm: f32,
+    part: Vector<f32, N>,
+) -> Joined<N> {
+    let weight = ((reference - own.largest) + logarithm).exp();
+    Joined::<N> {
+        largest: own.largest,
+        sum: own.sum + weight,
+        total: own.total + Vector::<f32, N>::cast_from(weight) * part,
     }
 }
 

@@ -123,7 +123,7 @@ pub(crate) fn prepare(
     let packed = match (lengths, queries.zip(keys)) {
         (None, None) => None,
         (Some(lengths), None) => {
-            if lengths.dtype == DType::I32 && (batch == 1 || lengths.meta.strides()[0] == 1) {
+            if lie_as_read(lengths, batch) {
                 Some(lengths.clone())
             } else {
                 let packed = empty(&inputs.query, [batch], DType::I32);
@@ -165,6 +165,11 @@ pub(crate) fn prepare(
         }
     };
     (packed, places)
+}
+
+/// Whether kernels read the lengths of so many sequences where they are: else a launch writes them.
+pub(crate) fn lie_as_read(lengths: &CubeTensor, batch: usize) -> bool {
+    lengths.dtype == DType::I32 && (batch == 1 || lengths.meta.strides()[0] == 1)
 }
 
 const UNITS: usize = 64;

@@ -3,7 +3,7 @@
 use super::{
     DecodeMode, Part,
     ahead::Ahead,
-    integers,
+    inputs::{Inputs, Uploaded},
     position::{Outputs, Position},
     recorded::Recorded,
     round::Round,
@@ -12,12 +12,9 @@ use crate::{
     Cache, Drafter, Gemma4Error, Gemma4Model, Guesses, LayerType,
     generate::sampling::device::DeviceSampler,
     model::few_rows::FewRows,
-    op::{
-        overwrite::{go_on_with, overwrite, overwrite_floats},
-        reading::Reading,
-    },
+    op::{overwrite::overwrite_floats, reading::Reading},
 };
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     fmt,
@@ -149,7 +146,7 @@ impl GraphCapture {
             return None;
         }
         let pass = self.passes.get_mut(&1)?;
-        go_on_with(pass.computation.inputs.clone(), chosen.numbers.clone());
+        pass.computation.inputs.go_on(chosen.numbers.clone());
         let mut may_capture = self.may_capture;
         let outputs = pass.run(&mut may_capture);
         self.replayed = pass.is_captured();
@@ -183,7 +180,7 @@ impl GraphCapture {
     ) -> Guesses {
         self.ahead = None;
         let device = model.device();
-        let inputs = inputs(cache, tokens, &device);
+        let inputs = Uploaded::new(cache, tokens, &device);
         // The guesses' own position is the next one.
         self.make_room(cache, 1);
         cache.turn();
@@ -192,14 +189,19 @@ impl GraphCapture {
         let round = match self.rounds.entry(count) {
             Entry::Occupied(round) => {
                 let round = round.into_mut();
-                overwrite(round.computation.inputs.clone(), inputs);
+                round.computation.inputs.overwrite(inputs);
                 overwrite_floats(round.computation.hidden.clone(), hidden);
                 round
             }
             Entry::Vacant(place) => {
                 let hidden = own(hidden);
                 place.insert(Recorded::new(Round::new(
-                    drafter, model, cache, inputs, hidden, count,
+                    drafter,
+                    model,
+                    cache,
+                    Inputs::new(inputs),
+                    hidden,
+                    count,
                 )))
             }
         };
@@ -218,7 +220,7 @@ impl GraphCapture {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
         let device = model.device();
-        let inputs = inputs(cache, tokens, &device);
+        let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
         // No pass holds buffers that are still to be turned: what turns them back has released them.
@@ -226,7 +228,7 @@ impl GraphCapture {
         match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
-                overwrite(pass.computation.inputs.clone(), inputs);
+                pass.computation.inputs.overwrite(inputs);
                 if let (Some(own), Some(rows)) = (&pass.computation.from_host, from_host) {
                     overwrite_floats(own.clone(), rows);
                 }
@@ -237,7 +239,7 @@ impl GraphCapture {
                 let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
                     sampler,
-                    ..position(model, cache, inputs, from_host, &device)
+                    ..position(model, cache, Inputs::new(inputs), from_host, &device)
                 };
                 place.insert(Recorded::new(position))
             }
@@ -252,17 +254,6 @@ impl GraphCapture {
             cache.make_room(count);
         }
     }
-}
-
-/// `[2 · batch · positions]`: the tokens, sequence after sequence, then their positions.
-fn inputs(cache: &Cache, tokens: &[u32], device: &Device) -> Tensor<1, Int> {
-    let count = tokens.len() / cache.batch();
-    let mut inputs = integers(tokens);
-    for first in cache.next_positions() {
-        inputs.extend((first..first + count).map(|position| position as i32));
-    }
-    let inputs = TensorData::new(inputs, [2 * tokens.len()]);
-    Tensor::from_data(inputs, (device, DType::I32))
 }
 
 /// All numbers, row after row.
@@ -282,7 +273,7 @@ fn own(numbers: Tensor<1>) -> Tensor<1> {
 fn position(
     model: &Gemma4Model,
     cache: &Cache,
-    inputs: Tensor<1, Int>,
+    inputs: Inputs,
     from_host: Option<Tensor<1>>,
     device: &Device,
 ) -> Position {

@@ -4,6 +4,8 @@
 mod ahead;
 #[cfg(feature = "cube")]
 mod graph;
+#[cfg(feature = "cube")]
+mod inputs;
 mod next;
 #[cfg(feature = "cube")]
 mod position;

@@ -3,7 +3,7 @@
 //! Nothing here depends on the host but the shapes. Which tokens and which positions, the kernels read from the device, so
 //! that the launches can be captured and replayed.
 
-use super::recorded::Computation;
+use super::{inputs::Inputs, recorded::Computation};
 use crate::{
     Gemma4Model,
     generate::sampling::device::DeviceSampler,
@@ -38,8 +38,7 @@ pub(super) struct Position {
     pub ring: Ring,
     pub sliding: RotationTables,
     pub full: RotationTables,
-    /// `[2 · rows]`: the tokens, as many of each sequence, one sequence after the other, then their positions.
-    pub inputs: Tensor<1, Int>,
+    pub inputs: Inputs,
     /// `[rows · layers · columns]`: of a table of per-layer embeddings on the host, the tokens' rows.
     pub from_host: Option<Tensor<1>>,
     /// Who draws the next tokens, where it is not their argmax.
@@ -91,10 +90,10 @@ impl Position {
     pub fn compute_by_parts(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
-        let rows = self.inputs.dims()[0] / 2;
-        let read = self.inputs.clone().narrow(0, 0, rows);
+        let rows = self.inputs.rows();
+        let read = self.inputs.tokens.clone();
         let tokens = read.clone().reshape([rows, 1]);
-        let positions = self.inputs.clone().narrow(0, rows, rows);
+        let positions = self.inputs.positions.clone();
         let read_at = positions.clone();
 
         let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
@@ -104,7 +103,7 @@ impl Position {
             values.reshape([rows, count / rows])
         });
         let embeddings = model.per_layer_embeddings(&tokens, from_host, &embedded, project);
-        let (sliding, full) = (self.sliding(&positions), self.full(&positions));
+        let (sliding, full) = (self.sliding(), self.full());
         after(Part::Embedding);
 
         let mut operators = FewRows {
@@ -142,24 +141,25 @@ impl Position {
 
     /// Positions of each sequence.
     fn count(&self) -> usize {
-        self.inputs.dims()[0] / (2 * self.batch)
+        self.inputs.rows() / self.batch
     }
 
     /// What queries of full layers see once all positions are written.
-    fn full(&self, positions: &Tensor<1, Int>) -> Visible {
+    fn full(&self) -> Visible {
         Visible {
             causal: self.count() > 1,
-            lengths: Some(self.last(positions) + 1),
-            ..Visible::default()
+            ..self.written()
         }
     }
 
     /// What queries of sliding layers see in the ring then.
-    fn sliding(&self, positions: &Tensor<1, Int>) -> Visible {
+    fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
-            return self.ring.visible_to_last(self.last(positions) + 1);
+            // Of a ring that is full the last query sees all there is.
+            return self.written();
         }
-        let queries = positions.clone().reshape([self.batch, self.count()]);
+        let queries = self.inputs.positions.clone();
+        let queries = queries.reshape([self.batch, self.count()]);
         let queries = match self.is_ragged {
             true => queries,
             false => queries.narrow(0, 0, 1),
@@ -168,16 +168,12 @@ impl Position {
         self.ring.visible(queries, last)
     }
 
-    /// `[batch]`: the last position of each sequence.
-    fn last(&self, positions: &Tensor<1, Int>) -> Tensor<1, Int> {
-        let (batch, count) = (self.batch, self.count());
-        match count {
-            1 => positions.clone(),
-            _ => positions
-                .clone()
-                .reshape([batch, count])
-                .narrow(1, count - 1, 1)
-                .reshape([batch]),
+    /// All that is there.
+    fn written(&self) -> Visible {
+        Visible {
+            lengths: Some(self.inputs.lengths.clone()),
+            lengths_ahead: true,
+            ..Visible::default()
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Nothing here depends on the host but the shapes. After which token and at which position, the kernels read from the device, so that
 //! the launches can be captured and replayed.
 
-use super::recorded::Computation;
+use super::{inputs::Inputs, recorded::Computation};
 use crate::{
     Cache, Drafter, Gemma4Model, Guesses, LayerType,
     model::{
@@ -16,7 +16,7 @@ use crate::{
     },
     op::rope::RotationTables,
 };
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Tensor};
 
 /// The computation of a round: everything it reads and writes.
 pub(super) struct Round {
@@ -29,8 +29,8 @@ pub(super) struct Round {
     ring: Ring,
     sliding: RotationTables,
     full: RotationTables,
-    /// `[2 · batch]`: a token of each sequence, then their positions, which the cache does not hold yet.
-    pub inputs: Tensor<1, Int>,
+    /// A token of each sequence, and their positions, which the cache does not hold yet.
+    pub inputs: Inputs,
     /// `[batch · hidden]`: what the tokens' logits were made of.
     pub hidden: Tensor<1>,
     count: usize,
@@ -42,7 +42,7 @@ impl Round {
         drafter: &Drafter,
         target: &Gemma4Model,
         cache: &Cache,
-        inputs: Tensor<1, Int>,
+        inputs: Inputs,
         hidden: Tensor<1>,
         count: usize,
     ) -> Self {
@@ -68,15 +68,15 @@ impl Computation for Round {
     type Outputs = Guesses;
 
     fn compute(&self) -> Guesses {
-        let ([rows], [numbers]) = (self.inputs.dims(), self.hidden.dims());
-        let batch = rows / 2;
-        let token = self.inputs.clone().narrow(0, 0, batch);
-        let position = self.inputs.clone().narrow(0, batch, batch);
+        let (batch, [numbers]) = (self.inputs.rows(), self.hidden.dims());
+        let token = self.inputs.tokens.clone();
+        let position = self.inputs.positions.clone();
         // The position's own key is not there yet.
         let query = position.clone().reshape([batch, 1]);
         let in_ring = self.ring.visible(query.clone(), query - 1);
         let in_full = Visible {
             lengths: Some(position.clone()),
+            lengths_ahead: true,
             ..Visible::default()
         };
         let mut shared = SharedKeyValues::default();

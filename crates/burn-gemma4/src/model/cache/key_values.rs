@@ -50,6 +50,8 @@ pub(crate) struct Visible {
     pub window: Option<usize>,
     /// `[batch]`: how many of the keys exist.
     pub lengths: Option<Tensor<1, Int>>,
+    /// Whether no launch of a graph writes them.
+    pub lengths_ahead: bool,
     /// `[batch, 1, 1, kv_len]`: `false` where a key is padding.
     pub mask: Option<Tensor<4, Bool>>,
     /// `[batch, kv_len]`: the document that each key, and the query at the same place, belongs to. Only those of one
@@ -78,6 +80,7 @@ impl Visible {
         }
         if let Some(lengths) = &self.lengths {
             options = options.kv_lengths(lengths.clone());
+            options = options.kv_lengths_ahead(self.lengths_ahead);
         }
         if let Some(mask) = &self.mask {
             options = options.mask(mask.clone());

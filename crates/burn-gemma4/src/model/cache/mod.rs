@@ -235,9 +235,8 @@ impl Cache {
             false => Visible {
                 causal: true,
                 window: Some(self.window),
-                lengths: None,
                 mask: self.mask(past - self.kept()..end, device),
-                segments: None,
+                ..Visible::default()
             },
         };
         let full = match past == 0 {

@@ -27,14 +27,6 @@ impl Ring {
         self.numbers.dims()[0] == self.window
     }
 
-    /// What a query at the last column sees of an [exact](Self::is_exact) ring, of which so many columns, `[batch]`, are written.
-    pub fn visible_to_last(&self, written: Tensor<1, Int>) -> Visible {
-        Visible {
-            lengths: Some(written.clamp_max(self.window as i64)),
-            ..Visible::default()
-        }
-    }
-
     /// What queries at `positions`, `[sequences, queries]`, see of the columns up to `last`, `[sequences, 1]`, where no later one is of
     /// their text: the newest column of each slot, if there is one and it is in the window. One sequence stands for all that are at
     /// the same positions.

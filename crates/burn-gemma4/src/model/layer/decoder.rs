@@ -3,7 +3,7 @@
 use super::{
     Attention, Experts, Linear, Mlp, RmsNorm, Router, constant,
     experts::Mixture,
-    operators::{Columns, Operators, Stream},
+    operators::{Columns, KEYS_ARE_THERE, Operators, OwnColumns, Stream},
 };
 use crate::{
     Gemma4Config,
@@ -112,15 +112,12 @@ impl DecoderLayer {
         let own = projected.next().map(|key| {
             // Values are made of what keys are made of, where nothing else is there.
             let value = projected.next().unwrap_or_else(|| key.clone());
-            (key, value)
+            OwnColumns { key, value }
         });
         operators.after(Part::Projections);
 
-        let own = own.map(|(key, value)| operators.key_values(attention, key, value));
-        let read = own.as_ref().or(shared);
-        let read =
-            read.expect("validated: a layer without keys comes after one of its type with keys");
-        let query = operators.queries(attention, query, read);
+        let (query, own) = operators.heads(attention, query, own, shared);
+        let read = own.as_ref().or(shared).expect(KEYS_ARE_THERE);
         operators.after(Part::Heads);
         let shape = [query.dims()[0], query.dims()[2]];
         operators.observe(attention.layer, LayerSite::Query, || query.clone());

@@ -30,6 +30,40 @@ pub(crate) trait Operators {
         key_values: &KeyValues,
     ) -> Tensor<4>;
 
+    /// The queries of a layer, and its keys and values where it has its own, whose projections are `own`: else queries are for those
+    /// of an earlier layer, `shared`.
+    ///
+    /// # Panics
+    /// Without keys and values to read.
+    fn heads(
+        &mut self,
+        attention: &Attention,
+        query: Columns,
+        own: Option<OwnColumns>,
+        shared: Option<&KeyValues>,
+    ) -> (Tensor<4>, Option<KeyValues>) {
+        let together = own
+            .as_ref()
+            .and_then(|own| self.heads_together(attention, &query, own));
+        if let Some((query, own)) = together {
+            return (query, Some(own));
+        }
+        let own = own.map(|own| self.key_values(attention, own.key, own.value));
+        let read = own.as_ref().or(shared);
+        let query = self.queries(attention, query, read.expect(KEYS_ARE_THERE));
+        (query, own)
+    }
+
+    /// What [`queries`](Self::queries) and [`key_values`](Self::key_values) are, where one launch makes both.
+    fn heads_together(
+        &mut self,
+        _attention: &Attention,
+        _query: &Columns,
+        _own: &OwnColumns,
+    ) -> Option<(Tensor<4>, KeyValues)> {
+        None
+    }
+
     /// The dense feed-forward network.
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2>;
 
@@ -63,6 +97,16 @@ pub(crate) trait Operators {
 
     /// Called when a part of the layer has been put on the device.
     fn after(&mut self, _part: Part) {}
+}
+
+/// Why queries find what they read.
+pub(crate) const KEYS_ARE_THERE: &str =
+    "validated: a layer without keys comes after one of its type with keys";
+
+/// The projections of a layer's own keys and values.
+pub(crate) struct OwnColumns {
+    pub key: Columns,
+    pub value: Columns,
 }
 
 /// The residual stream.

@@ -1,14 +1,17 @@
 //! The argmax of each row: its largest number and the first column that has it; −1 for a row of which none is a number
 //! above −∞.
 //!
-//! Budget: 8 bytes a unit in shared memory. Bound by memory: reads the logits once. Cubes reduce a stretch of a row each,
-//! then one cube a row reduces what they found.
+//! Budget: 8 bytes a unit in shared memory, in registers up to [`HELD`] values and their columns. Bound by memory: reads the logits once, all
+//! that a unit has of a stretch at once. Cubes reduce a stretch of a row each, then one cube a row reduces what they found.
 
 use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// Units of a cube.
 pub(super) const UNITS: usize = 128;
+
+/// Values that a unit reads at once at most.
+pub(super) const HELD: usize = 16;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn argmax_overlapped<E: Float, I: Int>(
@@ -18,6 +21,7 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     columns_of_largest: &mut Tensor<I>,
     columns: u32,
     stretches: u32,
+    #[comptime] held: usize,
     #[comptime] overlaps: bool,
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
@@ -32,26 +36,42 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     let mut best = f32::new(f32::MIN);
     let mut best_column = u32::MAX.runtime();
     let mut column = stretch * length + UNIT_POS;
+    let mut held_values = Array::<E>::new(held);
+    let mut held_places = Array::<I>::new(held);
     while column < end {
-        let at = row as usize * columns as usize + column as usize;
-        let value = f32::cast_from(values[at]);
-        // The columns of one unit come in their order.
-        if value > best {
-            best = value;
-            best_column = column;
-        }
-        column += comptime!(UNITS as u32);
-    }
-    #[comptime]
-    match &columns_of_values {
-        ComptimeOption::Some(of_values) => {
-            if best_column < columns {
-                let at = row as usize * columns as usize + best_column as usize;
-                let place = of_values[at];
-                best_column = select(place < I::new(0), u32::MAX, u32::cast_from(place));
+        let first = row as usize * columns as usize;
+        #[unroll]
+        for index in 0..held {
+            // Behind the end the first is read again, which is not larger than itself: a branch would be between this read and the next.
+            let other = column + comptime!((index * UNITS) as u32);
+            let at = first + select(other < end, other, column) as usize;
+            held_values[index] = values[at];
+            #[comptime]
+            match &columns_of_values {
+                ComptimeOption::Some(of_values) => {
+                    held_places[index] = of_values[at];
+                }
+                ComptimeOption::None => {}
             }
         }
-        ComptimeOption::None => {}
+        #[unroll]
+        for index in 0..held {
+            let value = f32::cast_from(held_values[index]);
+            // The columns of one unit come in their order.
+            if value > best {
+                best = value;
+                best_column = column + comptime!((index * UNITS) as u32);
+                #[comptime]
+                match &columns_of_values {
+                    ComptimeOption::Some(_) => {
+                        let place = held_places[index];
+                        best_column = select(place < I::new(0), u32::MAX, u32::cast_from(place));
+                    }
+                    ComptimeOption::None => {}
+                }
+            }
+        }
+        column += comptime!((held * UNITS) as u32);
     }
 
     let mut found = Shared::<[f32]>::new_slice(UNITS);

@@ -2,7 +2,7 @@
 
 use super::{
     ArgmaxBackend, NUMBERS,
-    kernel::{UNITS, argmax_overlapped},
+    kernel::{HELD, UNITS, argmax_overlapped},
 };
 use burn::{
     backend::{
@@ -22,7 +22,7 @@ impl ArgmaxBackend for CubeBackend {
     fn argmax(logits: FloatTensor<Self>) -> IntTensor<Self> {
         let rows = logits.meta.shape()[0];
         let columns = logits.meta.shape()[1];
-        let stretches = columns.div_ceil(16 * UNITS);
+        let stretches = columns.div_ceil(HELD * UNITS);
         let [largest, numbers] = launch(logits, None, stretches);
         let numbers = match stretches {
             1 => numbers,
@@ -56,6 +56,7 @@ fn launch(
             numbers.clone().into_tensor_arg(),
             columns as u32,
             stretches as u32,
+            columns.div_ceil(stretches).div_ceil(UNITS).min(HELD),
             overlaps(&client),
             element,
             dtype_to_storage_type(NUMBERS),

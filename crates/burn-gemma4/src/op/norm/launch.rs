@@ -24,13 +24,14 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
     let vector = vector_size(&client, input.dtype.size(), &[columns]);
     let vectors = columns / vector;
     let output = empty(&input, shape, input.dtype);
+    let team = team(&client, vectors);
     let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
     // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
     unsafe {
         norm_overlapped::launch_unchecked(
             &client,
             cube_count(&client, rows),
-            CubeDim::new_1d(team(&client, vectors).units as u32),
+            CubeDim::new_1d(team.units as u32),
             address_type([&input]),
             input.clone().into_tensor_arg(),
             weight
@@ -41,7 +42,8 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
             vectors as u32,
             columns as f32,
             epsilon as f32,
-            team(&client, vectors),
+            team,
+            vectors.div_ceil(team.units),
             overlaps(&client),
             dtype_to_storage_type(input.dtype),
             dtype_to_storage_type(of_weight),

@@ -1,11 +1,11 @@
 //! The end of a block and the beginning of the next: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
 //!
-//! Budget: a float a part of the cube in shared memory, in registers a unit's vectors of each operand, of which a team for rows of
+//! Budget: two floats a part of the cube in shared memory, in registers a unit's vectors of each operand, of which a team for rows of
 //! models has one to three, and up to twenty without plane operations, where teams are small. Bound by latency: a row is a few KB,
-//! which one cube reads once. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
+//! which one cube reads once; behind the launch before nothing is read that waits for another read, and each of both sums has one barrier. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
-use crate::op::sums::{Team, cube_sum, sum_of_squares};
-use cube_kit::overlap::{await_previous, let_next_begin, load_now, was_written};
+use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
+use cube_kit::overlap::{await_previous, let_next_begin, load_element_now, load_now, was_written};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -51,6 +51,14 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
             }
         }
     }
+    let mut scale = E::new(1.0);
+    #[comptime]
+    match scalar {
+        ComptimeOption::Some(scalar) => {
+            scale = load_element_now(scalar.as_slice(), 0usize, loads_now);
+        }
+        ComptimeOption::None => {}
+    }
     await_previous(overlaps);
     was_written(stream, overlaps);
     was_written(added, overlaps);
@@ -65,14 +73,6 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
             streams[index] = stream[row + vector as usize];
         }
     }
-    let mut scale = 1.0f32;
-    #[comptime]
-    match &scalar {
-        ComptimeOption::Some(scalar) => {
-            scale = f32::cast_from(scalar[0]);
-        }
-        ComptimeOption::None => {}
-    }
 
     let mut squares = 0.0f32;
     #[unroll]
@@ -81,7 +81,7 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
             squares += sum_of_squares(blocks[index]);
         }
     }
-    let mean = cube_sum(squares, &mut partial, team) / columns;
+    let mean = first_cube_sum(squares, &mut partial, team) / columns;
     let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());
 
     let mut squares = 0.0f32;
@@ -98,7 +98,7 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
             #[comptime]
             match &scalar {
                 ComptimeOption::Some(_) => {
-                    let scale = Vector::<f32, N>::cast_from(scale);
+                    let scale = Vector::<f32, N>::cast_from(f32::cast_from(scale));
                     both = Vector::<E, N>::cast_from(Vector::<f32, N>::cast_from(both) * scale);
                 }
                 ComptimeOption::None => {}
@@ -112,7 +112,9 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     #[comptime]
     match &next_weight {
         ComptimeOption::Some(_) => {
-            let mean = cube_sum(squares, &mut partial, team) / columns;
+            // Of its own: someone may still be reading the first sum's parts.
+            let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
+            let mean = first_cube_sum(squares, &mut partial, team) / columns;
             let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());
             #[unroll]
             for index in 0..held {

@@ -61,7 +61,7 @@ fn launch(
     let normed = empty(&stream, shape, stream.dtype);
     let team = team(&client, vectors);
     // Else a launch gives them another layout.
-    let stay = [Some(&weight), next_weight.as_ref()];
+    let stay = [Some(&weight), next_weight.as_ref(), scalar.as_ref()];
     let stay = stay
         .into_iter()
         .flatten()

@@ -39,7 +39,7 @@ pub(crate) fn residual(added: Added) -> Tensor<2> {
     added.stream + norm(added.added, added.weight, added.epsilon)
 }
 
-/// `stream' = (stream + norm(added)) · scalar`, `scalar` being 1 where there is none, and `norm(stream')` with the next
+/// `stream' = (stream + norm(added)) · scalar`, `scalar` being a parameter, or 1 where there is none, and `norm(stream')` with the next
 /// block's weight: where kernels serve the stream.
 #[cfg(feature = "cube")]
 pub(crate) fn residual_and_norm(

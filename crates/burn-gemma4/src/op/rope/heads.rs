@@ -3,7 +3,7 @@
 use super::RotationTables;
 use burn::{
     backend::{
-        Backend, Dispatch, backend_extension,
+        Backend, Dispatch, ExtensionType, backend_extension,
         fusion::custom::TensorSpec,
         tensor::{FloatTensor, IntTensor},
     },
@@ -24,6 +24,19 @@ pub struct HeadOptions {
     pub epsilon: f64,
 }
 
+/// Columns of one projection that are a layer's queries, keys and values.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerColumns {
+    /// The first column of queries, and how many are theirs.
+    pub queries: usize,
+    pub count: usize,
+    /// The first columns of keys and values, of which there are as many as the cache has room for.
+    pub keys: usize,
+    pub values: usize,
+    /// Of the norms.
+    pub epsilon: f64,
+}
+
 /// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of some columns of `[rows, …]`: normalised by heads and
 /// rotated by `positions`, one a row.
 pub(crate) fn query_heads(
@@ -41,6 +54,35 @@ pub(crate) fn query_heads(
         positions.into_dispatch(),
         options,
     ))
+}
+
+/// What a layer with keys and values of its own has its heads made of.
+pub(crate) struct LayerParts<'a> {
+    pub projected: Tensor<2>,
+    pub query_weight: Tensor<1>,
+    pub key_weight: Tensor<1>,
+    pub tables: &'a RotationTables,
+    pub positions: Tensor<1, Int>,
+    /// The cache's.
+    pub keys: Tensor<4>,
+    pub values: Tensor<4>,
+}
+
+/// [`query_heads`], [`write_keys`] and [`write_values`] of a layer, in one launch where the device can: the queries, the keys' buffer and
+/// the values'.
+pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tensor<4>; 3] {
+    let tensors = LayerTensors {
+        projected: parts.projected.into_dispatch(),
+        query_weight: parts.query_weight.into_dispatch(),
+        key_weight: parts.key_weight.into_dispatch(),
+        cos: parts.tables.cos.clone().into_dispatch(),
+        sin: parts.tables.sin.clone().into_dispatch(),
+        positions: parts.positions.into_dispatch(),
+        keys: parts.keys.into_dispatch(),
+        values: parts.values.into_dispatch(),
+    };
+    let heads: LayerHeads<Dispatch> = Dispatch::layer_heads(tensors, columns);
+    [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
 /// [`query_heads`] of rows that are at the tables' positions in their order, and from their beginning again after the last.
@@ -97,6 +139,29 @@ pub(crate) fn write_values(
     ))
 }
 
+/// The tensors that a layer's heads are made of: [`LayerParts`].
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct LayerTensors<B: Backend> {
+    pub projected: FloatTensor<B>,
+    pub query_weight: FloatTensor<B>,
+    pub key_weight: FloatTensor<B>,
+    pub cos: FloatTensor<B>,
+    pub sin: FloatTensor<B>,
+    pub positions: IntTensor<B>,
+    pub keys: FloatTensor<B>,
+    pub values: FloatTensor<B>,
+}
+
+/// A layer's queries, and the buffers that its keys and values were written into.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct LayerHeads<B: Backend> {
+    pub queries: FloatTensor<B>,
+    pub keys: FloatTensor<B>,
+    pub values: FloatTensor<B>,
+}
+
 /// The kernel as operators of a backend. The functions above say what they compute.
 #[backend_extension(Cube, Fusion)]
 pub trait HeadsBackend: Backend {
@@ -111,6 +176,12 @@ pub trait HeadsBackend: Backend {
         positions: IntTensor<Self>,
         options: HeadOptions,
     ) -> FloatTensor<Self>;
+
+    #[fusion(meta = layer_metadata)]
+    fn layer_heads(
+        #[extension_type] tensors: LayerTensors<Self>,
+        columns: LayerColumns,
+    ) -> LayerHeads<Self>;
 
     #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| {
         metadata(projected, cos, projected.shape[1])
@@ -151,4 +222,12 @@ fn metadata(projected: &TensorSpec, cos: &TensorSpec, columns: usize) -> TensorS
         Shape::new([rows, columns / head_dim, 1, head_dim]),
         projected.dtype,
     )
+}
+
+fn layer_metadata(tensors: &LayerTensorsMetadata, columns: &LayerColumns) -> LayerHeadsMetadata {
+    LayerHeadsMetadata {
+        queries: metadata(&tensors.projected, &tensors.cos, columns.count),
+        keys: tensors.keys.clone(),
+        values: tensors.values.clone(),
+    }
 }

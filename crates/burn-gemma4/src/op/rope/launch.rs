@@ -1,8 +1,9 @@
 //! Launches the heads of projections.
 
 use super::{
-    heads::{HeadOptions, HeadsBackend},
-    kernel::{Columns, HeadStridesLaunch, place_heads_overlapped},
+    heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors},
+    kernel::{Columns, HeadsPlan, place_heads_overlapped},
+    sides::SideLaunch,
 };
 use crate::op::launch::{rows_of, team};
 use burn::{
@@ -19,6 +20,9 @@ use cube_kit::{
 };
 use cubecl::prelude::CubeDim;
 
+/// Buffers that a launch of a layer's heads binds. WebGPU promises one less.
+const LAYER_BINDINGS: u32 = 9;
+
 impl HeadsBackend for CubeBackend {
     fn query_heads(
         projected: FloatTensor<Self>,
@@ -28,19 +32,75 @@ impl HeadsBackend for CubeBackend {
         positions: IntTensor<Self>,
         options: HeadOptions,
     ) -> FloatTensor<Self> {
-        let shape = heads(&projected, &cos, options.count);
-        let target = empty(&projected, shape, projected.dtype);
-        let weights = Some(HeadWeights { weight, cos, sin });
-        let placing = Placing::of(options.compact, Columns::CompactQueries);
-        launch(
-            projected,
-            weights,
-            Some(positions),
-            &target,
-            placing,
-            options,
-        );
+        let target = empty_heads(&projected, &cos, options.count);
+        Heads {
+            weights: Some(HeadWeights { weight, cos, sin }),
+            positions: Some(positions),
+            // Of compact keys the weight is computed.
+            reads_ahead: options.compact.is_none(),
+            ..Heads::new(projected, &target, Columns::CompactQueries, options)
+        }
+        .launch();
         target
+    }
+
+    fn layer_heads(tensors: LayerTensors<Self>, columns: LayerColumns) -> LayerHeads<Self> {
+        let LayerTensors {
+            projected,
+            query_weight,
+            key_weight,
+            cos,
+            sin,
+            positions,
+            keys,
+            values,
+        } = tensors;
+        let of_keys = keys.meta.shape()[1] * keys.meta.shape()[3];
+        let options = |start, count| HeadOptions {
+            start,
+            count,
+            compact: None,
+            epsilon: columns.epsilon,
+        };
+        let of_queries = options(columns.queries, columns.count);
+        let of_values = options(columns.values, of_keys);
+        let of_keys = options(columns.keys, of_keys);
+        let bindings = projected.client.properties().hardware.max_bindings;
+        if bindings < LAYER_BINDINGS {
+            let (rows, at) = (projected.clone(), positions.clone());
+            let (cosines, sines) = (cos.clone(), sin.clone());
+            return LayerHeads {
+                keys: Self::write_keys(rows, key_weight, cosines, sines, at, keys, of_keys),
+                values: Self::write_values(projected.clone(), positions.clone(), values, of_values),
+                queries: Self::query_heads(
+                    projected,
+                    query_weight,
+                    cos,
+                    sin,
+                    positions,
+                    of_queries,
+                ),
+            };
+        }
+        let queries = empty_heads(&projected, &cos, columns.count);
+        let weight = query_weight;
+        Heads {
+            weights: Some(HeadWeights { weight, cos, sin }),
+            positions: Some(positions),
+            own: Some(OwnHeads {
+                key_weight,
+                keys: Target::new(&keys, of_keys),
+                values: Target::new(&values, of_values),
+            }),
+            reads_ahead: true,
+            ..Heads::new(projected, &queries, Columns::Channels, of_queries)
+        }
+        .launch();
+        LayerHeads {
+            queries,
+            keys,
+            values,
+        }
     }
 
     fn heads_in_order(
@@ -56,11 +116,12 @@ impl HeadsBackend for CubeBackend {
             compact: None,
             epsilon,
         };
-        let shape = heads(&projected, &cos, options.count);
-        let target = empty(&projected, shape, projected.dtype);
-        let weights = HeadWeights { weight, cos, sin };
-        let placing = Placing::CHANNELS;
-        launch(projected, Some(weights), None, &target, placing, options);
+        let target = empty_heads(&projected, &cos, options.count);
+        Heads {
+            weights: Some(HeadWeights { weight, cos, sin }),
+            ..Heads::new(projected, &target, Columns::Channels, options)
+        }
+        .launch();
         target
     }
 
@@ -73,16 +134,13 @@ impl HeadsBackend for CubeBackend {
         buffer: FloatTensor<Self>,
         options: HeadOptions,
     ) -> FloatTensor<Self> {
-        let weights = Some(HeadWeights { weight, cos, sin });
-        let placing = Placing::of(options.compact, Columns::CompactKeys);
-        launch(
-            projected,
-            weights,
-            Some(positions),
-            &buffer,
-            placing,
-            options,
-        );
+        Heads {
+            weights: Some(HeadWeights { weight, cos, sin }),
+            positions: Some(positions),
+            reads_ahead: true,
+            ..Heads::new(projected, &buffer, Columns::CompactKeys, options)
+        }
+        .launch();
         buffer
     }
 
@@ -92,10 +150,22 @@ impl HeadsBackend for CubeBackend {
         buffer: FloatTensor<Self>,
         options: HeadOptions,
     ) -> FloatTensor<Self> {
-        let placing = Placing::of(options.compact, Columns::CompactValues);
-        launch(projected, None, Some(positions), &buffer, placing, options);
+        Heads {
+            positions: Some(positions),
+            reads_ahead: true,
+            ..Heads::new(projected, &buffer, Columns::CompactValues, options)
+        }
+        .launch();
         buffer
     }
+}
+
+/// `[rows, heads, 1, head_dim]`, of so many columns of a projection and its rotation's table.
+fn empty_heads(projected: &CubeTensor, cos: &CubeTensor, columns: usize) -> CubeTensor {
+    let head_dim = 2 * cos.meta.shape()[1];
+    let rows = projected.meta.shape()[0];
+    let shape = [rows, columns / head_dim, 1, head_dim];
+    empty(projected, shape, projected.dtype)
 }
 
 /// What scales and rotates heads.
@@ -105,113 +175,209 @@ struct HeadWeights {
     sin: CubeTensor,
 }
 
-/// `[rows, heads, 1, head_dim]`, of so many columns of a projection and its rotation's table.
-fn heads(projected: &CubeTensor, cos: &CubeTensor, columns: usize) -> [usize; 4] {
-    let head_dim = 2 * cos.meta.shape()[1];
-    let rows = projected.meta.shape()[0];
-    [rows, columns / head_dim, 1, head_dim]
+/// Where heads go, and the columns that they are made of.
+struct Target {
+    tensor: CubeTensor,
+    start: usize,
+    head_dim: usize,
 }
 
-/// Where a head's channels go.
-struct Placing {
-    columns: Columns,
-    rotated: usize,
-}
-
-impl Placing {
-    const CHANNELS: Self = Self {
-        columns: Columns::Channels,
-        rotated: 0,
-    };
-
-    /// In `columns`, where `compact` pairs are rotated; in order, where slots are not shared.
-    fn of(compact: Option<usize>, columns: Columns) -> Self {
-        match compact {
-            Some(rotated) => Self { columns, rotated },
-            None => Self::CHANNELS,
+impl Target {
+    fn new(tensor: &CubeTensor, options: HeadOptions) -> Self {
+        let heads = tensor.meta.shape()[1];
+        let head_dim = options.count / heads;
+        assert_eq!(heads * head_dim, options.count, "whole heads");
+        assert_eq!(tensor.meta.strides()[3], 1, "a head's columns lie together");
+        Self {
+            tensor: tensor.clone(),
+            start: options.start,
+            head_dim,
         }
+    }
+
+    fn heads(&self) -> usize {
+        self.tensor.meta.shape()[1]
+    }
+
+    /// One more than the last column that is read.
+    fn end(&self) -> usize {
+        self.start + self.heads() * self.head_dim
+    }
+
+    fn side(&self) -> SideLaunch {
+        let (shape, strides) = (self.tensor.meta.shape(), self.tensor.meta.strides());
+        SideLaunch::new(
+            self.start as u32,
+            shape[1] as u32,
+            shape[2] as u32,
+            strides[0] as u32,
+            strides[1] as u32,
+            strides[2] as u32,
+        )
     }
 }
 
-/// Without `positions`, rows are at the tables' positions in their order, and from their beginning again after the last.
-fn launch(
+/// A layer's keys and values beside its queries.
+struct OwnHeads {
+    key_weight: CubeTensor,
+    keys: Target,
+    values: Target,
+}
+
+/// One launch.
+struct Heads {
     projected: CubeTensor,
     weights: Option<HeadWeights>,
+    /// Without them, rows are at the tables' positions in their order, and from their beginning again after the last.
     positions: Option<CubeTensor>,
-    target: &CubeTensor,
-    placing: Placing,
-    options: HeadOptions,
-) {
-    let client = projected.client.clone();
-    let projected = rows_of(projected);
-    let shape = target.meta.shape();
-    let [sequences, heads, slots] = [shape[0], shape[1], shape[2]];
-    let rows = projected.meta.shape()[0];
-    assert!(
-        rows.is_multiple_of(sequences),
-        "as many rows of each sequence"
-    );
-    let head_dim = options.count / heads;
-    assert_eq!(heads * head_dim, options.count, "whole heads");
-    let columns = options.start + options.count;
-    assert!(
-        columns <= projected.meta.shape()[1],
-        "columns that there are"
-    );
-    let strides = target.meta.strides();
-    assert_eq!(strides[3], 1, "a head's columns lie together");
-    assert!(2 * placing.rotated <= head_dim, "rotated are channels");
-    let team = team(&client, head_dim / 2);
-    let projected_stride = projected.meta.strides()[0] as u32;
-    let positions_in_order = match &weights {
-        Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
-        None => 1,
-    };
-    let (weight, cos, sin) = match weights {
-        Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
-        None => (None, None, None),
-    };
-    let argument =
-        |tensor: Option<CubeTensor>| tensor.map(|tensor| into_contiguous(tensor).into_tensor_arg());
-    let (element, integer) = (
-        dtype_to_storage_type(projected.dtype),
-        dtype_to_storage_type(
-            positions
-                .as_ref()
-                .map_or(DType::I32, |positions| positions.dtype),
-        ),
-    );
-    // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
-    // cache has room for, and writes one slot of that head in its sequence, which has columns for all that are placed.
-    unsafe {
-        place_heads_overlapped::launch_unchecked(
-            &client,
-            cube_count(&client, rows * heads),
-            CubeDim::new_1d(team.units as u32),
-            address_type([&projected, target]),
-            projected.into_tensor_arg(),
-            argument(weight).into(),
-            argument(cos).into(),
-            argument(sin).into(),
-            argument(positions).into(),
-            target.clone().into_tensor_arg(),
-            HeadStridesLaunch::new(strides[0] as u32, strides[1] as u32, strides[2] as u32),
-            projected_stride,
-            options.start as u32,
-            rows as u32,
-            (rows / sequences) as u32,
-            positions_in_order as u32,
-            heads as u32,
-            (head_dim / 2) as u32,
-            placing.rotated as u32,
-            slots as u32,
-            options.epsilon as f32,
-            placing.columns,
-            team,
-            (head_dim / 2).div_ceil(team.units),
-            overlaps(&client),
-            element,
-            integer,
+    target: Target,
+    own: Option<OwnHeads>,
+    columns: Columns,
+    /// Pairs that are, where slots are shared.
+    rotated: usize,
+    epsilon: f64,
+    /// Whether no launch writes weights, tables and positions.
+    reads_ahead: bool,
+}
+
+impl Heads {
+    /// In `columns` where keys share their values' slots; else in the channels' order.
+    fn new(
+        projected: CubeTensor,
+        target: &CubeTensor,
+        columns: Columns,
+        options: HeadOptions,
+    ) -> Self {
+        Self {
+            projected: rows_of(projected),
+            weights: None,
+            positions: None,
+            target: Target::new(target, options),
+            own: None,
+            columns: match options.compact {
+                Some(_) => columns,
+                None => Columns::Channels,
+            },
+            rotated: options.compact.unwrap_or(0),
+            epsilon: options.epsilon,
+            reads_ahead: false,
+        }
+    }
+
+    fn launch(self) {
+        let Self {
+            projected,
+            weights,
+            positions,
+            target,
+            own,
+            columns,
+            rotated,
+            epsilon,
+            reads_ahead,
+        } = self;
+        let client = projected.client.clone();
+        let sequences = target.tensor.meta.shape()[0];
+        let (rows, head_dim) = (projected.meta.shape()[0], target.head_dim);
+        assert!(
+            rows.is_multiple_of(sequences),
+            "as many rows of each sequence"
         );
+        assert!(2 * rotated <= head_dim, "rotated are channels");
+        let own_targets = own.iter().flat_map(|own| [&own.keys, &own.values]);
+        for own in own_targets.clone() {
+            let alike = own.tensor.meta.shape()[0] == sequences && own.head_dim == head_dim;
+            assert!(alike, "heads of one size in as many sequences");
+        }
+        let end = own_targets.clone().map(Target::end).max().unwrap_or(0);
+        assert!(
+            end.max(target.end()) <= projected.meta.shape()[1],
+            "columns that there are"
+        );
+        let all_heads = target.heads() + own_targets.map(Target::heads).sum::<usize>();
+        let projected_stride = projected.meta.strides()[0] as u32;
+        let positions_in_order = match &weights {
+            Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
+            None => 1,
+        };
+        let (weight, cos, sin) = match weights {
+            Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
+            None => (None, None, None),
+        };
+        let first_side = target.side();
+        // Of one side alone nothing else is read.
+        let [keys_side, values_side] = match &own {
+            Some(own) => [own.keys.side(), own.values.side()],
+            None => [target.side(), target.side()],
+        };
+        let (key_weight, keys, values) = match own {
+            Some(own) => (
+                Some(own.key_weight),
+                Some(own.keys.tensor),
+                Some(own.values.tensor),
+            ),
+            None => (None, None, None),
+        };
+        let read = [&weight, &key_weight, &cos, &sin, &positions];
+        // Else a launch gives them another layout.
+        let stay = read
+            .into_iter()
+            .flatten()
+            .all(|tensor| !tensor.meta.is_tiled() && tensor.is_contiguous());
+        let team = team(&client, head_dim / 2);
+        let plan = HeadsPlan {
+            columns,
+            team,
+            held: (head_dim / 2).div_ceil(team.units),
+            of_layer: keys.is_some(),
+            overlaps: overlaps(&client),
+            reads_ahead: reads_ahead && stay && overlaps(&client),
+        };
+        let argument = |tensor: Option<CubeTensor>| {
+            tensor.map(|tensor| into_contiguous(tensor).into_tensor_arg())
+        };
+        let written = |tensor: Option<CubeTensor>| tensor.map(CubeTensor::into_tensor_arg);
+        let (element, integer) = (
+            dtype_to_storage_type(projected.dtype),
+            dtype_to_storage_type(
+                positions
+                    .as_ref()
+                    .map_or(DType::I32, |positions| positions.dtype),
+            ),
+        );
+        let widest = [Some(&projected), Some(&target.tensor)];
+        let widest = widest.into_iter().chain([keys.as_ref(), values.as_ref()]);
+        // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
+        // cache has room for, and writes one slot of that head in its sequence, which has columns for all that are placed.
+        unsafe {
+            place_heads_overlapped::launch_unchecked(
+                &client,
+                cube_count(&client, rows * all_heads),
+                CubeDim::new_1d(team.units as u32),
+                address_type(widest.flatten()),
+                projected.into_tensor_arg(),
+                argument(weight).into(),
+                argument(key_weight).into(),
+                argument(cos).into(),
+                argument(sin).into(),
+                argument(positions).into(),
+                target.tensor.into_tensor_arg(),
+                written(keys).into(),
+                written(values).into(),
+                first_side,
+                keys_side,
+                values_side,
+                projected_stride,
+                rows as u32,
+                (rows / sequences) as u32,
+                positions_in_order as u32,
+                (head_dim / 2) as u32,
+                rotated as u32,
+                epsilon as f32,
+                plan,
+                element,
+                integer,
+            );
+        }
     }
 }

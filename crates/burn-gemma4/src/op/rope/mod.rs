@@ -6,7 +6,11 @@ pub(crate) mod heads;
 mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
+#[cfg(feature = "cube")]
+mod sides;
 pub(crate) mod tables;
+#[cfg(all(test, feature = "cube"))]
+mod tests;
 
 #[cfg(feature = "cube")]
 use super::flat_rows;

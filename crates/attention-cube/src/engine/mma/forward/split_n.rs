@@ -9,7 +9,8 @@
 //! Schedule. A cube a tile and part of the keys; where heads share a tile, each key is read once for all of them. A group of warps takes
 //! every so many-th block. A warp copies what it multiplies, so that its warps never wait for each other: two of a group exchange their
 //! scores, which are sums over each one's columns. In the end the groups bring their outputs to the rows' largest references, and
-//! each warp adds up columns of all of them, in the order of the groups.
+//! each warp adds up columns of all of them, in the order of the groups. Reads that wait for each other: queries, keys and values, and
+//! before them a sequence's length, which is read before the launch before has ended where it was there before.
 
 mod merge;
 mod pass;
@@ -30,7 +31,7 @@ use crate::math::visibility::Extent;
 use crate::passes::mask_bits::kernel::MaskPlaces;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::ptx::shared_address;
-use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
+use cube_kit::overlap::{await_previous, let_next_begin, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -75,14 +76,12 @@ pub(crate) fn forward_split_n_overlapped<
     #[define(NB)] _bias_vector: usize,
     #[define(NS, NP, NO, AS, AP, AO)] _vectors: [usize; 6],
 ) {
-    take_turn(overlaps);
-    was_written(query, overlaps);
-    was_written(key, overlaps);
-    was_written(value, overlaps);
-    was_written_if_there(mask, overlaps);
-    was_written_if_there(bias, overlaps);
-    was_written_if_there(lengths_and_ids, overlaps);
-    was_written_if_there(sinks, overlaps);
+    let_next_begin(overlaps);
+    let ahead = comptime!(kind.fragment.structure.lengths_ahead);
+    let first = comptime!(overlaps && !ahead);
+    await_previous(first);
+    was_written_if_there(mask, first);
+    was_written_if_there(lengths_and_ids, first);
     let scoring = scoring::<F, NB>(extent, lengths_and_ids, mask, mask_places, bias, arguments);
     let masking = &scoring.masking;
     let scheduler = TileScheduler {
@@ -104,6 +103,12 @@ pub(crate) fn forward_split_n_overlapped<
             tiles.keys,
             kind,
         );
+        await_previous(ahead);
+        was_written(query, overlaps);
+        was_written(key, overlaps);
+        was_written(value, overlaps);
+        was_written_if_there(bias, overlaps);
+        was_written_if_there(sinks, overlaps);
         let tile = assigned.tile;
         let roles = warp_roles(start, tiles);
         // The row of the thread's first register, in the tile.

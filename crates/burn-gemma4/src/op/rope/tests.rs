@@ -1,0 +1,155 @@
+//! A layer's heads in one launch are, bit by bit, those of a launch for each of its queries, keys and values.
+
+use super::{
+    RotationTables,
+    heads::{
+        HeadOptions, LayerColumns, LayerParts, layer_heads, query_heads, write_keys, write_values,
+    },
+};
+use crate::op;
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+
+const SLOTS: usize = 5;
+const POSITIONS: usize = 9;
+
+struct Sizes {
+    sequences: usize,
+    /// Of each sequence.
+    rows: usize,
+    heads: usize,
+    own_heads: usize,
+    pairs: usize,
+    /// Whether values are made of the keys' columns.
+    values_are_keys: bool,
+}
+
+fn bits(tensor: Tensor<4>) -> Vec<u32> {
+    let numbers = tensor.into_data();
+    numbers.iter::<f32>().map(f32::to_bits).collect()
+}
+
+fn check(sizes: Sizes, device: &Device, dtype: DType) {
+    let Sizes {
+        sequences,
+        rows,
+        heads,
+        own_heads,
+        pairs,
+        values_are_keys,
+    } = sizes;
+    let head_dim = 2 * pairs;
+    let drawn = |shape: [usize; 2]| {
+        Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), device).cast(dtype)
+    };
+    let weight = || drawn([1, head_dim]).reshape([head_dim]);
+    let of_keys = own_heads * head_dim;
+    let (key_start, mut end) = (heads * head_dim, heads * head_dim + of_keys);
+    let value_start = match values_are_keys {
+        true => key_start,
+        false => end,
+    };
+    end += of_keys;
+    let projected = drawn([sequences * rows, end]);
+    let (query_weight, key_weight) = (weight(), weight());
+    let tables = RotationTables {
+        cos: drawn([POSITIONS, pairs]),
+        sin: drawn([POSITIONS, pairs]),
+    };
+    // Such that slots begin anew.
+    let positions: Vec<i32> = (0..sequences)
+        .flat_map(|sequence| (0..rows).map(move |row| (3 + 2 * sequence + row) as i32))
+        .collect();
+    let positions = TensorData::new(positions, [sequences * rows]);
+    let positions = Tensor::<1, Int>::from_data(positions, (device, DType::I32));
+    let buffer = || {
+        let shape = [sequences, own_heads, SLOTS, head_dim];
+        Tensor::<4>::full(shape, f32::NAN, device).cast(dtype)
+    };
+    let epsilon = 1e-6;
+    let options = |start, count| HeadOptions {
+        start,
+        count,
+        compact: None,
+        epsilon,
+    };
+
+    let expected = [
+        query_heads(
+            projected.clone(),
+            query_weight.clone(),
+            &tables,
+            positions.clone(),
+            options(0, heads * head_dim),
+        ),
+        write_keys(
+            projected.clone(),
+            key_weight.clone(),
+            &tables,
+            positions.clone(),
+            buffer(),
+            options(key_start, of_keys),
+        ),
+        write_values(
+            projected.clone(),
+            positions.clone(),
+            buffer(),
+            options(value_start, of_keys),
+        ),
+    ];
+    let parts = LayerParts {
+        projected,
+        query_weight,
+        key_weight,
+        tables: &tables,
+        positions,
+        keys: buffer(),
+        values: buffer(),
+    };
+    let columns = LayerColumns {
+        queries: 0,
+        count: heads * head_dim,
+        keys: key_start,
+        values: value_start,
+        epsilon,
+    };
+    let found = layer_heads(parts, columns);
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert_eq!(bits(found), bits(expected), "{pairs} pairs, {dtype:?}");
+    }
+}
+
+#[test]
+fn of_a_layer_in_one_launch() {
+    let device = Device::default();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        if !op::serves(&device, dtype) {
+            continue;
+        }
+        for pairs in [20, 128, 256] {
+            check(
+                Sizes {
+                    sequences: 1,
+                    rows: 1,
+                    heads: 8,
+                    own_heads: 1,
+                    pairs,
+                    values_are_keys: false,
+                },
+                &device,
+                dtype,
+            );
+            check(
+                Sizes {
+                    sequences: 2,
+                    rows: 2,
+                    heads: 4,
+                    own_heads: 2,
+                    pairs,
+                    values_are_keys: true,
+                },
+                &device,
+                dtype,
+            );
+        }
+    }
+}
