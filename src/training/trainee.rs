@@ -418,7 +418,7 @@ mod tests {
     }
 
     fn sgd() -> ModuleOptimizer {
-        ModuleOptimizer::from(InF32::of_all(SgdConfig::new().build()))
+        ModuleOptimizer::from(InF32(SgdConfig::new().build()))
     }
 
     /// How far a step of rate 1 moves the weights.
