@@ -30,7 +30,7 @@ pub(super) fn add_squares<E: Float, N: Size>(
     }
 }
 
-/// The gradient times a factor, in its place.
+/// The gradient times a factor, in its place. Most steps have nothing to clip, and a factor of 1.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn scale<E: Float, N: Size>(
     gradient: &mut Tensor<Vector<E, N>>,
@@ -39,8 +39,9 @@ pub(super) fn scale<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    if ABSOLUTE_POS < vectors as usize {
-        let factor = Vector::<f32, N>::cast_from(factor[0]);
+    let factor = factor[0];
+    if ABSOLUTE_POS < vectors as usize && factor != 1.0f32 {
+        let factor = Vector::<f32, N>::cast_from(factor);
         let scaled = Vector::<f32, N>::cast_from(gradient[ABSOLUTE_POS]) * factor;
         gradient[ABSOLUTE_POS] = Vector::cast_from(scaled);
     }
