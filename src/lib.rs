@@ -1,10 +1,11 @@
-//! What the examples, benchmarks and tests share: the choice of a device, a model and its arguments, terminals,
-//! training, problems with random data, timing, errors against a reference in f64, and what tests are made of.
+//! What the examples, benchmarks and tests share: the choice of a device, a model and its arguments, models of random weights,
+//! terminals, training, problems with random data, timing, errors against a reference in f64, and what tests are made of.
 
 pub mod accuracy;
 pub mod device;
 pub mod layers;
 pub mod model;
+pub mod random;
 pub mod report;
 pub mod terminal;
 #[cfg(feature = "flex")]

@@ -20,6 +20,7 @@ use attention_workspace::{
     device::{Chosen, DeviceName, choose},
     guarded,
     model::{Kv, Quantize, Table},
+    random::random_model,
     report::{now, save},
     timing::{Effort, Timer},
 };
@@ -27,9 +28,7 @@ use burn::{
     module::Module,
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
-use burn_gemma4::{
-    Cache, CacheKind, Drafter, Gemma4Model, LoadOptions, Logits, Next, Quantization, Sampler,
-};
+use burn_gemma4::{Cache, CacheKind, Drafter, Gemma4Model, Logits, Next, Sampler};
 use choice::Choice;
 use clap::Parser;
 use drafted::{Drafted, Forced};
@@ -37,11 +36,7 @@ use launches::observe;
 use models::{Shape, keys_read, weights_read};
 use parts::Parts;
 use report::{Measured, Outcome, Report, Row, print_header};
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-    time::Instant,
-};
+use std::{path::PathBuf, process::ExitCode, time::Instant};
 
 /// Times generation with random weights.
 #[derive(Parser)]
@@ -215,7 +210,13 @@ impl Bench {
         print_header();
         for &shape in models {
             let files = tempfile::tempdir()?;
-            let model = self.model(shape, files.path())?;
+            let model = random_model(
+                &shape.config(),
+                self.quantize,
+                self.table,
+                files.path(),
+                &self.device,
+            )?;
             // What weights were before they were quantized.
             self.device.memory_cleanup();
             let drafter = self
@@ -246,22 +247,6 @@ impl Bench {
         }
         let measured = |row: &Row| matches!(row.outcome, Outcome::Measured(_));
         Ok(report.rows.iter().all(measured))
-    }
-
-    /// With random weights, through files in `folder` if its table is to stay there.
-    fn model(&self, shape: Shape, folder: &Path) -> Result<Gemma4Model, Error> {
-        let quantization = self.quantize.map_or(Quantization::Stored, Into::into);
-        let model = Gemma4Model::new(&shape.config(), &self.device);
-        if self.table == Table::Device {
-            return Ok(model.quantize(quantization)?);
-        }
-        model.save(folder, None)?;
-        drop(model);
-        self.device.memory_cleanup();
-        let options = LoadOptions::default()
-            .quantization(quantization)
-            .per_layer_table(self.table.into());
-        Ok(Gemma4Model::load(folder, &self.device, options)?)
     }
 
     fn measure(

@@ -3,35 +3,35 @@
 //! Tokens a second are those of whole steps, forward, backward and optimizer, by the wall clock; the loss is on the last
 //! positions only, as in long documents that are read in full. The peak of memory is the most that was in use in one more step,
 //! looked at every few milliseconds. The parts are timed apart, each with the shapes and as often as a step has it; what they
-//! leave of a step is norms, activations, and waiting.
+//! leave of a step is norms, activations, and waiting. A step's gradients are clipped and its optimizer is that of `train` and
+//! `finetune`, which is theirs by default, as is `--checkpointing`.
 
 mod memory;
 mod parts;
+mod training;
 
 use attention_workspace::layers::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
     guarded,
-    training::{
-        arguments::{Checkpointing, OptimizerName},
-        presets::Preset,
-    },
+    model::{Quantize, Table},
+    random::random_model,
+    training::{arguments::StepArguments, presets::Preset},
 };
-use burn::{
-    module::{Module, ModuleVisitor, Param},
-    optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig},
-    tensor::{DType, Device, DeviceConfig, Distribution, Int, Tensor},
-};
-use burn_gemma4::{Gemma4Model, Logits};
+use burn::tensor::{Device, DeviceConfig};
+use burn_gemma4::Adapter;
 use clap::{Parser, ValueEnum};
 use memory::Watch;
 use parts::Parts;
 use serde::Serialize;
-use std::{fs, path::PathBuf, process::ExitCode, time::Instant};
-
-/// Small, so that the weights stay what they are.
-const LEARNING_RATE: f64 = 1e-4;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
+use training::{Text, Training};
 
 /// Times steps of training.
 #[derive(Parser)]
@@ -54,12 +54,21 @@ struct Cli {
     /// Of weights and activations [default: bf16 or f16 on a GPU that has it, else f32].
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Which optimizer.
-    #[arg(long, value_enum, default_value = "sgd")]
-    optimizer: OptimizerName,
-    /// What the backward computes anew.
-    #[arg(long, value_enum, default_value = "layers")]
-    checkpointing: Checkpointing,
+    /// Trains a low-rank adapter of this rank, as `finetune` does, rather than all weights.
+    #[arg(long)]
+    rank: Option<usize>,
+    /// The adapter counts alpha / rank times.
+    #[arg(long, default_value_t = 32.0, requires = "rank")]
+    alpha: f64,
+    /// Quantizes the frozen weights beneath an adapter, as `finetune` does.
+    #[arg(long, value_enum, value_name = "FORM", requires = "rank")]
+    quantize: Option<Quantize>,
+    /// Where the table of per-layer embeddings is, by `host` in files that are written for it and as large as the model. There it is
+    /// not trained.
+    #[arg(long, value_enum, value_name = "PLACE", default_value = "device")]
+    per_layer_table: Table,
+    #[command(flatten)]
+    step: StepArguments,
     /// Steps before those that count, in which Burn compiles, tunes and explores fusions.
     #[arg(long, value_name = "STEPS", default_value_t = 3)]
     warmup: usize,
@@ -125,11 +134,22 @@ fn run(cli: &Cli) -> Result<(), Error> {
         "{:10} {:>8} {:>10} {:>12} {:>10} {:>10}",
         "model", "length", "s/step", "tokens/s", "peak GB", "taken GB"
     );
-    let tracked = cli.checkpointing.tracked(device);
+    let tracked = cli.step.checkpointing.tracked(device);
     let mut rows = Vec::new();
     for config in configs(cli, &chosen) {
+        let files = tempfile::tempdir()?;
+        let mut training = None;
         for length in lengths(cli, &chosen) {
-            let outcome = guarded(|| measure(cli, config, length, &tracked))
+            let mut measured = || -> Result<Outcome, Error> {
+                let begun = match training.take() {
+                    Some(training) => training,
+                    None => begin(cli, config, files.path(), &tracked)?,
+                };
+                let (outcome, after) = measure(cli, begun, length)?;
+                training = Some(after);
+                Ok(outcome)
+            };
+            let outcome = guarded(&mut measured)
                 .unwrap_or_else(|panic| Err(panic.into()))
                 .unwrap_or_else(|error| Outcome::Failed(error.to_string()));
             let row = Row {
@@ -150,9 +170,20 @@ fn run(cli: &Cli) -> Result<(), Error> {
 }
 
 fn settings(cli: &Cli) -> String {
+    let StepArguments {
+        optimizer,
+        clip,
+        checkpointing,
+        ..
+    } = cli.step;
+    let trained = match (cli.rank, cli.quantize) {
+        (None, _) => "all weights".to_owned(),
+        (Some(rank), None) => format!("an adapter of rank {rank}"),
+        (Some(rank), Some(form)) => format!("an adapter of rank {rank}, quantize {form:?}"),
+    };
+    let (batch, last) = (cli.batch, cli.last);
     format!(
-        "optimizer {:?}, batch {}, loss on the last {}, checkpointing {:?}",
-        cli.optimizer, cli.batch, cli.last, cli.checkpointing,
+        "{trained}, optimizer {optimizer:?}, clip {clip}, batch {batch}, loss on the last {last}, checkpointing {checkpointing:?}",
     )
     .to_lowercase()
 }
@@ -205,130 +236,65 @@ fn print(row: &Row) {
     }
 }
 
-/// Draws a model's weights, which Burn does when they are first read.
-struct Draw;
-
-impl ModuleVisitor for Draw {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        param.val();
-    }
-}
-
-/// A model, and what it is trained on, step after step.
-struct Training {
-    model: Gemma4Model,
-    optimizer: ModuleOptimizer,
-    input: Tensor<2, Int>,
-    targets: Tensor<2, Int>,
-    checkpointing: Checkpointing,
-    loss: f32,
-    /// Of the last step.
-    seconds: f64,
-}
-
-impl Training {
-    /// One step. It takes the model, since a copy would keep the old weights.
-    fn step(self) -> Result<Self, Error> {
-        let Self {
-            model,
-            mut optimizer,
-            input,
-            targets,
-            checkpointing,
-            ..
-        } = self;
-        let device = model.device().inner();
-        device.sync()?;
-        let start = Instant::now();
-        let asked = Logits::Last(targets.dims()[1]);
-        let of_states = |hidden| model.loss(hidden, targets.clone());
-        let (loss, gradients) = match checkpointing.is_by_layer() {
-            true => model.gradients(input.clone(), None, asked, of_states)?,
-            false => {
-                let loss = of_states(model.hidden(input.clone(), asked)?)?;
-                let gradients = GradientsParams::from_grads(loss.backward(), &model);
-                (loss, gradients)
-            }
-        };
-        let model = optimizer.step(LEARNING_RATE, model, gradients);
-        let loss = loss.into_scalar::<f32>();
-        device.sync()?;
-        Ok(Self {
-            model,
-            optimizer,
-            input,
-            targets,
-            checkpointing,
-            loss,
-            seconds: start.elapsed().as_secs_f64(),
-        })
-    }
-}
-
-fn measure(cli: &Cli, preset: Preset, length: usize, device: &Device) -> Result<Outcome, Error> {
+/// A model of random weights before its first step.
+fn begin(cli: &Cli, preset: Preset, folder: &Path, device: &Device) -> Result<Training, Error> {
+    device.clone().inner().seed(1);
+    let start = Instant::now();
     let config = preset.config(preset.vocabulary());
+    let table = cli.per_layer_table;
+    let mut model = random_model(&config, cli.quantize, table, folder, device)?;
+    if let Some(rank) = cli.rank {
+        model = Adapter::new(rank, cli.alpha).attach(model)?;
+    }
+    let training = Training::new(model, &cli.step);
+    device.sync()?;
+    // What weights were before they were quantized.
+    device.memory_cleanup();
+    println!(
+        "{:10} made in {:.1} s: {}",
+        name(preset),
+        start.elapsed().as_secs_f64(),
+        training.memory(&cli.step)
+    );
+    Ok(training)
+}
+
+/// What steps over texts of that length take, and what they lead to.
+fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome, Training), Error> {
     let last = cli.last.min(length);
-    let plain = device.clone().inner();
-    plain.seed(1);
-    let model = Gemma4Model::new(&config, device);
-    model.visit(&mut Draw);
-    let tokens = Tensor::<2>::random(
-        [cli.batch, length + 1],
-        Distribution::Uniform(0.0, (config.vocab_size - 1) as f64),
-        (&plain, DType::F32),
-    )
-    .int();
-    let mut training = Training {
-        model,
-        optimizer: optimizer(cli.optimizer),
-        input: tokens.clone().narrow(1, 0, length),
-        targets: tokens.narrow(1, length + 1 - last, last),
-        checkpointing: cli.checkpointing,
-        loss: 0.0,
-        seconds: 0.0,
-    };
+    let plain = training.model().device().inner();
+    let text = Text::random(training.model().config(), [cli.batch, length, last], &plain);
     for _ in 0..cli.warmup {
-        training = training.step()?;
+        (training, _) = training.step(&text)?;
     }
     let mut times = Vec::new();
     for _ in 0..cli.steps.max(1) {
-        training = training.step()?;
-        times.push(training.seconds);
+        let step;
+        (training, step) = training.step(&text)?;
+        times.push(step.seconds);
     }
     times.sort_by(f64::total_cmp);
     let seconds = times[times.len() / 2];
     // Looking takes time, too.
     let watch = Watch::start(&plain);
-    let Training {
-        model,
-        optimizer,
-        loss,
-        ..
-    } = training.step()?;
+    let (mut training, step) = training.step(&text)?;
     let peak_bytes = watch.stop();
     let reserved_bytes = plain.memory_pool_usage().map(|usage| usage.bytes_reserved);
     let parts = match cli.no_parts {
         true => None,
-        false => Some(Parts::measure(
-            model,
-            optimizer,
-            [cli.batch, length, last],
-            device,
-        )?),
+        false => {
+            let parts;
+            (parts, training) = Parts::measure(training, [cli.batch, length, last])?;
+            Some(parts)
+        }
     };
-    Ok(Outcome::Measured {
+    let outcome = Outcome::Measured {
         seconds,
         tokens_per_second: (cli.batch * length) as f64 / seconds,
         peak_bytes,
         reserved_bytes,
-        loss,
+        loss: step.loss,
         parts,
-    })
-}
-
-fn optimizer(name: OptimizerName) -> ModuleOptimizer {
-    match name {
-        OptimizerName::Sgd => SgdConfig::new().init(),
-        OptimizerName::Adamw => AdamWConfig::new().init(),
-    }
+    };
+    Ok((outcome, training))
 }

@@ -1,15 +1,16 @@
 //! The parts of a step, each alone.
 
+use crate::training::Training;
 use attention_cube::{AttentionOptions, fused_attention};
 use attention_workspace::Error;
 use burn::{
     module::{Module, ModuleVisitor, Param},
-    optim::{GradientsParams, ModuleOptimizer},
+    optim::GradientsParams,
     tensor::{Device, Distribution, Int, Tensor},
 };
 use burn_gemma4::{
     Gemma4Config, Gemma4Model, LayerType,
-    layer::{Linear, Weight},
+    layer::{DecoderLayer, Linear},
 };
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
@@ -22,29 +23,33 @@ const RUNS: usize = 3;
 pub struct Parts {
     /// Attention of all layers, forward and backward.
     attention: f64,
-    /// Products with the weights of all layers, the forward's one and the backward's two.
+    /// Products with the weights of all layers, the forward's one and the backward's two, or with frozen weights one.
     products: f64,
     /// The head and its loss, forward and backward.
     loss: f64,
-    /// The optimizer.
+    /// Clipping and the optimizer.
     optimizer: f64,
 }
 
 impl Parts {
-    /// Of a step over `[batch, length]` tokens with the loss on the `last` positions.
+    /// Of a step over `[batch, length]` tokens with the loss on the `last` positions; and the model after more steps of the optimizer.
     pub fn measure(
-        model: Gemma4Model,
-        optimizer: ModuleOptimizer,
+        training: Training,
         [batch, length, last]: [usize; 3],
-        device: &Device,
-    ) -> Result<Self, Error> {
-        let config = model.config().clone();
-        Ok(Self {
-            attention: attention(&config, [batch, length, last], device)?,
-            products: products(&model, [batch * length, batch * last])?,
-            loss: loss(&model, [batch, last])?,
-            optimizer: optimise(model, optimizer)?,
-        })
+    ) -> Result<(Self, Training), Error> {
+        let model = training.model();
+        let (config, device) = (model.config(), model.device());
+        let attention = attention(config, [batch, length, last], &device)?;
+        let products = products(model, [batch * length, batch * last])?;
+        let loss = loss(model, [batch, last])?;
+        let (optimizer, training) = optimise(training)?;
+        let parts = Self {
+            attention,
+            products,
+            loss,
+            optimizer,
+        };
+        Ok((parts, training))
     }
 
     /// Each with its share of `step`.
@@ -118,55 +123,61 @@ fn attention(
     Ok(sum)
 }
 
-/// The shapes of a model's matrices by how many positions they see.
-struct Matrices {
-    path: Vec<String>,
-    first_shared_layer: usize,
-    shapes: BTreeMap<(bool, [usize; 2]), usize>,
+/// A layer's matrices but for experts, each with the columns that it reads.
+fn matrices<'a>(
+    layer: &'a DecoderLayer,
+    config: &Gemma4Config,
+    index: usize,
+) -> Vec<(&'a Linear, usize)> {
+    let (attention, mlp) = (&layer.self_attn, &layer.mlp);
+    let (hidden, own) = (config.hidden_size, config.hidden_size_per_layer_input);
+    let heads = config.num_attention_heads * config.head_dim(index);
+    let all = [
+        (Some(&attention.q_proj), hidden),
+        (attention.k_proj.as_ref(), hidden),
+        (attention.v_proj.as_ref(), hidden),
+        (Some(&attention.o_proj), heads),
+        (Some(&mlp.gate_proj), hidden),
+        (Some(&mlp.up_proj), hidden),
+        (Some(&mlp.down_proj), config.intermediate_size(index)),
+        (layer.per_layer_input_gate.as_ref(), hidden),
+        (layer.per_layer_projection.as_ref(), own),
+    ];
+    let there = all
+        .into_iter()
+        .filter_map(|(linear, columns)| Some((linear?, columns)));
+    there.collect()
 }
 
-impl ModuleVisitor for Matrices {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Ok(shape) = <[usize; 2]>::try_from(param.lazy_shape().to_vec()) else {
-            return;
-        };
-        let names: Vec<&str> = self.path.iter().map(String::as_str).collect();
-        let is_shared = match names[..] {
-            ["layers", layer, ..] => layer
-                .parse()
-                .is_ok_and(|layer: usize| layer >= self.first_shared_layer),
-            ["per_layer_model_projection", ..] => false,
-            // The tables are looked up; the head is part of the loss.
-            _ => return,
-        };
-        *self.shapes.entry((is_shared, shape)).or_default() += 1;
-    }
-}
-
-fn products(model: &Gemma4Model, [all, last]: [usize; 2]) -> Result<f64, Error> {
-    let mut matrices = Matrices {
-        path: Vec::new(),
-        first_shared_layer: model.config().first_shared_layer(),
-        shapes: BTreeMap::new(),
+/// Those of a model by the rows that they see, and the columns that they read and write: one of each kind, and how many there are.
+fn kinds(model: &Gemma4Model, [all, last]: [usize; 2]) -> BTreeMap<[usize; 3], (&Linear, usize)> {
+    let (config, device) = (model.config(), model.device().inner());
+    let mut kinds = BTreeMap::new();
+    let mut add = |linear, rows, columns| {
+        let row = Tensor::zeros([1, 1, columns], (&device, model.dtype()));
+        let [_, _, written] = Linear::forward(linear, row).dims();
+        let kind = [rows, columns, written];
+        kinds.entry(kind).or_insert((linear, 0)).1 += 1;
     };
-    model.visit(&mut matrices);
+    if let Some(linear) = &model.per_layer_model_projection {
+        add(linear, all, config.hidden_size);
+    }
+    for (index, layer) in model.layers.iter().enumerate() {
+        // Layers that read an earlier layer's keys and values are computed for the last positions only.
+        let rows = if config.is_shared(index) { last } else { all };
+        for (linear, columns) in matrices(layer, config, index) {
+            add(linear, rows, columns);
+        }
+    }
+    kinds
+}
+
+fn products(model: &Gemma4Model, positions: [usize; 2]) -> Result<f64, Error> {
     let device = model.device();
     let mut sum = 0.0;
-    for ((is_shared, [output, input]), count) in matrices.shapes {
-        let rows = if is_shared { last } else { all };
-        let rows_in = random([1, rows, input], &device).require_grad();
-        let gradient = random([1, rows, output], &device);
-        let linear = Linear {
-            weight: Weight::Whole(Param::from_tensor(random([output, input], &device))),
-        };
+    for ([rows, columns, written], (linear, count)) in kinds(model, positions) {
+        let rows_in = random([1, rows, columns], &device).require_grad();
+        let gradient = random([1, rows, written], &device);
         let once = seconds(&device, || {
             let output = linear.forward(rows_in.clone()) * gradient.clone();
             output.sum().backward()
@@ -192,25 +203,26 @@ struct Ones(GradientsParams);
 
 impl ModuleVisitor for Ones {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val();
+        let value = param.base();
         if value.is_require_grad() {
             self.0.register(param.id, value.inner().ones_like());
         }
     }
 }
 
-fn optimise(mut model: Gemma4Model, mut optimizer: ModuleOptimizer) -> Result<f64, Error> {
-    let device = model.device().inner();
+/// Clipping and the optimizer.
+fn optimise(mut training: Training) -> Result<(f64, Training), Error> {
+    let device = training.model().device().inner();
     let mut time = 0.0;
     // The last step counts: the first one compiles.
     for _ in 0..2 {
         let mut gradients = Ones(GradientsParams::new());
-        model.visit(&mut gradients);
+        training.model().visit(&mut gradients);
         device.sync()?;
         let start = Instant::now();
-        model = optimizer.step(1e-4, model, gradients.0);
+        training = training.optimize(gradients.0);
         device.sync()?;
         time = start.elapsed().as_secs_f64();
     }
-    Ok(time)
+    Ok((time, training))
 }

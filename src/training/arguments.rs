@@ -32,18 +32,9 @@ pub struct TrainingArguments {
     /// Steps in which the learning rate rises [default: a twentieth of the steps].
     #[arg(long, value_name = "STEPS")]
     pub warmup: Option<usize>,
-    /// Which optimizer.
-    #[arg(long, value_enum, default_value_t)]
-    pub optimizer: OptimizerName,
-    /// AdamW's decay of weights, norms and scales excepted.
-    #[arg(long, default_value_t = 0.1)]
-    pub weight_decay: f32,
-    /// The largest norm of all gradients together; 0 leaves gradients as they are.
-    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
-    pub clip: f32,
-    /// What the backward computes anew rather than keeping it.
-    #[arg(long, value_enum, default_value_t)]
-    pub checkpointing: Checkpointing,
+    /// What a step does.
+    #[command(flatten)]
+    pub step: StepArguments,
     /// Steps from one validation and checkpoint to the next [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS", value_parser = positive)]
     pub checkpoint_every: Option<usize>,
@@ -68,6 +59,23 @@ pub struct TrainingArguments {
     /// Steps from one line to the next.
     #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = positive)]
     pub log_every: usize,
+}
+
+/// What a step does with a model, whatever it learns from.
+#[derive(clap::Args, Clone, Debug)]
+pub struct StepArguments {
+    /// Which optimizer.
+    #[arg(long, value_enum, default_value_t)]
+    pub optimizer: OptimizerName,
+    /// AdamW's decay of weights, norms and scales excepted.
+    #[arg(long, default_value_t = 0.1)]
+    pub weight_decay: f32,
+    /// The largest norm of all gradients together; 0 leaves gradients as they are.
+    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
+    pub clip: f32,
+    /// What the backward computes anew rather than keeping it.
+    #[arg(long, value_enum, default_value_t)]
+    pub checkpointing: Checkpointing,
 }
 
 /// The values of `--checkpointing`.
@@ -156,9 +164,9 @@ impl TrainingArguments {
             "rows of a step": self.batch * schedule.batches(),
             "learning-rate": self.learning_rate,
             "warmup": self.warmup,
-            "optimizer": format!("{:?}", self.optimizer),
-            "weight-decay": self.weight_decay,
-            "clip": self.clip,
+            "optimizer": format!("{:?}", self.step.optimizer),
+            "weight-decay": self.step.weight_decay,
+            "clip": self.step.clip,
             "checkpoint-every": schedule.interval,
             "seed": self.seed,
             "data": format!("{:016x}", hasher.finish()),
@@ -197,7 +205,7 @@ impl TrainingArguments {
         };
         let devices = devices
             .into_iter()
-            .map(|device| self.checkpointing.tracked(device))
+            .map(|device| self.step.checkpointing.tracked(device))
             .collect();
         Ok((chosen, devices))
     }

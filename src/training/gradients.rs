@@ -5,6 +5,8 @@ use burn::{
     optim::GradientsParams,
     tensor::{DType, Tensor},
 };
+use burn_gemma4::update::{SumOfSquares, scaled};
+use std::mem;
 
 /// Keeps a norm of 0 from being divided by.
 const SMALLEST_NORM: f32 = 1e-6;
@@ -47,29 +49,22 @@ impl ModuleVisitor for Add<'_> {
 
 /// The Euclidean norm of all gradients together, `[1]` in f32, if there are any.
 pub fn norm(gradients: &GradientsParams, module: &impl Module) -> Option<Tensor<1>> {
-    let mut squares = Squares {
-        gradients,
-        sum: None,
-    };
+    let sum = SumOfSquares::new();
+    let mut squares = Squares { gradients, sum };
     module.visit(&mut squares);
-    squares.sum.map(Tensor::sqrt)
+    squares.sum.sum().map(Tensor::sqrt)
 }
 
 struct Squares<'a> {
     gradients: &'a GradientsParams,
-    sum: Option<Tensor<1>>,
+    sum: SumOfSquares,
 }
 
 impl ModuleVisitor for Squares<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(gradient) = self.gradients.get::<D>(param.id) else {
-            return;
-        };
-        let squares = gradient.cast(DType::F32).square().sum();
-        self.sum = Some(match self.sum.take() {
-            Some(sum) => sum + squares,
-            None => squares,
-        });
+        if let Some(gradient) = self.gradients.get::<D>(param.id) {
+            self.sum = mem::take(&mut self.sum).with(gradient);
+        }
     }
 }
 
@@ -96,9 +91,7 @@ impl ModuleVisitor for Scale<'_> {
         let Some(gradient) = self.gradients.remove::<D>(param.id) else {
             return;
         };
-        let dtype = gradient.dtype();
-        let factor = self.factor.clone().reshape([1; D]);
-        let scaled = (gradient.cast(DType::F32) * factor).cast(dtype);
+        let scaled = scaled(gradient, self.factor.clone());
         self.gradients.register(param.id, scaled);
     }
 }

@@ -12,33 +12,27 @@ use burn::{
 };
 use std::fmt;
 
-/// An optimizer that computes in f32, whatever the weights are in. Vectors, which are norms and scales, may have another one
-/// than matrices: what decays weights is for these.
+/// An optimizer that computes in f32, whatever the weights are in.
 #[derive(Clone)]
-pub struct InF32<O> {
-    /// Of matrices, and stacks of them.
-    pub matrices: O,
-    /// Of norms, scalars and scales.
-    pub vectors: O,
-}
-
-impl<O: Clone> InF32<O> {
-    /// The same one for all parameters.
-    pub fn of_all(optimizer: O) -> Self {
-        Self {
-            matrices: optimizer.clone(),
-            vectors: optimizer,
-        }
-    }
-}
+pub struct InF32<O>(pub O);
 
 /// What it keeps of a parameter.
 #[derive(Clone)]
 pub struct MasterState<S, const D: usize> {
     /// The parameter in f32, where the model has it in another dtype.
-    master: Option<Tensor<D>>,
+    pub(super) master: Option<Tensor<D>>,
     /// The optimizer's own.
-    inner: Option<S>,
+    pub(super) inner: Option<S>,
+}
+
+impl<S, const D: usize> MasterState<S, D> {
+    /// The same on another device, to which `move_inner` brings the optimizer's own.
+    pub(super) fn moved(self, device: &Device, move_inner: impl FnOnce(S) -> S) -> Self {
+        Self {
+            master: self.master.map(|master| master.to_device(device)),
+            inner: self.inner.map(move_inner),
+        }
+    }
 }
 
 impl<O: Optimizer> Optimizer for InF32<O> {
@@ -51,10 +45,6 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         gradient: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        let optimizer = match D {
-            0 | 1 => &self.vectors,
-            _ => &self.matrices,
-        };
         let (master, inner) = match state {
             Some(state) => (state.master, state.inner),
             None => (None, None),
@@ -62,7 +52,7 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         let dtype = tensor.dtype();
         let gradient = gradient.cast(DType::F32);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));
-        let (master, inner) = optimizer.step(rate, master, gradient, inner);
+        let (master, inner) = self.0.step(rate, master, gradient, inner);
         let tensor = master.clone().cast(dtype);
         let master = (dtype != DType::F32).then_some(master);
         let state = (master.is_some() || inner.is_some()).then_some(MasterState { master, inner });
@@ -70,10 +60,7 @@ impl<O: Optimizer> Optimizer for InF32<O> {
     }
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
-        MasterState {
-            master: state.master.map(|master| master.to_device(device)),
-            inner: state.inner.map(|inner| O::to_device(inner, device)),
-        }
+        state.moved(device, |inner| O::to_device(inner, device))
     }
 }
 
@@ -229,17 +216,19 @@ impl ModuleVisitor for Count {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
+    use crate::training::optimizer::AdamWInF32;
     use burn::{
-        optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig},
+        optim::{GradientsParams, ModuleOptimizer, SgdConfig},
         tensor::TensorData,
     };
+    use burn_gemma4::update::AdamW;
 
     fn adamw() -> ModuleOptimizer {
-        let adamw = |decay| AdamWConfig::new().with_weight_decay(decay).build();
-        ModuleOptimizer::from(InF32 {
-            matrices: adamw(0.5),
-            vectors: adamw(0.0),
-        })
+        ModuleOptimizer::from(AdamWInF32(AdamW {
+            betas: [0.9, 0.999],
+            epsilon: 1e-5,
+            decay: 0.5,
+        }))
     }
 
     fn parameter<const D: usize>(data: impl Into<TensorData>, dtype: DType) -> Param<Tensor<D>> {
@@ -263,7 +252,7 @@ mod tests {
     fn small_updates_of_halves_add_up() {
         for dtype in [DType::BF16, DType::F16] {
             let sgd = SgdConfig::new().build();
-            let mut optimizer = ModuleOptimizer::from(InF32::of_all(sgd));
+            let mut optimizer = ModuleOptimizer::from(InF32(sgd));
             let mut weight = parameter::<1>([1.0], dtype);
             for _ in 0..1000 {
                 let gradients = gradient(&weight, 1.0);

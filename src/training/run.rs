@@ -1,12 +1,13 @@
 //! A run of Burn's learner.
 
 use super::{
-    arguments::{OptimizerName, TrainingArguments},
+    arguments::TrainingArguments,
     averaging::{Averaging, Processes, Workers},
     checkpoints::{self, KEPT, Records},
     lines::Lines,
     loader::{Data, TrainingLoader, ValidationLoader},
-    masters::{InF32, Memory},
+    masters::Memory,
+    optimizer::optimizer,
     stop::{AfterCheckpoint, Stop},
     trainee::{Trainee, gradients_in_f32},
     world::World,
@@ -21,7 +22,6 @@ use burn::{
         linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
         sequential::SequentialLrSchedulerConfig,
     },
-    optim::{AdamWConfig, ModuleOptimizer, SgdConfig},
     tensor::{
         Device,
         distributed::{DistributedConfig, ReduceOperation},
@@ -39,8 +39,6 @@ use std::{
     sync::Arc,
 };
 
-/// AdamW's decay of its two means, as language models are trained since GPT-3.
-const BETAS: [f32; 2] = [0.9, 0.95];
 /// The share of the learning rate that is left at the end.
 const LAST_RATE: f64 = 0.1;
 
@@ -97,7 +95,7 @@ impl Run<'_> {
         let size = [training.batch, training.positions];
         let in_f32 = gradients_in_f32(self.arguments, model.dtype());
         let parts = self.arguments.optimizer_parts(place);
-        let memory = Memory::of(&model, self.arguments.optimizer, in_f32);
+        let memory = Memory::of(&model, self.arguments.step.optimizer, in_f32);
         note(memory.in_parts(parts));
         world.connect(first)?;
         let model = world.of_first_process(model, first)?;
@@ -159,7 +157,7 @@ impl Run<'_> {
         };
         let learner = Learner::new(
             Trainee::new(model, self.arguments, averaging),
-            optimizer(self.arguments),
+            optimizer(&self.arguments.step),
             self.rates()?,
         );
         stop_on_interrupt(stop.clone())?;
@@ -204,26 +202,5 @@ impl Run<'_> {
             LrSchedulerConfig::Cosine(cosine),
         ];
         Ok(SequentialLrSchedulerConfig::new(rates, vec![warmup]).init()?)
-    }
-}
-
-/// The optimizer, which computes in f32. The gradients that it gets are clipped.
-fn optimizer(arguments: &TrainingArguments) -> ModuleOptimizer {
-    match arguments.optimizer {
-        OptimizerName::Sgd => ModuleOptimizer::from(InF32::of_all(SgdConfig::new().build())),
-        OptimizerName::Adamw => {
-            let adamw = |decay| {
-                let adamw = AdamWConfig::new()
-                    .with_beta_1(BETAS[0])
-                    .with_beta_2(BETAS[1])
-                    .with_epsilon(1e-8)
-                    .with_weight_decay(decay);
-                adamw.build()
-            };
-            ModuleOptimizer::from(InF32 {
-                matrices: adamw(arguments.weight_decay),
-                vectors: adamw(0.0),
-            })
-        }
     }
 }

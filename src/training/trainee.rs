@@ -1,7 +1,7 @@
 //! A model as Burn's learner takes it.
 
 use super::{
-    arguments::TrainingArguments,
+    arguments::{StepArguments, TrainingArguments},
     averaging::Averaging,
     gradients::{add, clipping, norm, scale},
     loader::{Batch, Step},
@@ -58,14 +58,24 @@ impl Trainee {
         arguments: &TrainingArguments,
         averaging: Option<Averaging>,
     ) -> Self {
+        Self {
+            in_f32: gradients_in_f32(arguments, model.dtype()),
+            devices: arguments.devices.len().max(1),
+            averaging,
+            ..Self::alone(model, &arguments.step)
+        }
+    }
+
+    /// `model` on one device, with one batch a step.
+    pub fn alone(model: Gemma4Model, arguments: &StepArguments) -> Self {
         let is_f16 = model.dtype() == DType::F16;
         Self {
             scale: is_f16.then(|| LossScale::new(&model.device())),
-            in_f32: gradients_in_f32(arguments, model.dtype()),
+            in_f32: is_f16,
             by_layer: arguments.checkpointing.is_by_layer(),
             largest_norm: (arguments.clip > 0.0).then_some(arguments.clip),
-            devices: arguments.devices.len().max(1),
-            averaging,
+            devices: 1,
+            averaging: None,
             model,
         }
     }
@@ -408,7 +418,7 @@ mod tests {
     }
 
     fn sgd() -> ModuleOptimizer {
-        ModuleOptimizer::from(InF32::of_all(SgdConfig::new().build()))
+        ModuleOptimizer::from(InF32(SgdConfig::new().build()))
     }
 
     /// How far a step of rate 1 moves the weights.

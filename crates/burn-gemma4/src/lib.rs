@@ -55,3 +55,10 @@ pub use text::{
     tokenizer::{Tokenizer, stream::TextStream},
 };
 pub use train::packing::Packing;
+
+pub mod update {
+    //! What a step of training does with each parameter, in one launch on a GPU: a share of the norm of all gradients, their factor,
+    //! AdamW in f32.
+
+    pub use crate::op::update::{AdamW, SumOfSquares, Trained, scaled};
+}

@@ -7,7 +7,7 @@ use crate::{
         layout::Layout,
         packed::Packed,
         quantize::Target,
-        rows::{dequantized, packed},
+        rows::{dequantized, numbers, packed},
     },
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -180,10 +180,8 @@ impl<'a> Source<'a> {
             Numbers::Floats { dtype, bytes } => {
                 let row_bytes = layout.columns * dtype.size();
                 packed(rows, layout.words(), |row, words| {
-                    let bytes = bytes[row * row_bytes..][..row_bytes].to_vec();
-                    let numbers = TensorData::from_bytes_vec(bytes, [layout.columns], *dtype);
-                    let numbers: Vec<f32> = numbers.iter().collect();
                     if let Some(target) = target {
+                        let numbers = numbers(&bytes[row * row_bytes..][..row_bytes], *dtype);
                         target.pack(layout, &numbers, words);
                     }
                 })

@@ -18,7 +18,7 @@ use crate::{
     LayerType,
     op::{
         flat_rows,
-        gelu::gelu,
+        gate::gated,
         residual::{Added, residual},
         rope::{Positions, Rotation, tables::Rope},
     },
@@ -143,8 +143,8 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2> {
-        let gate = gelu(gate.forward(self.of_text(input)));
-        flat_rows(gate * self.of_text(embedding.columns()))
+        let gate = gate.forward(self.of_text(input));
+        flat_rows(gated(gate, self.of_text(embedding.columns())))
     }
 
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {

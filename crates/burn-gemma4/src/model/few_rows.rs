@@ -22,7 +22,7 @@ use crate::{
     LayerType,
     op::{
         self,
-        gelu::gelu,
+        gate::gelu,
         linear::{
             Matrix,
             few_rows::{self, Factors, MOST_ROWS, Origin},

@@ -1,14 +1,14 @@
 //! The model's operators: each with its kernels, their launches and its gradients.
 //!
 //! Kernels are for CubeCL devices: what lies between products, of any rows, in as few launches as possible, and for inference
-//! products of a few rows, bound by the memory's rate. Other devices, and training but for norms and products, go through
+//! products of a few rows, bound by the memory's rate. Other devices, and training but for norms, gates, products and updates, go through
 //! Burn's own operators, which compute the same.
 
 pub(crate) mod argmax;
 pub(crate) mod attach;
 pub(crate) mod columns;
 pub(crate) mod dequantize;
-pub(crate) mod gelu;
+pub(crate) mod gate;
 pub(crate) mod linear;
 pub(crate) mod norm;
 #[cfg(feature = "cube")]
@@ -22,6 +22,7 @@ pub(crate) mod route;
 pub(crate) mod sample;
 #[cfg(feature = "cube")]
 pub(crate) mod store;
+pub(crate) mod update;
 
 #[cfg(feature = "cube")]
 mod launch;

@@ -80,6 +80,21 @@ pub(crate) fn written<S>(
     bytes
 }
 
+/// The numbers of a row that is written in `dtype`.
+pub(crate) fn numbers(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::F16 => each(bytes, |bytes| f16::from_le_bytes(bytes).to_f32()),
+        DType::BF16 => each(bytes, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+        DType::F64 => each(bytes, |bytes| f64::from_le_bytes(bytes) as f32),
+        _ => each(bytes, f32::from_le_bytes),
+    }
+}
+
+fn each<const SIZE: usize>(bytes: &[u8], number: impl Fn([u8; SIZE]) -> f32) -> Vec<f32> {
+    let (numbers, _) = bytes.as_chunks();
+    numbers.iter().map(|bytes| number(*bytes)).collect()
+}
+
 /// Writes numbers in `dtype`.
 fn rounded(numbers: &[f32], dtype: DType, bytes: &mut [u8]) {
     match dtype {

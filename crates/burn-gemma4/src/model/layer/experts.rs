@@ -9,7 +9,7 @@ use crate::op::{
 use crate::{
     Gemma4Config,
     config::ExpertsConfig,
-    op::{gelu::gelu, linear, norm::normalize},
+    op::{gate::gated, linear, norm::normalize},
 };
 use burn::{
     module::{Module, Param},
@@ -180,7 +180,7 @@ impl Experts {
     #[cfg(feature = "cube")]
     fn outputs_of_groups(&self, input: Tensor<2>, groups: &Groups, top_k: usize) -> Tensor<2> {
         let inner = grouped::rows(input, self.gate_up_proj.matrices(), groups, top_k);
-        grouped::rows(gated(inner), self.down_proj.matrices(), groups, 1)
+        grouped::rows(through_gates(inner), self.down_proj.matrices(), groups, 1)
     }
 
     /// Rows are brought into the order of their experts, so that each expert reads its weights once.
@@ -209,7 +209,10 @@ impl Experts {
             let expert = chosen[run[0]] as usize;
             let input = sorted.clone().narrow(0, start, run.len());
             let inner = linear::rows(input, self.gate_up_proj.matrix(expert));
-            outputs.push(linear::rows(gated(inner), self.down_proj.matrix(expert)));
+            outputs.push(linear::rows(
+                through_gates(inner),
+                self.down_proj.matrix(expert),
+            ));
             start += run.len();
         }
         Tensor::cat(outputs, 0).select(0, upload(back))
@@ -223,8 +226,8 @@ impl Experts {
 }
 
 /// What goes through the gates of `[rows, 2 · columns]`, whose first half opens them.
-fn gated(inner: Tensor<2>) -> Tensor<2> {
+fn through_gates(inner: Tensor<2>) -> Tensor<2> {
     let columns = inner.dims()[1] / 2;
-    let gate = gelu(inner.clone().narrow(1, 0, columns));
-    gate * inner.narrow(1, columns, columns)
+    let gate = inner.clone().narrow(1, 0, columns);
+    gated(gate, inner.narrow(1, columns, columns))
 }

@@ -3,7 +3,7 @@
 use super::Weight;
 use crate::op::{
     flat_rows,
-    linear::{Matrix, rows},
+    linear::{Matrix, rows, with_adapter},
 };
 use burn::{
     module::Module,
@@ -34,12 +34,17 @@ impl Linear {
     }
 
     /// `[rows, columns in]` to `[rows, columns out]`.
+    ///
+    /// What a low-rank adapter adds goes through its factors, in the dtype of the rows: their product, of the weight's size, is never
+    /// there, nor is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        self.rows_by(input, rows)
+        match self.weight.adapter() {
+            Some(adapter) => with_adapter(rows(input.clone(), self.weight.base()), input, adapter),
+            None => rows(input, self.weight.matrix()),
+        }
     }
 
-    /// [`rows`](Self::rows) by another product. What a low-rank adapter adds goes through its factors, in the dtype of the rows: their
-    /// product, of the weight's size, is never there, nor is its gradient.
+    /// [`rows`](Self::rows) by another product, for inference.
     pub(crate) fn rows_by(
         &self,
         input: Tensor<2>,

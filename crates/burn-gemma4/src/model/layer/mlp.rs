@@ -1,7 +1,7 @@
 //! The dense feed-forward network, gated by GELU (Shazeer 2020, arXiv:2002.05202).
 
 use super::Linear;
-use crate::op::gelu::gelu;
+use crate::op::gate::gated;
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -29,7 +29,8 @@ impl Mlp {
 
     /// `[batch, positions, hidden]` to the same.
     pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
-        let gate = gelu(self.gate_proj.forward(input.clone()));
-        self.down_proj.forward(gate * self.up_proj.forward(input))
+        let gate = self.gate_proj.forward(input.clone());
+        self.down_proj
+            .forward(gated(gate, self.up_proj.forward(input)))
     }
 }

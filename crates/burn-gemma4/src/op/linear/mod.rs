@@ -4,11 +4,13 @@
 pub(crate) mod few_rows;
 #[cfg(feature = "cube")]
 pub(crate) mod grouped;
+mod low_rank;
 mod matrix;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
 mod quantized;
 
+pub(crate) use low_rank::with_adapter;
 #[cfg(feature = "cube")]
 pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};

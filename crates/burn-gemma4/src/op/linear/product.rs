@@ -143,18 +143,20 @@ impl<B: ProductBackend> Backward<B, 2> for ProductBackward<B> {
         gradients: &mut Gradients,
         checkpointer: &mut Checkpointer,
     ) {
-        let [lhs, rhs] = ops.state.map(|node| {
-            node.map(|node| {
-                B::float_transpose(checkpointer.retrieve_node_output::<FloatTensor<B>>(node))
-            })
-        });
+        let [lhs, rhs] = ops
+            .state
+            .map(|node| node.map(|node| checkpointer.retrieve_node_output::<FloatTensor<B>>(node)));
         let saved = "saved in the forward, since the other matrix was tracked";
         binary::<B, _, _>(
             ops.parents,
             ops.node,
             gradients,
-            |gradient| (self.product)(gradient, rhs.expect(saved)),
-            |gradient| (self.product)(lhs.expect(saved), gradient),
+            |gradient| (self.product)(gradient, B::float_transpose(rhs.expect(saved))),
+            // The second matrix is the transpose of a weight, whose own gradient lies in memory as the weight does.
+            |gradient| {
+                let of_weight = (self.product)(B::float_transpose(gradient), lhs.expect(saved));
+                B::float_transpose(of_weight)
+            },
         );
     }
 }

@@ -49,6 +49,13 @@ pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tenso
         let rows = Dispatch::normalize(flat_rows(input).into_dispatch(), epsilon);
         return with_shape(Tensor::<2>::from_dispatch(rows), shape);
     }
+    // The kernel that has a backward has a weight.
+    #[cfg(feature = "cube")]
+    if super::runs(&input.device(), input.dtype()) {
+        let device = input.device().without_autodiff();
+        let ones = Tensor::ones([input.dims()[D - 1]], (&device, DType::F32));
+        return norm(input, ones, epsilon);
+    }
     let dtype = input.dtype();
     normalize_f32(input, epsilon).cast(dtype)
 }

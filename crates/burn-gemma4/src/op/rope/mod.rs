@@ -7,6 +7,8 @@ mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
 #[cfg(feature = "cube")]
+mod rotate;
+#[cfg(feature = "cube")]
 mod sides;
 pub(crate) mod tables;
 #[cfg(all(test, feature = "cube"))]
@@ -38,15 +40,24 @@ impl Rotation {
         let shape = self.shape(&projected, batch);
         #[cfg(feature = "cube")]
         if super::serve_with(&projected, &weight) {
-            let tables = RotationTables {
-                cos: flat_rows(self.cos.clone()),
-                sin: flat_rows(self.sin.clone()),
-            };
-            let heads = heads::heads_in_order(projected, weight, &tables, epsilon);
+            let heads = heads::heads_in_order(projected, weight, &self.tables(), epsilon);
             return heads.reshape(shape).swap_dims(1, 2);
         }
         let heads = norm(projected.reshape(shape), weight, epsilon);
+        #[cfg(feature = "cube")]
+        if super::runs(&heads.device(), heads.dtype()) && heads.dtype() == self.cos.dtype() {
+            return rotate::rotated(heads, &self.tables()).swap_dims(1, 2);
+        }
         self.apply(heads.swap_dims(1, 2))
+    }
+
+    /// As kernels read it.
+    #[cfg(feature = "cube")]
+    fn tables(&self) -> RotationTables {
+        RotationTables {
+            cos: flat_rows(self.cos.clone()),
+            sin: flat_rows(self.sin.clone()),
+        }
     }
 
     /// The heads of values, of the same shapes: normalised without a weight and not rotated.

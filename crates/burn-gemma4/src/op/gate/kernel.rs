@@ -1,0 +1,70 @@
+//! A gate, and its gradients.
+//!
+//! Budget: a vector of each operand in registers. Bound by memory's rate: every number is read once and written once.
+
+use cubecl::prelude::*;
+
+/// √(2 / π), and the weight of the cube.
+const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+const CUBIC: f32 = 0.044715;
+
+/// tanh of what GELU takes it of.
+#[cube]
+fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
+    let inner = (x + x * x * x * Vector::cast_from(CUBIC)) * Vector::cast_from(SQRT_2_OVER_PI);
+    // Drivers may compute tanh through exponentials that overflow; it is 1 long before.
+    inner
+        .clamp(Vector::cast_from(-15.0f32), Vector::cast_from(15.0f32))
+        .tanh()
+}
+
+/// Rounded once, on devices that do not compute in this dtype, too.
+#[cube]
+fn product<E: Float, N: Size>(lhs: Vector<E, N>, rhs: Vector<E, N>) -> Vector<E, N> {
+    Vector::cast_from(Vector::<f32, N>::cast_from(lhs) * Vector::<f32, N>::cast_from(rhs))
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn gate<E: Float, N: Size>(
+    gate: &Tensor<Vector<E, N>>,
+    through: &Tensor<Vector<E, N>>,
+    output: &mut Tensor<Vector<E, N>>,
+    vectors: u32,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    if ABSOLUTE_POS < vectors as usize {
+        let x = Vector::<f32, N>::cast_from(gate[ABSOLUTE_POS]);
+        let one = Vector::<f32, N>::cast_from(1.0f32);
+        let open = x * (bent(x) + one) * Vector::cast_from(0.5f32);
+        output[ABSOLUTE_POS] = product(Vector::cast_from(open), through[ABSOLUTE_POS]);
+    }
+}
+
+/// With `t` the tanh, `gelu' = ½ (1 + t) + ½ x (1 - t²) √(2 / π) (1 + 3 · 0.044715 x²)`.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn gate_gradients<E: Float, N: Size>(
+    gate: &Tensor<Vector<E, N>>,
+    through: &Tensor<Vector<E, N>>,
+    gradient: &Tensor<Vector<E, N>>,
+    of_gate: &mut Tensor<Vector<E, N>>,
+    of_through: &mut Tensor<Vector<E, N>>,
+    vectors: u32,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    if ABSOLUTE_POS < vectors as usize {
+        let x = Vector::<f32, N>::cast_from(gate[ABSOLUTE_POS]);
+        let one = Vector::<f32, N>::cast_from(1.0f32);
+        let half = Vector::<f32, N>::cast_from(0.5f32);
+        let t = bent(x);
+        let open = x * (t + one) * half;
+        let inner =
+            (one + x * x * Vector::cast_from(3.0f32 * CUBIC)) * Vector::cast_from(SQRT_2_OVER_PI);
+        let slope = half * (one + t) + half * x * (one - t * t) * inner;
+        let given = gradient[ABSOLUTE_POS];
+        of_through[ABSOLUTE_POS] = product(Vector::cast_from(open), given);
+        let of_open = Vector::<f32, N>::cast_from(product(through[ABSOLUTE_POS], given));
+        of_gate[ABSOLUTE_POS] = Vector::cast_from(of_open * slope);
+    }
+}

@@ -1,0 +1,128 @@
+//! GELU, the activation of every gate, and what goes through it.
+//!
+//! On CubeCL devices a gate is one operator, forward and backward, that keeps what it reads: as Burn's own operators, tracked one by
+//! one, it keeps eight tensors in f32.
+
+#[cfg(feature = "cube")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod kernel;
+#[cfg(feature = "cube")]
+mod launch;
+
+#[cfg(feature = "cube")]
+use burn::backend::{Backend, Dispatch, ExtensionType, backend_extension, tensor::FloatTensor};
+use burn::tensor::{DType, Tensor};
+
+/// GELU by its approximation through tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415), in f32, rounded once.
+///
+/// Burn's own raises to the power of 3.0 in the input's dtype, which rounds bf16 several times.
+pub(crate) fn gelu<const D: usize>(input: Tensor<D>) -> Tensor<D> {
+    const SQRT_2_OVER_PI: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
+    let dtype = input.dtype();
+    let x = input.cast(DType::F32);
+    let cubed = x.clone() * x.clone() * x.clone();
+    let inner = (x.clone() + cubed * 0.044715) * SQRT_2_OVER_PI;
+    (x * (inner.tanh() + 1.0) * 0.5).cast(dtype)
+}
+
+/// `gelu(gate) · through`, of one shape and dtype: the gate is rounded before what goes through it is multiplied.
+pub(crate) fn gated<const D: usize>(gate: Tensor<D>, through: Tensor<D>) -> Tensor<D> {
+    #[cfg(feature = "cube")]
+    if super::runs(&gate.device(), gate.dtype()) {
+        let gated = Dispatch::gated(gate.into_dispatch(), through.into_dispatch());
+        return Tensor::from_dispatch(gated);
+    }
+    gelu(gate) * through
+}
+
+/// The gradients of what a gate reads.
+#[cfg(feature = "cube")]
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct GateGradients<B: Backend> {
+    pub gate: FloatTensor<B>,
+    pub through: FloatTensor<B>,
+}
+
+/// A gate as an operator of a backend, forward and backward.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Autodiff, Fusion)]
+pub trait GateBackend: Backend {
+    /// See [`gated`].
+    #[fusion(meta = |gate, _through| gate.clone())]
+    fn gated(gate: FloatTensor<Self>, through: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Its gradients.
+    #[fusion(meta = |gate, through, _gradient| GateGradientsMetadata {
+        gate: gate.clone(),
+        through: through.clone(),
+    })]
+    fn gate_gradients(
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+        gradient: FloatTensor<Self>,
+    ) -> GateGradients<Self>;
+}
+
+#[cfg(all(test, feature = "cube", feature = "flex"))]
+mod tests {
+    use super::*;
+    use burn::tensor::{Device, Distribution};
+
+    /// A gate of two leaves, of which the second is a part of a wider one, and the leaves' gradients.
+    fn outcome(leaves: [&Tensor<2>; 2], gradient: &Tensor<2>, dtype: DType) -> [Vec<f32>; 3] {
+        let [gate, through] = leaves.map(|leaf| leaf.clone().cast(dtype).autodiff().require_grad());
+        let columns = gate.dims()[1];
+        let gradient = gradient.clone().cast(dtype).autodiff();
+        let output = gated(gate.clone(), through.clone().narrow(1, 1, columns));
+        let gradients = (output.clone() * gradient).sum().backward();
+        let [gate, through] = [gate, through].map(|leaf| leaf.grad(&gradients).expect("one"));
+        [output.inner(), gate, through].map(|tensor| tensor.into_data().iter::<f32>().collect())
+    }
+
+    /// By Burn's operators in f32, of the same numbers.
+    #[test]
+    fn is_the_formula_with_its_gradients() {
+        let device = Device::default();
+        device.seed(3);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            if !device.supports_dtype(dtype) {
+                continue;
+            }
+            for [rows, columns] in [[3, 5], [1, 1], [70, 256]] {
+                let random = |columns| {
+                    let shape = [rows, columns];
+                    let numbers = Distribution::Normal(0.0, 3.0);
+                    let drawn = Tensor::<2>::random(shape, numbers, (&device, DType::F32));
+                    drawn.cast(dtype).cast(DType::F32)
+                };
+                let [gate, through, gradient] =
+                    [random(columns), random(columns + 2), random(columns)];
+                // The ends of what tanh is computed of.
+                let gate = gate * 10.0;
+                let found = outcome([&gate, &through], &gradient, dtype);
+                let [gate, through, gradient] =
+                    [gate.cast(dtype).cast(DType::F32), through, gradient].map(|tensor| {
+                        Tensor::<2>::from_data(tensor.into_data(), (&Device::flex(), DType::F32))
+                    });
+                let expected = outcome([&gate, &through], &gradient, DType::F32);
+                let rounding = match dtype {
+                    DType::F32 => 1e-5,
+                    DType::F16 => 2e-3,
+                    _ => 1.6e-2,
+                };
+                for (found, expected) in found.iter().zip(&expected) {
+                    let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+                    for (found, expected) in found.iter().zip(expected) {
+                        let error = (found - expected).abs();
+                        assert!(
+                            error <= rounding * (expected.abs() + 1e-2 * largest),
+                            "{dtype:?}, {rows} · {columns}: {found}, not {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! What a step does with the numbers of one parameter: their part of the norm of all gradients, the gradient's factor, AdamW.
+//!
+//! Budget: a vector of each operand in registers; for the norm a float a part of the cube in shared memory. Bound by memory's rate:
+//! every number is read once and written once, so that AdamW is 30 bytes a weight in half precision.
+
+use crate::op::sums::{Team, cube_sum, sum_of_squares};
+use cubecl::prelude::*;
+
+/// Each cube adds the squares of its share of `vectors` to its own one of the sums.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn add_squares<E: Float, N: Size>(
+    gradient: &Tensor<Vector<E, N>>,
+    sums: &mut Tensor<f32>,
+    vectors: u32,
+    #[comptime] team: Team,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
+    let mut squares = 0.0f32;
+    let stride = CUBE_COUNT * comptime!(team.units);
+    let mut vector = CUBE_POS * comptime!(team.units) + UNIT_POS as usize;
+    while vector < vectors as usize {
+        squares += sum_of_squares(gradient[vector]);
+        vector += stride;
+    }
+    let sum = cube_sum(squares, &mut partial, team);
+    if UNIT_POS == 0 {
+        sums[CUBE_POS] += sum;
+    }
+}
+
+/// The gradient times a factor, in its place. Most steps have nothing to clip, and a factor of 1.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn scale<E: Float, N: Size>(
+    gradient: &mut Tensor<Vector<E, N>>,
+    factor: &Tensor<f32>,
+    vectors: u32,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let factor = factor[0];
+    if ABSOLUTE_POS < vectors as usize && factor != 1.0f32 {
+        let factor = Vector::<f32, N>::cast_from(factor);
+        let scaled = Vector::<f32, N>::cast_from(gradient[ABSOLUTE_POS]) * factor;
+        gradient[ABSOLUTE_POS] = Vector::cast_from(scaled);
+    }
+}
+
+/// What a step's formula has beside the tensors, all of it in f32.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+pub(super) struct Coefficients {
+    /// Of the means that were: AdamW's betas.
+    pub kept_mean: f32,
+    pub kept_square: f32,
+    /// Of the gradient and its square in the means: what is left to 1.
+    pub new_mean: f32,
+    pub new_square: f32,
+    /// The weight that all gradients so far have in the means.
+    pub of_mean: f32,
+    pub of_square: f32,
+    pub epsilon: f32,
+    /// What the decay leaves of a weight.
+    pub kept_weight: f32,
+    pub rate: f32,
+}
+
+/// AdamW of one vector, by the order of Burn's operations.
+#[cube]
+fn updated<G: Float, N: Size>(
+    gradient: &Tensor<Vector<G, N>>,
+    weight: &mut Tensor<Vector<f32, N>>,
+    mean: &mut Tensor<Vector<f32, N>>,
+    square: &mut Tensor<Vector<f32, N>>,
+    by: &Coefficients,
+) -> Vector<f32, N> {
+    let g = Vector::<f32, N>::cast_from(gradient[ABSOLUTE_POS]);
+    let m =
+        mean[ABSOLUTE_POS] * Vector::cast_from(by.kept_mean) + g * Vector::cast_from(by.new_mean);
+    let v = square[ABSOLUTE_POS] * Vector::cast_from(by.kept_square)
+        + g * g * Vector::cast_from(by.new_square);
+    let deviation = (v / Vector::cast_from(by.of_square)).sqrt() + Vector::cast_from(by.epsilon);
+    let step = m / Vector::cast_from(by.of_mean) / deviation;
+    let w = weight[ABSOLUTE_POS] * Vector::cast_from(by.kept_weight)
+        - step * Vector::cast_from(by.rate);
+    mean[ABSOLUTE_POS] = m;
+    square[ABSOLUTE_POS] = v;
+    weight[ABSOLUTE_POS] = w;
+    w
+}
+
+/// AdamW of weights in f32, in their place.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn adamw<G: Float, N: Size>(
+    gradient: &Tensor<Vector<G, N>>,
+    weight: &mut Tensor<Vector<f32, N>>,
+    mean: &mut Tensor<Vector<f32, N>>,
+    square: &mut Tensor<Vector<f32, N>>,
+    by: Coefficients,
+    vectors: u32,
+    #[define(G)] _gradient_element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    if ABSOLUTE_POS < vectors as usize {
+        updated(gradient, weight, mean, square, &by);
+    }
+}
+
+/// AdamW of the weights in f32 behind those of a model, which are these, rounded.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn adamw_rounded<G: Float, W: Float, N: Size>(
+    gradient: &Tensor<Vector<G, N>>,
+    weight: &mut Tensor<Vector<f32, N>>,
+    mean: &mut Tensor<Vector<f32, N>>,
+    square: &mut Tensor<Vector<f32, N>>,
+    rounded: &mut Tensor<Vector<W, N>>,
+    by: Coefficients,
+    vectors: u32,
+    #[define(G)] _gradient_element: ElemType,
+    #[define(W)] _weight_element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    if ABSOLUTE_POS < vectors as usize {
+        let weight = updated(gradient, weight, mean, square, &by);
+        rounded[ABSOLUTE_POS] = Vector::cast_from(weight);
+    }
+}

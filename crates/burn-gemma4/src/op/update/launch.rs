@@ -1,0 +1,200 @@
+//! Launches what a step does with a parameter.
+
+use super::{
+    PARTS, Rounded, UpdateBackend, Updated,
+    formula::Formula,
+    kernel::{CoefficientsLaunch, adamw, adamw_rounded, add_squares, scale},
+};
+use crate::op::launch::{team, vector_size};
+use burn::{
+    backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor},
+    tensor::DType,
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cubecl::{
+    client::Client,
+    prelude::{CubeCount, CubeDim},
+};
+
+/// Units of a cube where each has one vector.
+const UNITS: usize = 256;
+
+/// The tensor side by side, and in nobody else's hands.
+fn own(tensor: CubeTensor) -> CubeTensor {
+    let tensor = into_contiguous(tensor);
+    match tensor.can_mut() {
+        true => tensor,
+        false => tensor.copy(),
+    }
+}
+
+/// The vectors of a tensor, whose widest numbers have so many bytes, and how wide they are.
+fn vectors(tensor: &CubeTensor, bytes: usize) -> (u32, usize) {
+    let count = tensor.meta.num_elements();
+    let vector = vector_size(&tensor.client, bytes, &[count]);
+    let vectors = u32::try_from(count / vector);
+    (vectors.expect("a parameter that a device holds"), vector)
+}
+
+/// A unit for each.
+fn grid(client: &Client, vectors: u32) -> (CubeCount, CubeDim) {
+    let cubes = (vectors as usize).div_ceil(UNITS);
+    (cube_count(client, cubes), CubeDim::new_1d(UNITS as u32))
+}
+
+/// The tensors of AdamW in f32, its own, and what a launch says beside them.
+struct Operands {
+    gradient: CubeTensor,
+    weight: CubeTensor,
+    mean: CubeTensor,
+    square: CubeTensor,
+}
+
+impl Operands {
+    fn new([gradient, weight, mean, square]: [CubeTensor; 4]) -> Self {
+        Self {
+            gradient: into_contiguous(gradient),
+            weight: own(weight),
+            mean: own(mean),
+            square: own(square),
+        }
+    }
+}
+
+fn coefficients(formula: Formula) -> CoefficientsLaunch {
+    CoefficientsLaunch::new(
+        formula.kept_mean,
+        formula.kept_square,
+        formula.new_mean,
+        formula.new_square,
+        formula.of_mean,
+        formula.of_square,
+        formula.epsilon,
+        formula.kept_weight,
+        formula.rate,
+    )
+}
+
+impl UpdateBackend for CubeBackend {
+    fn add_squares(gradient: FloatTensor<Self>, sums: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (gradient, sums) = (into_contiguous(gradient), own(sums));
+        let client = gradient.client.clone();
+        let (vectors, vector) = vectors(&gradient, gradient.dtype.size());
+        let team = team(&client, vectors as usize);
+        let cubes = (vectors as usize).div_ceil(team.units).clamp(1, PARTS);
+        // SAFETY: cubes read vectors below `vectors`, and each writes one of `PARTS` sums.
+        unsafe {
+            add_squares::launch_unchecked(
+                &client,
+                exact_cube_count(&client, cubes),
+                CubeDim::new_1d(team.units as u32),
+                address_type([&gradient]),
+                gradient.clone().into_tensor_arg(),
+                sums.clone().into_tensor_arg(),
+                vectors,
+                team,
+                dtype_to_storage_type(gradient.dtype),
+                vector,
+            );
+        }
+        sums
+    }
+
+    fn scale(gradient: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
+        let gradient = own(gradient);
+        let client = gradient.client.clone();
+        let (vectors, vector) = vectors(&gradient, gradient.dtype.size());
+        let (count, dim) = grid(&client, vectors);
+        // SAFETY: units read and write vectors below `vectors`, and the factor is one number.
+        unsafe {
+            scale::launch_unchecked(
+                &client,
+                count,
+                dim,
+                address_type([&gradient]),
+                gradient.clone().into_tensor_arg(),
+                into_contiguous(factor).into_tensor_arg(),
+                vectors,
+                dtype_to_storage_type(gradient.dtype),
+                vector,
+            );
+        }
+        gradient
+    }
+
+    fn adamw(
+        gradient: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        square: FloatTensor<Self>,
+        formula: Formula,
+    ) -> Updated<Self> {
+        let own = Operands::new([gradient, weight, mean, square]);
+        let client = own.weight.client.clone();
+        let (vectors, vector) = vectors(&own.weight, size_of::<f32>());
+        let (count, dim) = grid(&client, vectors);
+        // SAFETY: units read and write vectors below `vectors`, which all tensors have.
+        unsafe {
+            adamw::launch_unchecked(
+                &client,
+                count,
+                dim,
+                address_type([&own.weight]),
+                own.gradient.clone().into_tensor_arg(),
+                own.weight.clone().into_tensor_arg(),
+                own.mean.clone().into_tensor_arg(),
+                own.square.clone().into_tensor_arg(),
+                coefficients(formula),
+                vectors,
+                dtype_to_storage_type(own.gradient.dtype),
+                vector,
+            );
+        }
+        Updated {
+            weight: own.weight,
+            mean: own.mean,
+            square: own.square,
+        }
+    }
+
+    fn adamw_rounded(
+        gradient: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        square: FloatTensor<Self>,
+        formula: Formula,
+        dtype: DType,
+    ) -> Rounded<Self> {
+        let own = Operands::new([gradient, weight, mean, square]);
+        let client = own.weight.client.clone();
+        let rounded = empty(&own.weight, own.weight.meta.shape().clone(), dtype);
+        let (vectors, vector) = vectors(&own.weight, size_of::<f32>());
+        let (count, dim) = grid(&client, vectors);
+        // SAFETY: as in `adamw`.
+        unsafe {
+            adamw_rounded::launch_unchecked(
+                &client,
+                count,
+                dim,
+                address_type([&own.weight]),
+                own.gradient.clone().into_tensor_arg(),
+                own.weight.clone().into_tensor_arg(),
+                own.mean.clone().into_tensor_arg(),
+                own.square.clone().into_tensor_arg(),
+                rounded.clone().into_tensor_arg(),
+                coefficients(formula),
+                vectors,
+                dtype_to_storage_type(own.gradient.dtype),
+                dtype_to_storage_type(dtype),
+                vector,
+            );
+        }
+        Rounded {
+            rounded,
+            weight: own.weight,
+            mean: own.mean,
+            square: own.square,
+        }
+    }
+}

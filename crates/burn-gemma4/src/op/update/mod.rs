@@ -1,0 +1,385 @@
+//! What a step of training does with each parameter, in one launch: as Burn's operators, a step of AdamW is some twenty of them a
+//! parameter, and a model has hundreds of these, so that the host is busy with them for longer than the device.
+
+mod formula;
+#[cfg(feature = "cube")]
+mod kernel;
+#[cfg(feature = "cube")]
+mod launch;
+
+pub use formula::AdamW;
+
+use burn::tensor::{DType, Tensor};
+#[cfg(feature = "cube")]
+use burn::{
+    backend::{
+        Backend, Dispatch, ExtensionType, backend_extension, fusion::custom::TensorSpec,
+        tensor::FloatTensor,
+    },
+    tensor::Device,
+};
+use formula::Formula;
+
+/// Parts of a sum of squares: enough to keep any device busy.
+const PARTS: usize = 1024;
+
+/// Adds up the squares of many tensors, in f32.
+#[derive(Clone, Debug, Default)]
+pub struct SumOfSquares {
+    /// `[PARTS]`, of which each is a part of the sum.
+    parts: Option<Tensor<1>>,
+    /// `[1]`: what no kernel adds up.
+    rest: Option<Tensor<1>>,
+}
+
+impl SumOfSquares {
+    /// Of nothing.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// With a tensor's squares, which autodiff does not see.
+    pub fn with<const D: usize>(mut self, tensor: Tensor<D>) -> Self {
+        let tensor = tensor.inner();
+        #[cfg(feature = "cube")]
+        if super::serve(&tensor) {
+            let options = (&tensor.device(), DType::F32);
+            let parts = self.parts.take();
+            let parts = parts.unwrap_or_else(|| Tensor::zeros([PARTS], options));
+            let parts = Dispatch::add_squares(tensor.into_dispatch(), parts.into_dispatch());
+            self.parts = Some(Tensor::from_dispatch(parts));
+            return self;
+        }
+        let squares = tensor.cast(DType::F32).square().sum();
+        self.rest = Some(match self.rest.take() {
+            Some(sum) => sum + squares,
+            None => squares,
+        });
+        self
+    }
+
+    /// The sum, `[1]`; nothing of no tensors.
+    pub fn sum(self) -> Option<Tensor<1>> {
+        let parts = self.parts.map(Tensor::sum);
+        match (parts, self.rest) {
+            (Some(parts), Some(rest)) => Some(parts + rest),
+            (parts, rest) => parts.or(rest),
+        }
+    }
+}
+
+/// `tensor` times `factor` `[1]`, which is in f32; computed in f32, and in the tensor's dtype.
+pub fn scaled<const D: usize>(tensor: Tensor<D>, factor: Tensor<1>) -> Tensor<D> {
+    #[cfg(feature = "cube")]
+    if super::serve(&tensor) {
+        let scaled = Dispatch::scale(tensor.into_dispatch(), factor.into_dispatch());
+        return Tensor::from_dispatch(scaled);
+    }
+    let dtype = tensor.dtype();
+    (tensor.cast(DType::F32) * factor.reshape([1; D])).cast(dtype)
+}
+
+/// What a parameter is trained by, all of it in f32.
+#[derive(Clone, Debug)]
+pub struct Trained<const D: usize> {
+    /// The weight.
+    pub weight: Tensor<D>,
+    /// The mean of gradients.
+    pub mean: Tensor<D>,
+    /// The mean of their squares.
+    pub square: Tensor<D>,
+}
+
+impl AdamW {
+    /// The parameter after the step with this number, from 1, with a gradient of any dtype; and in `dtype`, which the model has it in.
+    /// Tensors without autodiff, whose memory is written over where nobody else has them.
+    pub fn step<const D: usize>(
+        &self,
+        number: usize,
+        rate: f64,
+        gradient: Tensor<D>,
+        trained: Trained<D>,
+        dtype: DType,
+    ) -> (Tensor<D>, Trained<D>) {
+        let formula = self.formula(number, rate);
+        #[cfg(feature = "cube")]
+        if serve(&gradient.device(), [gradient.dtype(), dtype]) {
+            return by_kernel(gradient, trained, formula, dtype);
+        }
+        let trained = by_operators(gradient.cast(DType::F32), trained, formula);
+        (trained.weight.clone().cast(dtype), trained)
+    }
+}
+
+/// In the order of Burn's own AdamW.
+fn by_operators<const D: usize>(
+    gradient: Tensor<D>,
+    trained: Trained<D>,
+    by: Formula,
+) -> Trained<D> {
+    let mean = trained.mean * by.kept_mean + gradient.clone() * by.new_mean;
+    let square = trained.square * by.kept_square + gradient.square() * by.new_square;
+    let deviation = (square.clone() / by.of_square).sqrt() + by.epsilon;
+    let step = mean.clone() / by.of_mean / deviation;
+    Trained {
+        weight: trained.weight * by.kept_weight - step * by.rate,
+        mean,
+        square,
+    }
+}
+
+/// Whether the kernels serve these dtypes.
+#[cfg(feature = "cube")]
+fn serve(device: &Device, dtypes: [DType; 2]) -> bool {
+    dtypes.into_iter().all(|dtype| super::serves(device, dtype))
+}
+
+#[cfg(feature = "cube")]
+fn by_kernel<const D: usize>(
+    gradient: Tensor<D>,
+    trained: Trained<D>,
+    formula: Formula,
+    dtype: DType,
+) -> (Tensor<D>, Trained<D>) {
+    let Trained {
+        weight,
+        mean,
+        square,
+    } = trained;
+    let [gradient, weight, mean, square] =
+        [gradient, weight, mean, square].map(Tensor::into_dispatch);
+    let tensor = Tensor::<D>::from_dispatch;
+    if dtype == DType::F32 {
+        let updated = Dispatch::adamw(gradient, weight, mean, square, formula);
+        let trained = Trained {
+            weight: tensor(updated.weight),
+            mean: tensor(updated.mean),
+            square: tensor(updated.square),
+        };
+        return (trained.weight.clone(), trained);
+    }
+    let updated = Dispatch::adamw_rounded(gradient, weight, mean, square, formula, dtype);
+    let trained = Trained {
+        weight: tensor(updated.weight),
+        mean: tensor(updated.mean),
+        square: tensor(updated.square),
+    };
+    (tensor(updated.rounded), trained)
+}
+
+/// A parameter in f32 after a step.
+#[cfg(feature = "cube")]
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct Updated<B: Backend> {
+    pub weight: FloatTensor<B>,
+    pub mean: FloatTensor<B>,
+    pub square: FloatTensor<B>,
+}
+
+/// The same, and the weight as the model has it.
+#[cfg(feature = "cube")]
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct Rounded<B: Backend> {
+    pub rounded: FloatTensor<B>,
+    pub weight: FloatTensor<B>,
+    pub mean: FloatTensor<B>,
+    pub square: FloatTensor<B>,
+}
+
+/// The kernels as operators of a backend. All but gradients is written over where nobody else has it.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Fusion)]
+pub trait UpdateBackend: Backend {
+    /// See [`SumOfSquares`].
+    #[fusion(meta = |_gradient, sums| sums.clone())]
+    fn add_squares(gradient: FloatTensor<Self>, sums: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// See [`scaled`].
+    #[fusion(meta = |gradient, _factor| gradient.clone())]
+    fn scale(gradient: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// See [`AdamW::step`].
+    #[fusion(meta = |_gradient, weight, mean, square, _formula| UpdatedMetadata {
+        weight: weight.clone(),
+        mean: mean.clone(),
+        square: square.clone(),
+    })]
+    fn adamw(
+        gradient: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        square: FloatTensor<Self>,
+        formula: Formula,
+    ) -> Updated<Self>;
+
+    /// See [`AdamW::step`].
+    #[fusion(meta = |_gradient, weight, mean, square, _formula, dtype| RoundedMetadata {
+        rounded: TensorSpec::new(weight.shape.clone(), *dtype),
+        weight: weight.clone(),
+        mean: mean.clone(),
+        square: square.clone(),
+    })]
+    fn adamw_rounded(
+        gradient: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        mean: FloatTensor<Self>,
+        square: FloatTensor<Self>,
+        formula: Formula,
+        dtype: DType,
+    ) -> Rounded<Self>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{Device, Distribution};
+
+    fn devices() -> Vec<Device> {
+        [
+            #[cfg(feature = "flex")]
+            Device::flex(),
+            #[cfg(feature = "cube")]
+            Device::default(),
+        ]
+        .into()
+    }
+
+    fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+        tensor.into_data().iter::<f64>().collect()
+    }
+
+    fn random(shape: [usize; 2], device: &Device) -> Tensor<2> {
+        Tensor::random(shape, Distribution::Normal(0.0, 1.0), (device, DType::F32))
+    }
+
+    fn close(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
+        assert_eq!(found.len(), expected.len(), "{what}");
+        for (found, expected) in found.iter().zip(expected) {
+            let error = (found - expected).abs();
+            assert!(
+                error <= tolerance * (1.0 + expected.abs()),
+                "{what}: {found}, not {expected}"
+            );
+        }
+    }
+
+    /// AdamW's formula in f64.
+    struct Reference {
+        by: AdamW,
+        weight: Vec<f64>,
+        mean: Vec<f64>,
+        square: Vec<f64>,
+    }
+
+    impl Reference {
+        fn step(&mut self, number: i32, rate: f64, gradient: &[f64]) {
+            let [of_mean, of_square] = self.by.betas.map(f64::from);
+            for (index, g) in gradient.iter().enumerate() {
+                let (m, v) = (&mut self.mean[index], &mut self.square[index]);
+                *m = of_mean * *m + (1.0 - of_mean) * g;
+                *v = of_square * *v + (1.0 - of_square) * g * g;
+                let unbiased = *v / (1.0 - of_square.powi(number));
+                let deviation = unbiased.sqrt() + f64::from(self.by.epsilon);
+                let step = *m / (1.0 - of_mean.powi(number)) / deviation;
+                let w = &mut self.weight[index];
+                *w -= rate * (f64::from(self.by.decay) * *w + step);
+            }
+        }
+    }
+
+    /// Rows of which some begin within a vector, and a gradient whose columns lie apart.
+    #[test]
+    fn steps_are_the_formula() {
+        let by = AdamW {
+            betas: [0.9, 0.95],
+            epsilon: 1e-8,
+            decay: 0.1,
+        };
+        for device in devices() {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                if !device.supports_dtype(dtype) {
+                    continue;
+                }
+                for shape in [[3, 5], [1, 7], [70, 64]] {
+                    let [rows, columns] = shape;
+                    let mut weight = random(shape, &device).cast(dtype);
+                    let mut trained = Trained {
+                        weight: weight.clone().cast(DType::F32),
+                        mean: Tensor::zeros(shape, (&device, DType::F32)),
+                        square: Tensor::zeros(shape, (&device, DType::F32)),
+                    };
+                    let zeros = vec![0.0; rows * columns];
+                    let mut reference = Reference {
+                        by,
+                        weight: values(weight),
+                        mean: zeros.clone(),
+                        square: zeros,
+                    };
+                    for number in 1..4 {
+                        let gradient = random([columns, rows], &device).cast(dtype).transpose();
+                        reference.step(number as i32, 1e-2, &values(gradient.clone()));
+                        (weight, trained) = by.step(number, 1e-2, gradient, trained, dtype);
+                        assert_eq!(weight.dtype(), dtype);
+                        let what = format!("{dtype:?}, {shape:?}, step {number}");
+                        let master = values(trained.weight.clone());
+                        close(&master, &reference.weight, 1e-5, &what);
+                        close(&values(trained.mean.clone()), &reference.mean, 1e-5, &what);
+                        let square = values(trained.square.clone());
+                        close(&square, &reference.square, 1e-5, &what);
+                        let rounded = trained.weight.clone().cast(dtype);
+                        assert_eq!(values(weight.clone()), values(rounded), "{what}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Who has a handle keeps what it stands for.
+    #[test]
+    fn others_keep_their_numbers() {
+        let by = AdamW {
+            betas: [0.9, 0.95],
+            epsilon: 1e-8,
+            decay: 0.1,
+        };
+        for device in devices() {
+            let [weight, gradient] = [(); 2].map(|()| random([4, 8], &device));
+            let [mean, square] = [(); 2].map(|()| random([4, 8], &device).abs());
+            let held = [&weight, &gradient, &mean, &square].map(|tensor| tensor.clone());
+            let before = held.clone().map(values);
+            let trained = Trained {
+                weight,
+                mean,
+                square,
+            };
+            let (stepped, _) = by.step(1, 1e-2, gradient.clone(), trained, DType::F32);
+            let factor = Tensor::<1>::from_data([0.5], (&device, DType::F32));
+            let halved = scaled(gradient, factor);
+            assert_ne!(values(stepped), before[0]);
+            let halves: Vec<f64> = before[1].iter().map(|value| value / 2.0).collect();
+            assert_eq!(values(halved), halves);
+            assert_eq!(held.map(values), before);
+        }
+    }
+
+    #[test]
+    fn squares_of_all_tensors_are_added_up() {
+        for device in devices() {
+            let mut sum = SumOfSquares::new();
+            assert!(sum.clone().sum().is_none());
+            let mut expected = 0.0;
+            for shape in [[1, 1], [3, 5], [300, 257], [1024, 640]] {
+                let tensor = random(shape, &device);
+                expected += values(tensor.clone()).iter().map(|x| x * x).sum::<f64>();
+                sum = sum.with(tensor.transpose());
+            }
+            let found = values(sum.sum().expect("four tensors"))[0];
+            assert!(
+                (found / expected - 1.0).abs() < 1e-5,
+                "{found}, not {expected}"
+            );
+        }
+    }
+}

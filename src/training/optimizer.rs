@@ -1,0 +1,85 @@
+//! The optimizers that models are trained with.
+
+use super::{
+    arguments::{OptimizerName, StepArguments},
+    masters::{InF32, MasterState},
+};
+use burn::{
+    optim::{
+        AdamWState, AdaptiveMomentumState, LearningRate, ModuleOptimizer, Optimizer, SgdConfig,
+    },
+    tensor::{DType, Device, Tensor},
+};
+use burn_gemma4::update::{AdamW, Trained};
+
+/// AdamW's decay of its two means, as language models are trained since GPT-3.
+const BETAS: [f32; 2] = [0.9, 0.95];
+
+/// The optimizer, which computes in f32. The gradients that it gets are clipped.
+pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
+    match arguments.optimizer {
+        OptimizerName::Sgd => ModuleOptimizer::from(InF32(SgdConfig::new().build())),
+        OptimizerName::Adamw => ModuleOptimizer::from(AdamWInF32(AdamW {
+            betas: BETAS,
+            epsilon: 1e-8,
+            decay: arguments.weight_decay,
+        })),
+    }
+}
+
+/// AdamW in f32, whatever the weights are in. Vectors, which are norms and scales, do not decay.
+#[derive(Clone)]
+pub struct AdamWInF32(pub AdamW);
+
+impl Optimizer for AdamWInF32 {
+    type State<const D: usize> = MasterState<AdamWState<D>, D>;
+
+    fn step<const D: usize>(
+        &self,
+        rate: LearningRate,
+        tensor: Tensor<D>,
+        gradient: Tensor<D>,
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
+        let optimizer = AdamW {
+            decay: if D > 1 { self.0.decay } else { 0.0 },
+            ..self.0
+        };
+        let dtype = tensor.dtype();
+        let (master, inner) = match state {
+            Some(state) => (state.master, state.inner),
+            None => (None, None),
+        };
+        // What the model has is not there any more when it is made anew.
+        let weight = match master {
+            Some(master) => {
+                drop(tensor);
+                master
+            }
+            None => tensor.cast(DType::F32),
+        };
+        let (time, mean, square) = match inner.map(|state| state.momentum) {
+            Some(means) => (means.time, means.moment_1, means.moment_2),
+            None => (0, weight.zeros_like(), weight.zeros_like()),
+        };
+        let trained = Trained {
+            weight,
+            mean,
+            square,
+        };
+        let time = time + 1;
+        let (tensor, trained) = optimizer.step(time, rate, gradient, trained, dtype);
+        let means = AdaptiveMomentumState::new(time, trained.mean, trained.square);
+        let state = MasterState {
+            master: (dtype != DType::F32).then_some(trained.weight),
+            inner: Some(AdamWState::new(means)),
+        };
+        (tensor, Some(state))
+    }
+
+    fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
+        state.moved(device, |inner| {
+            AdamWState::new(inner.momentum.to_device(device))
+        })
+    }
+}
