@@ -16,6 +16,8 @@ pub mod copy;
 #[cfg(feature = "cuda")]
 pub mod exchange;
 #[cfg(feature = "cuda")]
+pub mod few_rows;
+#[cfg(feature = "cuda")]
 pub mod product;
 
 /// Rows of a product's left operand, and so of an accumulator's fragment.

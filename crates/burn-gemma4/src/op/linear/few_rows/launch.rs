@@ -1,5 +1,7 @@
 //! Launches the product of a few rows, divided so that the memory is kept busy.
 
+#[cfg(feature = "cuda")]
+use super::matrix_units;
 use super::{
     FewRowsBackend, MOST_ROWS, MaybeMatrix, Origin, ProductOptions, ProductTensors,
     experts::{Items, OfExperts},
@@ -196,6 +198,14 @@ impl LaunchOptions {
         Items::of_matrices(rows, std::iter::once(of_matrix).chain(beside))
     }
 
+    /// Matrices whose outputs lie side by side.
+    pub fn sides(&self) -> usize {
+        match self.gated {
+            true => 1,
+            false => 1 + self.second.iter().chain(&self.third).count(),
+        }
+    }
+
     /// The experts of each row, and what they contribute.
     pub fn experts(&mut self) -> [Option<CubeTensor>; 2] {
         match self.experts.take() {
@@ -227,6 +237,10 @@ impl LaunchOptions {
 
 /// `[rows, columns in]` times the transpose of `[columns out, columns in]`.
 fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> CubeTensor {
+    #[cfg(feature = "cuda")]
+    if let Some(plan) = matrix_units::plan_of_whole(&input, &weight, &options) {
+        return matrix_units::multiply(input, weight, options, plan);
+    }
     let client = input.client.clone();
     let reads_parameters = options.reads_parameters(&weight);
     let (input, weight) = (into_contiguous(input), rows_of(weight));
@@ -360,10 +374,7 @@ pub(super) fn plan(
         team: Team { units, width },
         teams,
         ranks: items.ranks,
-        sides: match gated {
-            true => 1,
-            false => 1 + options.second.iter().chain(&options.third).count(),
-        },
+        sides: options.sides(),
         unroll: unroll.unwrap_or(1),
         overlaps: overlaps(client),
         reads_ahead: false,

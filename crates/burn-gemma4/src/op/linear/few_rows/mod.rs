@@ -3,6 +3,8 @@
 mod experts;
 mod kernel;
 mod launch;
+#[cfg(feature = "cuda")]
+mod matrix_units;
 mod sides;
 mod sums;
 #[cfg(test)]

@@ -88,14 +88,8 @@ pub(super) fn finish<E: Float>(
     #[comptime] epilogue: Epilogue,
 ) {
     let lane = UNIT_POS_X;
-    let team = UNIT_POS_Y;
-    let first = of_outputs.first;
-    let outputs = of_outputs.outputs;
-    let cap = of_outputs.cap;
-    // A team's parts lie together, those of one sum next to each other.
-    let parts = comptime!(plan.team.parts());
     let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
-    let of_team = team as usize * comptime!(plan.sums() * plan.team.parts());
+    let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
     #[unroll]
     for index in 0..comptime!(plan.sums()) {
         let part = part_of_sum(sums[index], plan.team);
@@ -104,8 +98,27 @@ pub(super) fn finish<E: Float>(
             partial[of_team + comptime!(index * plan.team.parts()) + at] = part;
         }
     }
-    sync_cube();
+    finish_parts(&partial, factor, output, of_outputs, plan, epilogue);
+}
 
+/// Adds up a team's parts, which lie together, those of one sum next to each other, and writes what the epilogue makes of the sums. Syncs first.
+#[cube]
+pub(super) fn finish_parts<E: Float>(
+    partial: &Shared<[f32]>,
+    factor: &ComptimeOption<&Tensor<E>>,
+    output: &mut Tensor<E>,
+    of_outputs: Outputs,
+    #[comptime] plan: ProjectPlan,
+    #[comptime] epilogue: Epilogue,
+) {
+    sync_cube();
+    let lane = UNIT_POS_X;
+    let team = UNIT_POS_Y;
+    let first = of_outputs.first;
+    let outputs = of_outputs.outputs;
+    let cap = of_outputs.cap;
+    let parts = comptime!(plan.team.parts());
+    let of_team = team as usize * comptime!(plan.sums() * plan.team.parts());
     let mut item = lane;
     while item < comptime!((plan.rows * plan.outputs) as u32) {
         let row = item as usize / plan.outputs;

@@ -2,6 +2,8 @@
 
 mod kernel;
 
+#[cfg(feature = "cuda")]
+use super::matrix_units;
 use super::{
     launch::{LaunchOptions, plan},
     sums::ProjectPlan,
@@ -32,6 +34,10 @@ pub(super) fn launch(
     layout: Layout,
     mut options: LaunchOptions,
 ) -> CubeTensor {
+    #[cfg(feature = "cuda")]
+    if let Some(plan) = matrix_units::plan_of_words(&input, &words, layout, &options) {
+        return matrix_units::multiply_words(input, words, layout, options, plan);
+    }
     let client = input.client.clone();
     let reads_parameters = options.reads_parameters(&words);
     let (input, words) = (into_contiguous(input), rows_of(words));

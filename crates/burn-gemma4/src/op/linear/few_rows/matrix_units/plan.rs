@@ -1,0 +1,207 @@
+//! Which products of a few rows matrix units take, and how they are divided.
+
+use super::super::{MOST_ROWS, sums::ProjectPlan};
+use crate::op::sums::Team;
+use cube_kit::ampere::few_rows::PRODUCT_ROWS;
+
+/// Threads of a warp.
+pub(super) const WARP: usize = 32;
+/// Warps of a cube at most.
+const MOST_WARPS: usize = 16;
+/// Warps of a cube whose teams are smaller.
+const WARPS: usize = 8;
+
+/// What is measured of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tuning {
+    /// Rows of the products that it takes: from as many on. Beyond [`MOST_ROWS`] it takes none.
+    pub first_rows: usize,
+    /// Vectors of weights that a thread has in flight.
+    pub in_flight: usize,
+    /// Threads for each multiprocessor, of which a product has as many as its inner dimension can be divided among.
+    pub threads: usize,
+    /// Whether parameters are read before the launches before have ended.
+    pub reads_ahead: bool,
+}
+
+/// Of whole weights. Not measured yet.
+pub(super) const WHOLE: Tuning = Tuning {
+    first_rows: 2,
+    in_flight: 8,
+    threads: 512,
+    reads_ahead: true,
+};
+
+/// Of words. Not measured yet. Vectors in flight are those of the four steps that have their scales in a vector.
+pub(super) const WORDS: Tuning = Tuning {
+    first_rows: 2,
+    in_flight: 8,
+    threads: 1024,
+    reads_ahead: true,
+};
+
+/// A product as it is divided.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// Rows of the input.
+    pub rows: usize,
+    /// Rows of the matrix, or of all that lie side by side.
+    pub outputs: usize,
+    pub columns: usize,
+    pub gated: bool,
+    /// Matrices that lie side by side.
+    pub sides: usize,
+}
+
+/// The steps of a kernel along the inner dimension.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Steps {
+    /// Columns of one.
+    pub columns: usize,
+    /// How many are read at once, where the kernel says so.
+    pub at_once: Option<usize>,
+}
+
+impl ProjectPlan {
+    /// Times 8 weight rows that a warp has.
+    pub(super) fn fragments(self) -> usize {
+        self.weights() / PRODUCT_ROWS
+    }
+
+    /// Of them, those of each of its matrices.
+    pub(super) fn fragments_of_matrix(self) -> usize {
+        self.outputs / PRODUCT_ROWS
+    }
+}
+
+/// How the product is divided; nothing where it is left to ordinary units.
+pub(super) fn plan(
+    shape: Shape,
+    steps: Steps,
+    tuning: Tuning,
+    multiprocessors: usize,
+    overlaps: bool,
+) -> Option<ProjectPlan> {
+    let rows = tuning.first_rows..=MOST_ROWS;
+    if !rows.contains(&shape.rows)
+        || shape.outputs == 0
+        || shape.columns == 0
+        || !shape.columns.is_multiple_of(steps.columns)
+    {
+        return None;
+    }
+    // Two fragments share what is read of the input; where that leaves half of the multiprocessors idle, one has it alone.
+    let two = 2 * PRODUCT_ROWS;
+    let outputs = match shape.gated || 2 * shape.outputs.div_ceil(two) < multiprocessors {
+        true => PRODUCT_ROWS,
+        false => two,
+    };
+    let fragments = outputs / PRODUCT_ROWS * if shape.gated { 2 } else { 1 };
+    let all = shape.columns / steps.columns;
+    let unroll = match steps.at_once {
+        Some(steps) => all.is_multiple_of(steps).then_some(steps)?,
+        None => largest_divisor(all, tuning.in_flight / fragments),
+    };
+    let blocks = all / unroll;
+    let threads_of_one = shape.outputs.div_ceil(outputs) * WARP;
+    let is_enough = |warps: &usize| warps * threads_of_one >= multiprocessors * tuning.threads;
+    let warps = (1..=MOST_WARPS)
+        .filter(|warps| blocks.is_multiple_of(*warps))
+        .find(is_enough)
+        .unwrap_or_else(|| largest_divisor(blocks, MOST_WARPS));
+    Some(ProjectPlan {
+        rows: shape.rows,
+        outputs,
+        gated: shape.gated,
+        team: Team {
+            units: warps * WARP,
+            width: WARP,
+        },
+        teams: (WARPS / warps).max(1),
+        ranks: 0,
+        sides: shape.sides,
+        unroll,
+        overlaps,
+        reads_ahead: false,
+    })
+}
+
+/// Of a number, up to `most`.
+fn largest_divisor(number: usize, most: usize) -> usize {
+    (1..=most)
+        .rev()
+        .find(|divisor| number.is_multiple_of(*divisor))
+        .unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STEPS: Steps = Steps {
+        columns: 32,
+        at_once: None,
+    };
+
+    fn shape(outputs: usize, columns: usize, gated: bool) -> Shape {
+        Shape {
+            rows: 8,
+            outputs,
+            columns,
+            gated,
+            sides: 1,
+        }
+    }
+
+    fn of(shape: Shape) -> Option<ProjectPlan> {
+        plan(shape, STEPS, WHOLE, 132, true)
+    }
+
+    /// Every warp has as many whole blocks as the others, and cubes are of at most 512 threads.
+    #[test]
+    fn warps_have_equal_parts() {
+        for columns in (32..=24_576).step_by(32) {
+            for (outputs, gated) in [(1, false), (256, false), (6144, true), (262_144, false)] {
+                let plan = of(shape(outputs, columns, gated)).expect("whole steps");
+                let of_warps = 32 * plan.unroll * plan.team.parts();
+                assert!(columns.is_multiple_of(of_warps), "{columns}: {plan:?}");
+                assert!(plan.teams * plan.team.units <= 512, "{plan:?}");
+                assert!(plan.fragments() * plan.unroll <= WHOLE.in_flight);
+                assert!(plan.partials() * size_of::<f32>() <= 8192, "{plan:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_outputs_have_many_warps() {
+        // Down, the gate of a layer's embedding, gate and up, and the head of a small model.
+        for (shape, outputs, warps) in [
+            (shape(1536, 12_288, false), 16, 16),
+            (shape(256, 1536, false), 8, 6),
+            (shape(6144, 1536, true), 8, 3),
+            (shape(262_144, 1536, false), 16, 1),
+        ] {
+            let plan = of(shape).expect("whole steps");
+            assert_eq!((plan.outputs, plan.team.parts()), (outputs, warps));
+        }
+    }
+
+    #[test]
+    fn the_others_are_left() {
+        assert!(of(shape(64, 48, false)).is_none());
+        assert!(
+            of(Shape {
+                rows: 1,
+                ..shape(64, 64, false)
+            })
+            .is_none()
+        );
+        let blocks = Steps {
+            columns: 64,
+            at_once: Some(4),
+        };
+        let words = |columns| plan(shape(64, columns, false), blocks, WORDS, 132, true);
+        assert!(words(320).is_none());
+        assert_eq!(words(1536).map(|plan| plan.team.parts()), Some(6));
+    }
+}
