@@ -17,14 +17,17 @@ use super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, load_sum, multiply, plane_index, store_sum,
     zero_sum,
 };
-use super::product::{Four, Vec4, mark_used, store_scaled, tile_row};
-use super::staged::{stage_rows, stage_streamed};
+use super::product::{Four, Vec4, mark_used, store_scaled, tile_row, zeros};
+use super::staged::{StagedRows, load_rows, stage_rows, stage_streamed, store_rows};
 use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// Bytes at which fragments in shared memory have to start, for the strictest compiler (CUDA's).
 const ALIGNMENT: usize = 32;
+
+/// Vectors that a unit has on their way at a time where both streamed operands are copied at once, at most.
+const AHEAD: usize = 16;
 
 /// What a cube shares for the products.
 #[derive(CubeType)]
@@ -33,27 +36,22 @@ pub(crate) struct FragmentStage<C: Float> {
     pub operands: Shared<[Four<C>]>,
     /// S, and fragments of O on their way.
     pub sums: Shared<[Vec4]>,
-    /// Of each stationary operand, whether it is among the operands already, where it stays.
-    is_held: Array<bool>,
 }
 
 #[cube]
 pub(super) fn new_stage<C: Float>(#[comptime] tiles: UnitTiles) -> FragmentStage<C> {
-    let mut is_held = Array::<bool>::new(comptime!(tiles.held().max(1)));
-    #[unroll]
-    for operand in 0..comptime!(tiles.held().max(1)) {
-        is_held[operand] = false;
-    }
     FragmentStage::<C> {
         operands: Shared::new_aligned_slice(comptime!(tiles.stage_vectors()), ALIGNMENT),
         sums: Shared::new_aligned_slice(comptime!(tiles.score_vectors()), ALIGNMENT),
-        is_held,
     }
 }
 
 #[cube]
 pub(super) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> Shared<[Four<C>]> {
-    Shared::new_aligned_slice(comptime!(tiles.tile_vectors()), ALIGNMENT)
+    Shared::new_aligned_slice(
+        comptime!(tiles.left_tiles() * tiles.tile_vectors()),
+        ALIGNMENT,
+    )
 }
 
 /// Where a plane's fragments are: the first one's row and column, in fragments.
@@ -70,6 +68,42 @@ fn place_of_plane(plane: usize, #[comptime] tiles: UnitTiles) -> PlanePlace {
         row: plane % comptime!(tiles.plane_rows()),
         column: plane / comptime!(tiles.plane_rows()),
     }
+}
+
+/// The unit within its plane.
+#[cube]
+fn lane(#[comptime] tiles: UnitTiles) -> usize {
+    let fragments = comptime!(tiles.fragment_tiles());
+    if comptime!(fragments.fragments.emulated) {
+        UNIT_POS as usize % fragments.plane
+    } else {
+        UNIT_POS_PLANE as usize
+    }
+}
+
+/// Waits for the units of the plane.
+#[cube]
+fn sync_own_plane(#[comptime] tiles: UnitTiles) {
+    if comptime!(tiles.fragment_tiles().fragments.emulated) {
+        sync_cube();
+    } else {
+        sync_plane();
+    }
+}
+
+/// A unit's first row of S where it has those of its own plane.
+#[cube]
+pub(super) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
+    let [m, n, _] = comptime!(tiles.fragment_shape());
+    place_of_plane(plane_index(tiles), tiles).row * m + lane(tiles) / comptime!(n / 4)
+}
+
+/// A unit's first vector of columns of S where it has those of its own plane.
+#[cube]
+pub(super) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
+    let [_, n, _] = comptime!(tiles.fragment_shape());
+    place_of_plane(plane_index(tiles), tiles).column * comptime!(n / 4)
+        + lane(tiles) % comptime!(n / 4)
 }
 
 /// So many zeros.
@@ -92,6 +126,102 @@ pub(super) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence<SumFragment>
     )
 }
 
+/// Rows of an operand of the first product, `count` of them from the vector `at` of the stage on.
+fn depth_rows(at: usize, count: usize, packed: bool, tiles: UnitTiles) -> StagedRows {
+    StagedRows {
+        at,
+        count,
+        vectors: tiles.depth / 4,
+        pitch: tiles.depth_pitch(),
+        interleaved: 0,
+        packed,
+        units: tiles.units,
+    }
+}
+
+/// Copies a stationary operand to where it stays. A sync makes it visible.
+#[cube]
+pub(super) fn hold<E: Numeric, C: Float, N: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    stage: &mut FragmentStage<C>,
+    #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    stage_rows(
+        a.tensor,
+        &a.rows,
+        a_first,
+        0u32,
+        &mut stage.operands,
+        comptime!(depth_rows(
+            stationary * tiles.stationary_vectors(),
+            tiles.rows,
+            a_packed,
+            tiles
+        )),
+    );
+}
+
+/// Copies a block's rows of both streamed operands to where they stay for both products. Reads them before it waits for those that read the
+/// last block's, as far as registers hold them, and ends with them being visible to all units.
+#[cube]
+pub(super) fn stage_block<E: Numeric, C: Float, N: Size>(
+    b: &Operand<'_, E, N>,
+    other: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut FragmentStage<C>,
+    #[comptime] tiles: UnitTiles,
+) {
+    let rows = comptime!(depth_rows(
+        tiles.resident_at(0),
+        tiles.columns(),
+        false,
+        tiles
+    ));
+    let other_rows = comptime!(depth_rows(
+        tiles.resident_at(1),
+        tiles.columns(),
+        false,
+        tiles
+    ));
+    let steps = comptime!(rows.steps());
+    if comptime!(2 * steps <= AHEAD) {
+        let loaded = load_rows::<E, C, N>(b.tensor, &b.rows, b_first, 0u32, 0usize, steps, rows);
+        let other_loaded = load_rows::<E, C, N>(
+            other.tensor,
+            &other.rows,
+            b_first,
+            0u32,
+            0usize,
+            steps,
+            other_rows,
+        );
+        sync_cube();
+        store_rows(&loaded, &mut stage.operands, 0usize, steps, rows);
+        store_rows(
+            &other_loaded,
+            &mut stage.operands,
+            0usize,
+            steps,
+            other_rows,
+        );
+    } else {
+        sync_cube();
+        stage_rows(b.tensor, &b.rows, b_first, 0u32, &mut stage.operands, rows);
+        stage_rows(
+            other.tensor,
+            &other.rows,
+            b_first,
+            0u32,
+            &mut stage.operands,
+            other_rows,
+        );
+    }
+    sync_cube();
+}
+
 /// See [`multiply_transposed`](super::product::multiply_transposed). Ends with S being read.
 #[cube]
 pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
@@ -105,96 +235,162 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     #[comptime] a_packed: bool,
     #[comptime] stationary: usize,
 ) {
-    let [m, n, k] = comptime!(tiles.fragment_shape());
-    let pitch = comptime!(tiles.depth_pitch());
-    let vectors = comptime!(tiles.depth / 4);
     let holds = comptime!(stationary < tiles.held());
     let a_at = comptime!(if stationary < tiles.held() {
         stationary * tiles.stationary_vectors()
     } else {
         0
     });
-    let b_at = comptime!(tiles.streamed_at());
-    let across = comptime!(tiles.score_fragments());
-    let place = place_of_plane(plane_index(tiles), tiles);
     let mut sums = zero_sums(
         comptime!(tiles.row_fragments() * tiles.score_fragments()),
         tiles,
     );
-    let chunks = a.rows.columns.div_ceil(comptime!(tiles.depth as u32));
-    for chunk in 0..chunks {
-        let column = chunk * comptime!(tiles.depth as u32);
-        sync_cube();
-        let mut is_wanted = true;
-        if holds {
-            is_wanted = !stage.is_held[stationary];
-            stage.is_held[stationary] = true;
-        }
-        if is_wanted {
+    if comptime!(tiles.is_resident()) {
+        let b_at = comptime!(tiles.resident_at(stationary));
+        multiply_depth(&stage.operands, &mut sums, a_at, b_at, tiles);
+    } else {
+        let b_at = comptime!(tiles.streamed_at());
+        let chunks = a.rows.columns.div_ceil(comptime!(tiles.depth as u32));
+        for chunk in 0..chunks {
+            let column = chunk * comptime!(tiles.depth as u32);
+            sync_cube();
+            if !holds {
+                stage_rows(
+                    a.tensor,
+                    &a.rows,
+                    a_first,
+                    column,
+                    &mut stage.operands,
+                    comptime!(depth_rows(0, tiles.rows, a_packed, tiles)),
+                );
+            }
             stage_rows(
-                a.tensor,
-                &a.rows,
-                a_first,
+                b.tensor,
+                &b.rows,
+                b_first,
                 column,
                 &mut stage.operands,
-                a_at,
-                tiles.rows,
-                vectors,
-                pitch,
-                0usize,
-                a_packed,
-                tiles.units,
+                comptime!(depth_rows(
+                    tiles.streamed_at(),
+                    tiles.columns(),
+                    false,
+                    tiles
+                )),
             );
+            sync_cube();
+            multiply_depth(&stage.operands, &mut sums, a_at, b_at, tiles);
         }
-        stage_rows(
-            b.tensor,
-            &b.rows,
-            b_first,
-            column,
-            &mut stage.operands,
-            b_at,
-            comptime!(tiles.columns()),
-            vectors,
-            pitch,
-            0usize,
-            false,
-            tiles.units,
-        );
-        sync_cube();
-        for step in 0..comptime!(tiles.depth / k) {
-            let at = step * comptime!(k / 4);
-            let mut lefts = Sequence::<LeftFragment<C>>::new();
-            #[unroll]
-            for r in 0..comptime!(tiles.row_fragments()) {
-                let row = (place.row + comptime!(r * tiles.plane_rows())) * m;
-                lefts.push(load_left(
-                    &stage.operands,
-                    a_at + at + row * pitch,
-                    pitch,
-                    tiles,
-                ));
-            }
-            #[unroll]
-            for c in 0..across {
-                let column = place.column + comptime!(c * tiles.plane_columns());
-                let whole = comptime!((c + 1) * tiles.plane_columns() <= tiles.score_columns());
-                if whole || column < comptime!(tiles.score_columns()) {
-                    let at = b_at + at + column * n * pitch;
-                    let right = load_right(&stage.operands, at, pitch, true, tiles);
-                    #[unroll]
-                    for r in 0..comptime!(tiles.row_fragments()) {
-                        multiply(
-                            lefts.index(r),
-                            &right,
-                            sums.index_mut(comptime!(r * across + c)),
-                            true,
-                            tiles,
-                        );
-                    }
+    }
+    if comptime!(tiles.owns_scores()) {
+        if comptime!(stationary > 0) {
+            // The first product's sums are read from the same place.
+            sync_own_plane(tiles);
+        }
+        hand_to_plane(&sums, stage, s, tiles);
+    } else {
+        if comptime!(stationary > 0 && tiles.is_resident()) {
+            sync_cube();
+        }
+        hand_to_cube(&sums, stage, s, tiles);
+    }
+}
+
+/// Adds the products of the operands' columns in the stage.
+#[cube]
+fn multiply_depth<C: Float>(
+    operands: &Shared<[Four<C>]>,
+    sums: &mut Sequence<SumFragment>,
+    #[comptime] a_at: usize,
+    #[comptime] b_at: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    let [m, n, k] = comptime!(tiles.fragment_shape());
+    let pitch = comptime!(tiles.depth_pitch());
+    let across = comptime!(tiles.score_fragments());
+    let place = place_of_plane(plane_index(tiles), tiles);
+    for step in 0..comptime!(tiles.depth / k) {
+        let at = step * comptime!(k / 4);
+        let mut lefts = Sequence::<LeftFragment<C>>::new();
+        #[unroll]
+        for r in 0..comptime!(tiles.row_fragments()) {
+            let row = (place.row + comptime!(r * tiles.plane_rows())) * m;
+            lefts.push(load_left(operands, a_at + at + row * pitch, pitch, tiles));
+        }
+        #[unroll]
+        for c in 0..across {
+            let column = place.column + comptime!(c * tiles.plane_columns());
+            let whole = comptime!((c + 1) * tiles.plane_columns() <= tiles.score_columns());
+            if whole || column < comptime!(tiles.score_columns()) {
+                let at = b_at + at + column * n * pitch;
+                let right = load_right(operands, at, pitch, true, tiles);
+                #[unroll]
+                for r in 0..comptime!(tiles.row_fragments()) {
+                    multiply(
+                        lefts.index(r),
+                        &right,
+                        sums.index_mut(comptime!(r * across + c)),
+                        true,
+                        tiles,
+                    );
                 }
             }
         }
     }
+}
+
+/// Gives the units of a plane the plane's scores, by way of a place in shared memory that is the plane's own.
+#[cube]
+fn hand_to_plane<C: Float>(
+    sums: &Sequence<SumFragment>,
+    stage: &mut FragmentStage<C>,
+    s: &mut Array<f32>,
+    #[comptime] tiles: UnitTiles,
+) {
+    let [_, n, _] = comptime!(tiles.fragment_shape());
+    let across = comptime!(tiles.score_fragments());
+    let count = comptime!(tiles.row_fragments() * tiles.score_fragments());
+    let own = plane_index(tiles) * comptime!(count * tiles.fragment_vectors());
+    #[unroll]
+    for index in 0..count {
+        store_sum(
+            sums.index(index),
+            &mut stage.sums,
+            own + comptime!(index * tiles.fragment_vectors()),
+            comptime!(n / 4),
+            tiles,
+        );
+    }
+    sync_own_plane(tiles);
+    let first = own + lane(tiles);
+    let each = comptime!(tiles.vectors_of_fragment());
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        #[unroll]
+        for c in 0..across {
+            let index = comptime!(k / each * across + c);
+            let within = comptime!(
+                index * tiles.fragment_vectors() + k % each * tiles.fragment_tiles().plane
+            );
+            let values = stage.sums[first + within];
+            #[unroll]
+            for lane in 0..4usize {
+                s[comptime!((k * across + c) * 4 + lane)] = values.extract(lane);
+            }
+        }
+    }
+}
+
+/// Gives the units of a cube the scores, whichever plane multiplied them.
+#[cube]
+fn hand_to_cube<C: Float>(
+    sums: &Sequence<SumFragment>,
+    stage: &mut FragmentStage<C>,
+    s: &mut Array<f32>,
+    #[comptime] tiles: UnitTiles,
+) {
+    let [m, n, _] = comptime!(tiles.fragment_shape());
+    let across = comptime!(tiles.score_fragments());
+    let place = place_of_plane(plane_index(tiles), tiles);
     #[unroll]
     for r in 0..comptime!(tiles.row_fragments()) {
         #[unroll]
@@ -228,7 +424,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// See [`accumulate`](super::product::accumulate). Nobody reads the stage when it starts.
+/// See [`accumulate`](super::product::accumulate). Nobody reads the stage when it starts, or where both streamed operands are there, the tile is
+/// visible to all units.
 #[cube]
 pub(super) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &Shared<[Four<C>]>,
@@ -237,68 +434,139 @@ pub(super) fn accumulate<E: Numeric, C: Float, N: Size>(
     stage: &mut FragmentStage<C>,
     used: &mut Shared<[u32]>,
     output: &mut Sequence<SumFragment>,
+    #[comptime] streamed: usize,
     #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
+    let tile_at = comptime!(tiles.left_tile_at(streamed));
     if comptime!(has_masked) {
-        mark_used::<C>(tile, used, tiles);
+        mark_used::<C>(tile, tile_at, used, tiles);
     }
-    let [m, n, k] = comptime!(tiles.fragment_shape());
-    let fragments = comptime!(tiles.fragment_tiles());
-    let chunks = comptime!(tiles.columns() / tiles.streamed_rows);
-    let parts = comptime!(fragments.output_fragments / fragments.staged_fragments);
-    let tile_pitch = comptime!(tiles.tile_pitch());
-    let pitch = comptime!(tiles.staged_pitch());
-    let place = place_of_plane(plane_index(tiles), tiles);
-    for chunk in 0..chunks {
-        let chunk_row = chunk * tiles.streamed_rows;
-        #[unroll]
-        for part in 0..parts {
-            let first_vector = comptime!(part * tiles.staged_width());
-            stage_streamed(
-                b,
-                b_first,
-                chunk_row,
-                first_vector,
-                &mut stage.operands,
-                comptime!(tiles.accumulated_at()),
-                &*used,
-                has_masked,
-                tiles,
-            );
-            sync_cube();
-            for step in 0..comptime!(tiles.streamed_rows / k) {
-                let at = chunk_row / 4 + step * comptime!(k / 4);
-                let mut lefts = Sequence::<LeftFragment<C>>::new();
-                #[unroll]
-                for r in 0..comptime!(tiles.row_fragments()) {
-                    let row = (place.row + comptime!(r * tiles.plane_rows())) * m;
-                    lefts.push(load_left(tile, at + row * tile_pitch, tile_pitch, tiles));
-                }
-                #[unroll]
-                for c in 0..fragments.staged_fragments {
-                    let column = place.column + comptime!(c * tiles.plane_columns());
-                    let at = comptime!(tiles.accumulated_at())
-                        + step * comptime!(k * pitch)
-                        + column * comptime!(n / 4);
-                    let right = load_right(&stage.operands, at, pitch, false, tiles);
-                    #[unroll]
-                    for r in 0..comptime!(tiles.row_fragments()) {
-                        let index = comptime!(
-                            r * fragments.output_fragments + part * fragments.staged_fragments + c
-                        );
-                        multiply(
-                            lefts.index(r),
-                            &right,
-                            output.index_mut(index),
-                            false,
-                            tiles,
-                        );
-                    }
+    if comptime!(tiles.is_resident()) {
+        let at = comptime!(tiles.resident_at(streamed));
+        if comptime!(has_masked) {
+            clear_unused(&mut stage.operands, &*used, at, tiles);
+        }
+        multiply_rows(
+            tile,
+            tile_at.runtime(),
+            &stage.operands,
+            output,
+            at,
+            comptime!(tiles.depth_pitch()),
+            comptime!(tiles.columns()),
+            0usize,
+            comptime!(tiles.fragment_tiles().output_fragments),
+            tiles,
+        );
+    } else {
+        let fragments = comptime!(tiles.fragment_tiles());
+        let chunks = comptime!(tiles.columns() / tiles.streamed_rows);
+        let parts = comptime!(fragments.output_fragments / fragments.staged_fragments);
+        for chunk in 0..chunks {
+            let chunk_row = chunk * tiles.streamed_rows;
+            #[unroll]
+            for part in 0..parts {
+                let first_vector = comptime!(part * tiles.staged_width());
+                stage_streamed(
+                    b,
+                    b_first,
+                    chunk_row,
+                    first_vector,
+                    &mut stage.operands,
+                    comptime!(tiles.accumulated_at()),
+                    &*used,
+                    has_masked,
+                    tiles,
+                );
+                sync_cube();
+                multiply_rows(
+                    tile,
+                    tile_at + chunk_row / 4,
+                    &stage.operands,
+                    output,
+                    comptime!(tiles.accumulated_at()),
+                    comptime!(tiles.staged_pitch()),
+                    tiles.streamed_rows,
+                    comptime!(part * fragments.staged_fragments),
+                    fragments.staged_fragments,
+                    tiles,
+                );
+                if comptime!(chunks * parts > 1) {
+                    sync_cube();
                 }
             }
-            if comptime!(chunks * parts > 1) {
-                sync_cube();
+        }
+    }
+}
+
+/// Zeros instead of the rows of a streamed operand that nothing but zeros meet. Ends with a sync.
+#[cube]
+fn clear_unused<C: Float>(
+    operands: &mut Shared<[Four<C>]>,
+    used: &Shared<[u32]>,
+    #[comptime] at: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    let vectors = comptime!(tiles.depth / 4);
+    let total = comptime!(tiles.columns() * tiles.depth / 4);
+    #[unroll]
+    for step in 0..comptime!(total.div_ceil(tiles.units)) {
+        let index = UNIT_POS as usize + comptime!(step * tiles.units);
+        let row = min(index / vectors, comptime!(tiles.columns() - 1));
+        if index < total && used[row] == 0u32 {
+            operands[at + row * comptime!(tiles.depth_pitch()) + index % vectors] = zeros::<C>();
+        }
+    }
+    sync_cube();
+}
+
+/// Adds the products of a tile, from the vector `tile_at` of its rows on, and `rows` staged rows to `count` of a plane's fragments side by side.
+#[cube]
+fn multiply_rows<C: Float>(
+    tile: &Shared<[Four<C>]>,
+    tile_at: usize,
+    operands: &Shared<[Four<C>]>,
+    output: &mut Sequence<SumFragment>,
+    #[comptime] at: usize,
+    #[comptime] pitch: usize,
+    #[comptime] rows: usize,
+    #[comptime] first_fragment: usize,
+    #[comptime] count: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    let [m, n, k] = comptime!(tiles.fragment_shape());
+    let tile_pitch = comptime!(tiles.tile_pitch());
+    let place = place_of_plane(plane_index(tiles), tiles);
+    for step in 0..comptime!(rows / k) {
+        let left_at = tile_at + step * comptime!(k / 4);
+        let mut lefts = Sequence::<LeftFragment<C>>::new();
+        #[unroll]
+        for r in 0..comptime!(tiles.row_fragments()) {
+            let row = (place.row + comptime!(r * tiles.plane_rows())) * m;
+            lefts.push(load_left(
+                tile,
+                left_at + row * tile_pitch,
+                tile_pitch,
+                tiles,
+            ));
+        }
+        #[unroll]
+        for c in 0..count {
+            let column = place.column + comptime!(c * tiles.plane_columns());
+            let right_at = at + step * comptime!(k * pitch) + column * comptime!(n / 4);
+            let right = load_right(operands, right_at, pitch, false, tiles);
+            #[unroll]
+            for r in 0..comptime!(tiles.row_fragments()) {
+                let index =
+                    comptime!(r * tiles.fragment_tiles().output_fragments + first_fragment + c);
+                multiply(
+                    lefts.index(r),
+                    &right,
+                    output.index_mut(index),
+                    false,
+                    tiles,
+                );
             }
         }
     }

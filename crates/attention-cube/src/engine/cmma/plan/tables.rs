@@ -24,6 +24,29 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
     }
 }
 
+// Where shared memory holds all that a block's products need: the stationary rows, the streamed rows of both products, S, and what it becomes.
+// Not measured yet: as many cubes a multiprocessor as its shared memory has room for, two at least, and all planes busy with S.
+
+/// The forward.
+pub(super) const RESIDENT_FORWARD: &[Shape] =
+    &[shape(64, 256, 64, 64, 64), shape(128, 256, 128, 32, 128)];
+
+/// The query's gradient.
+pub(super) const RESIDENT_QUERY: &[Shape] = &[
+    shape(64, 256, 64, 64, 64),
+    shape(128, 256, 64, 64, 128),
+    shape(256, 256, 64, 32, 256),
+    shape(512, 256, 64, 32, 512),
+];
+
+/// The gradients of keys and values.
+pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
+    shape(64, 256, 64, 64, 64),
+    shape(128, 256, 64, 64, 128),
+    shape(256, 512, 64, 64, 256),
+    shape(512, 512, 32, 64, 512),
+];
+
 /// The forward, where shared memory holds all of the stationary rows' columns. Measured on an H200 in f16, 4,096 queries and keys.
 pub(super) const HELD_FORWARD: &[Shape] = &[
     // D64: 83 TFLOP/s. Of 128 rows 77, with 512 units 75, with 128 keys 75, with 128 units 72; not held 80.
