@@ -89,6 +89,18 @@ impl UnitTiles {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
+    /// Whether the streamed operand of the last first product is in shared memory in full when the second begins: that of the backward, where
+    /// all stationary operands stay.
+    pub const fn keeps_last(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => {
+                let width = tiles.output_fragments * self.plane_columns() * tiles.fragments.n;
+                tiles.held == 2 && tiles.resident == 0 && width <= self.depth
+            }
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
     /// Left operands of the second product in shared memory at a time.
     pub const fn left_tiles(&self) -> usize {
         match self.products {

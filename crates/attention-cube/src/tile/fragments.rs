@@ -282,7 +282,7 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
         }
     }
     if comptime!(tiles.owns_scores()) {
-        if comptime!(stationary > 0) {
+        if comptime!(stationary > 0 && tiles.is_resident()) {
             // The first product's sums are read from the same place.
             sync_own_plane(tiles);
         }
@@ -442,8 +442,12 @@ pub(super) fn accumulate<E: Numeric, C: Float, N: Size>(
     if comptime!(has_masked) {
         mark_used::<C>(tile, tile_at, used, tiles);
     }
-    if comptime!(tiles.is_resident()) {
-        let at = comptime!(tiles.resident_at(streamed));
+    if comptime!(tiles.is_resident() || (tiles.keeps_last() && streamed == 1)) {
+        let at = comptime!(if tiles.is_resident() {
+            tiles.resident_at(streamed)
+        } else {
+            tiles.streamed_at()
+        });
         if comptime!(has_masked) {
             clear_unused(&mut stage.operands, &*used, at, tiles);
         }

@@ -147,8 +147,8 @@ pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
 /// `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`: S of unit `(y, x)` at
 /// `[k · columns_per_unit + c]` is the row `y + k · row_units`, the column `tile_column(x, c)`.
 ///
-/// Where there is no such row, S is anything. `stationary` numbers the kernel's stationary operands: where tiles hold them, each is the same `a`
-/// from `a_first` on for every block.
+/// Where there is no such row, S is anything. `stationary` numbers the kernel's stationary operands, and the streamed ones that they meet, in the
+/// order of their products: where tiles hold them, each is the same `a` from `a_first` on for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -312,7 +312,7 @@ pub(crate) fn store_rounded<C: Float>(
 /// nobody multiplies out of the stage any more where planes do not wait for each other's scores.
 #[cube]
 pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
-    if comptime!(tiles.is_resident() || tiles.owns_scores()) {
+    if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
         sync_cube();
     }
 }

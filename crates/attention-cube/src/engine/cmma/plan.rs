@@ -3,8 +3,8 @@
 mod tables;
 
 use self::tables::{
-    DECODE, DOUBLE, HELD_FORWARD, RESIDENT_FORWARD, RESIDENT_KEY_VALUE, RESIDENT_QUERY, SINGLE,
-    Shape,
+    DECODE, DOUBLE, HELD_FORWARD, HELD_KEY_VALUE, HELD_QUERY, RESIDENT_FORWARD, RESIDENT_KEY_VALUE,
+    RESIDENT_QUERY, SINGLE, Shape,
 };
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
@@ -136,22 +136,19 @@ impl Choice<'_> {
         }
     }
 
-    /// The first row of the table for `width` columns that fits the device and its fragments with so much kept.
-    fn keeping(&self, kept: Kept, table: &[Shape], width: usize) -> Option<UnitTiles> {
-        table
-            .iter()
-            .filter(|shape| width <= shape.width)
-            .filter_map(|shape| self.complete(shape, width, kept))
-            .find(|tiles| self.fit(tiles))
-    }
-
-    /// [`keeping`](Self::keeping) all operands of a block, and so many left operands of the second product.
-    fn resident(&self, left: usize, table: &[Shape], width: usize) -> Option<UnitTiles> {
-        let kept = Kept {
-            held: self.stationary,
+    /// The first row of a table for `width` columns that fits the device and its fragments with stationary operands kept: of the first table
+    /// with all of a block, and so many left operands of the second product; else of the second.
+    fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
+        let all = Kept {
             resident: left,
+            ..self.all_held()
         };
-        self.keeping(kept, table, width)
+        let [resident, held] =
+            tables.map(|table| table.iter().filter(|shape| width <= shape.width));
+        resident
+            .filter_map(|shape| self.complete(shape, width, all))
+            .chain(held.filter_map(|shape| self.complete(shape, width, self.all_held())))
+            .find(|tiles| self.fit(tiles))
     }
 
     /// Whether the device has room for them.
@@ -267,8 +264,7 @@ pub(super) fn forward(
         device,
         |rows| choice.tiles(DECODE, width, rows),
         || {
-            let resident = choice.resident(1, RESIDENT_FORWARD, width);
-            let kept = resident.or_else(|| choice.keeping(choice.all_held(), HELD_FORWARD, width));
+            let kept = choice.keeping(1, [RESIDENT_FORWARD, HELD_FORWARD], width);
             kept.map_or_else(|| choice.tiles(SINGLE, width, 0), Ok)
         },
     )
@@ -282,8 +278,8 @@ pub(super) fn backward(
 ) -> Result<BackwardPlan, Refusal> {
     let choice = choice(problem, device, layouts, Pass::Backward)?;
     let width = problem.head_dim.max(problem.value_dim);
-    let query = choice.resident(1, RESIDENT_QUERY, width);
-    let key_value = choice.resident(2, RESIDENT_KEY_VALUE, width);
+    let query = choice.keeping(1, [RESIDENT_QUERY, HELD_QUERY], problem.head_dim);
+    let key_value = choice.keeping(2, [RESIDENT_KEY_VALUE, HELD_KEY_VALUE], width);
     let plan = BackwardPlan {
         query: query.map_or_else(|| choice.tiles(SINGLE, problem.head_dim, 0), Ok)?,
         key_value: key_value.map_or_else(|| choice.tiles(DOUBLE, width, 0), Ok)?,
@@ -308,6 +304,8 @@ mod tests {
             RESIDENT_QUERY,
             RESIDENT_KEY_VALUE,
             HELD_FORWARD,
+            HELD_QUERY,
+            HELD_KEY_VALUE,
             SINGLE,
             DOUBLE,
             DECODE,

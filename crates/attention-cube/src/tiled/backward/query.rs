@@ -101,15 +101,16 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         terms.logarithm[k] = of_row.logarithm;
         terms.delta[k] = of_row.delta;
     }
-    hold(&query, first_row, &mut stage, false, 0usize, tiles);
+    // The keys last: the gradient's product needs them once more.
     hold(
         &output_gradient,
         first_row,
         &mut stage,
         false,
-        1usize,
+        0usize,
         tiles,
     );
+    hold(&query, first_row, &mut stage, false, 1usize, tiles);
 
     let block_size = comptime!(tiles.columns() as i32);
     let blocks = within_segments(
@@ -134,10 +135,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         );
         if visited {
             let first = block * block_size;
-            stage_block(&key, &value, first, &mut stage, tiles);
-            multiply_transposed(
-                &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 0usize,
-            );
+            stage_block(&value, &key, first, &mut stage, tiles);
             multiply_transposed(
                 &output_gradient,
                 first_row,
@@ -147,7 +145,10 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 &mut dp,
                 tiles,
                 false,
-                1usize,
+                0usize,
+            );
+            multiply_transposed(
+                &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 1usize,
             );
             let whole = is_whole(&keys, first, block_size, kind.structure);
             let place = Place {
@@ -164,7 +165,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
             } else {
                 block_gradients(&mut s, &dp, &terms, &place, false, &scoring, &sight, kind);
             }
-            store_tile(&s, &mut ds_tile, 0usize, tiles);
+            store_tile(&s, &mut ds_tile, 1usize, tiles);
             sync_tiles(tiles);
             accumulate(
                 &ds_tile,
@@ -173,7 +174,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 &mut stage,
                 &mut used,
                 &mut dq,
-                0usize,
+                1usize,
                 comptime!(kind.score.leaves_masked(&kind.structure)),
                 tiles,
             );
