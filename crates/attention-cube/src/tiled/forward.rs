@@ -23,8 +23,9 @@ use crate::math::visibility::{
 };
 use crate::tile::product::{
     accumulate, hold, multiply_transposed, new_stage, new_tile, rescale, stage_block, store_output,
-    store_tile, tile_column, tile_row, unit_column, unit_row, zero_output,
+    store_tile, zero_output,
 };
+use crate::tile::score_places::{tile_column, tile_row, unit_column, unit_row};
 use crate::tile::tiles::UnitTiles;
 use crate::tiled::softmax::{advance, row_statistics, tell_moved, total};
 use cubecl::prelude::*;

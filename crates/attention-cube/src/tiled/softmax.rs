@@ -8,7 +8,7 @@
 //! held: it moves to the maximum only when that has outgrown it by 2^8. P stays below 2^8 then, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
-use crate::tile::product::{tile_row, unit_column, unit_row};
+use crate::tile::score_places::{tile_row, unit_column, unit_row};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 

@@ -16,9 +16,9 @@ use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
     Stage, Vec4, accumulate, hold, multiply_transposed, new_stage, new_tile, row_factors,
-    stage_block, store_output, store_tile, sync_tiles, tile_column, tile_row, unit_column,
-    unit_row, zero_output,
+    stage_block, store_output, store_tile, sync_tiles, zero_output,
 };
+use crate::tile::score_places::{tile_column, tile_row, unit_column, unit_row};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 

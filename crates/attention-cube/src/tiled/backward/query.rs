@@ -18,8 +18,9 @@ use crate::passes::delta::kernel::is_blind;
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
     accumulate, hold, multiply_transposed, new_stage, new_tile, stage_block, store_output,
-    store_tile, sync_tiles, tile_column, tile_row, unit_column, unit_row, zero_output,
+    store_tile, sync_tiles, zero_output,
 };
+use crate::tile::score_places::{tile_column, tile_row, unit_column, unit_row};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
