@@ -32,6 +32,33 @@ fn load_if<E: Numeric, C: Float, N: Size>(
     values
 }
 
+/// A vector of rows that lie side by side.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Turn {
+    row: usize,
+    /// Within the row.
+    vector: usize,
+}
+
+/// A unit's `step`-th vector of rows of so many, which all units take in turns. Where they take whole rows, it is in the same place of each,
+/// and what depends on that is computed once.
+#[cube]
+fn turn(#[comptime] step: usize, #[comptime] vectors: usize, #[comptime] units: usize) -> Turn {
+    if comptime!(units.is_multiple_of(vectors)) {
+        Turn {
+            row: UNIT_POS as usize / vectors + comptime!(step * (units / vectors)),
+            vector: UNIT_POS as usize % vectors,
+        }
+    } else {
+        let index = UNIT_POS as usize + comptime!(step * units);
+        Turn {
+            row: index / vectors,
+            vector: index % vectors,
+        }
+    }
+}
+
 /// Rows of a source, and where they go in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct StagedRows {
@@ -76,18 +103,17 @@ pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
     let mut loaded = Array::<Four<C>>::new(many);
     #[unroll]
     for ahead in 0..many {
-        let index = UNIT_POS as usize + comptime!((first + ahead) * staged.units);
-        let slot = index / staged.vectors;
-        let mut within = slot;
+        let turn = turn(comptime!(first + ahead), staged.vectors, staged.units);
+        let mut within = turn.row;
         if comptime!(staged.interleaved > 0) {
-            within = (slot % staged.interleaved) * 4 + slot / staged.interleaved;
+            within = (turn.row % staged.interleaved) * 4 + turn.row / staged.interleaved;
         }
         let row = first_row + within as i32;
         loaded[ahead] = load_if::<E, C, N>(
             source,
             rows,
             row,
-            first_column + (index % staged.vectors * 4) as u32,
+            first_column + (turn.vector * 4) as u32,
             row >= rows.first && row < rows.end,
             staged.packed,
         );
@@ -106,11 +132,10 @@ pub(super) fn store_rows<C: Float>(
 ) {
     #[unroll]
     for ahead in 0..many {
-        let index = UNIT_POS as usize + comptime!((first + ahead) * staged.units);
+        let turn = turn(comptime!(first + ahead), staged.vectors, staged.units);
         let whole = comptime!((first + ahead + 1) * staged.units <= staged.total());
-        if whole || index < comptime!(staged.total()) {
-            stage[staged.at + index / staged.vectors * staged.pitch + index % staged.vectors] =
-                loaded[ahead];
+        if whole || turn.row < staged.count {
+            stage[staged.at + turn.row * staged.pitch + turn.vector] = loaded[ahead];
         }
     }
 }
@@ -160,23 +185,23 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
         let mut loaded = Array::<Four<C>>::new(many);
         #[unroll]
         for ahead in 0..many {
-            let index = UNIT_POS as usize + comptime!((first + ahead) * tiles.units);
+            let turn = turn(comptime!(first + ahead), width, tiles.units);
             // Beyond the last one, the last slot again, which nobody writes.
-            let slot = min(index / width, comptime!(tiles.streamed_rows - 1));
+            let slot = min(turn.row, comptime!(tiles.streamed_rows - 1));
             let row = b_first + (chunk_row + slot) as i32;
             let mut wanted = row >= b.rows.first && row < b.rows.end;
             if comptime!(has_masked) {
                 wanted = wanted && used[chunk_row + slot] != 0u32;
             }
-            let column = ((first_vector + index % width) * 4) as u32;
+            let column = ((first_vector + turn.vector) * 4) as u32;
             loaded[ahead] = load_if::<E, C, N>(b.tensor, &b.rows, row, column, wanted, false);
         }
         #[unroll]
         for ahead in 0..many {
-            let index = UNIT_POS as usize + comptime!((first + ahead) * tiles.units);
+            let turn = turn(comptime!(first + ahead), width, tiles.units);
             let whole = comptime!((first + ahead + 1) * tiles.units <= total);
-            if whole || index < total {
-                stage[to + index / width * pitch + index % width] = loaded[ahead];
+            if whole || turn.row < tiles.streamed_rows {
+                stage[to + turn.row * pitch + turn.vector] = loaded[ahead];
             }
         }
     }
