@@ -22,8 +22,14 @@ use std::process::Command;
 /// Set in the environment of a process that has one kind of fragments.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 
-/// Runs `check` on every device of f16, in a process for each of these shapes. `test` is the calling test's name.
-fn emulated(test: &str, shapes: &[&str], check: impl Fn(&TestDevice)) {
+/// Shared memory for the smallest tiles, which a software driver compiles soonest.
+const LITTLE: usize = 16 << 10;
+
+/// Shared memory in which narrow heads have all operands of a block at a time.
+const ENOUGH: usize = 32 << 10;
+
+/// Runs `check` on every device of f16, in a process for each of these shapes with so much shared memory. `test` is the calling test's name.
+fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     let devices = cube_devices();
     let devices = devices.iter().filter(|device| device.supports(DType::F16));
     for device in devices {
@@ -31,14 +37,13 @@ fn emulated(test: &str, shapes: &[&str], check: impl Fn(&TestDevice)) {
             check(device);
             continue;
         }
-        for shape in shapes {
+        for (shape, shared_memory) in shapes {
             let ended = Command::new(env::current_exe().expect("the path of this test"))
                 .args(["--exact", &format!("fragments::{test}"), "--nocapture"])
                 .env(EMULATED, "1")
                 .env("ATTENTION_FRAGMENTS", shape)
                 .env("ATTENTION_ENGINES", "cmma")
-                // The smallest tiles, which a software driver compiles soonest.
-                .env("ATTENTION_SHARED_MEMORY", "16384")
+                .env("ATTENTION_SHARED_MEMORY", shared_memory.to_string())
                 .env("ATTENTION_TEST_DEVICES", device.name)
                 .output()
                 .expect("a process");
@@ -90,16 +95,18 @@ fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
 /// blocks and in others do not.
 #[test]
 fn tails_groups_and_references() {
-    emulated("tails_groups_and_references", &["16x16x16"], |device| {
+    let shapes = [("16x16x16", LITTLE), ("16x16x16", ENOUGH)];
+    emulated("tails_groups_and_references", &shapes, |device| {
         for sizes in [
             [2, 3, 1, 37, 45, 40, 40],
             [1, 2, 2, 33, 3, 40, 40],
             [2, 4, 2, 3, 150, 40, 40],
+            [1, 2, 1, 33, 45, 16, 16],
         ] {
             let case = causal(sizes);
             let inputs = case.inputs();
             check(device, &case, &inputs, &inputs);
-            if sizes[4] == 45 {
+            if sizes[5] == 40 && sizes[4] == 45 {
                 let inputs = with_keys(&inputs, |j| if j % 32 < 16 { 0.1 } else { 0.3 * j as f64 });
                 check(device, &case, &inputs, &inputs);
             }
@@ -110,7 +117,8 @@ fn tails_groups_and_references() {
 /// What hides keys, a bias and sinks together, where rows see nothing, scores grow, and what nobody sees is not a number.
 #[test]
 fn options_and_what_nobody_sees() {
-    emulated("options_and_what_nobody_sees", &["8x8x8"], |device| {
+    let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
+    emulated("options_and_what_nobody_sees", &shapes, |device| {
         let ids = |length: i64| (0..2 * length).map(|i| i % length / 15).collect();
         let case = Case {
             mask: Some(FULL),
@@ -140,29 +148,33 @@ fn options_and_what_nobody_sees() {
 /// Blocks of the lowest number, which is a score like others, before blocks of others: these outgrow what was seen, of which nothing is left.
 #[test]
 fn lowest_numbers_before_others() {
-    emulated("lowest_numbers_before_others", &["8x8x8"], |device| {
-        let case = Case {
-            dtype: DType::F16,
-            f32_extras: true,
-            bias: Some(FULL),
-            ..Case::new([1, 1, 1, 35, 70, 16, 16])
-        };
-        let mut inputs = case.inputs();
-        let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
-        inputs.bias = Some(Dense::from_fn(shape, |[_, _, query, key]| {
-            match query % 2 == 0 && key < 33 {
-                true => f64::from(f32::MIN),
-                false => (query + key) as f64 / 64.0,
-            }
-        }));
-        check(device, &case, &inputs, &inputs);
-    });
+    emulated(
+        "lowest_numbers_before_others",
+        &[("8x8x8", LITTLE)],
+        |device| {
+            let case = Case {
+                dtype: DType::F16,
+                f32_extras: true,
+                bias: Some(FULL),
+                ..Case::new([1, 1, 1, 35, 70, 16, 16])
+            };
+            let mut inputs = case.inputs();
+            let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
+            inputs.bias = Some(Dense::from_fn(shape, |[_, _, query, key]| {
+                match query % 2 == 0 && key < 33 {
+                    true => f64::from(f32::MIN),
+                    false => (query + key) as f64 / 64.0,
+                }
+            }));
+            check(device, &case, &inputs, &inputs);
+        },
+    );
 }
 
 /// Operands in f32, for devices whose fragments of the dtype itself have worse sums; of an odd width.
 #[test]
 fn widened_operands() {
-    emulated("widened_operands", &["8x8x8:f32"], |device| {
+    emulated("widened_operands", &[("8x8x8:f32", LITTLE)], |device| {
         let case = causal([1, 2, 1, 20, 35, 13, 21]);
         let inputs = case.inputs();
         check(device, &case, &inputs, &inputs);
@@ -172,9 +184,13 @@ fn widened_operands() {
 /// Codes of int8, whose scales are multiplied into what the products make of them.
 #[test]
 fn quantized_keys_and_values() {
-    emulated("quantized_keys_and_values", &["8x8x8:f32"], |device| {
-        check_in_fragments(device);
-    });
+    emulated(
+        "quantized_keys_and_values",
+        &[("8x8x8:f32", LITTLE)],
+        |device| {
+            check_in_fragments(device);
+        },
+    );
 }
 
 /// Probabilities times scales are numbers of any size, which f16 has not.
@@ -199,7 +215,7 @@ fn scales_of_values_are_not_multiplied_in_f16() {
 /// Heads whose output is staged in parts.
 #[test]
 fn wide_heads() {
-    emulated("wide_heads", &["16x16x16"], |device| {
+    emulated("wide_heads", &[("16x16x16", LITTLE)], |device| {
         let case = causal([1, 1, 1, 18, 70, 24, 200]);
         let inputs = case.inputs();
         check(device, &case, &inputs, &inputs);

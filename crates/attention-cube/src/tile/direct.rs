@@ -11,7 +11,8 @@
 //! | [`accumulate`] | up to 16 × 32 of O, in registers | 0.023 |
 //! | [`add_transposed`] | up to 16 × 32, and adds it to what lies in memory | 0.031 |
 
-use super::product::{Vec4, load_vec4, tile_column, tile_row};
+use super::product::{Vec4, load_vec4};
+use super::score_places::{tile_column, tile_row};
 use super::words::{are_words, codes, word_at};
 use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile::tiles::UnitTiles;

@@ -33,6 +33,9 @@ pub struct FragmentTiles {
     pub staged_fragments: usize,
     /// Stationary operands of the first product that stay in shared memory, all columns of them; else they are copied for each block.
     pub held: usize,
+    /// Left operands of the second product that are in shared memory at a time, beside all columns of both streamed operands of a block,
+    /// which are copied once for both products; 0 where what is multiplied next takes the place of what was.
+    pub resident: usize,
 }
 
 /// Rows whose movement one number tells.
@@ -71,6 +74,44 @@ impl UnitTiles {
             Products::Fragments(tiles) => tiles.held,
             Products::Direct | Products::Staged => 0,
         }
+    }
+
+    /// Whether both streamed operands of a block are in shared memory at a time.
+    pub const fn is_resident(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => tiles.resident > 0,
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
+    /// Where the rows of a streamed operand begin in shared memory, where both are there.
+    pub const fn resident_at(&self, operand: usize) -> usize {
+        self.streamed_at() + operand * self.columns() * self.depth_pitch()
+    }
+
+    /// Whether the streamed operand of the last first product is in shared memory in full when the second begins: that of the backward, where
+    /// all stationary operands stay.
+    pub const fn keeps_last(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => {
+                let width = tiles.output_fragments * self.plane_columns() * tiles.fragments.n;
+                tiles.held == 2 && tiles.resident == 0 && width <= self.depth
+            }
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
+    /// Left operands of the second product in shared memory at a time.
+    pub const fn left_tiles(&self) -> usize {
+        match self.products {
+            Products::Fragments(tiles) if tiles.resident > 0 => tiles.resident,
+            _ => 1,
+        }
+    }
+
+    /// Where the left operand of the product with a streamed operand begins in shared memory.
+    pub const fn left_tile_at(&self, streamed: usize) -> usize {
+        streamed % self.left_tiles() * self.tile_vectors()
     }
 
     /// Vectors of shared memory from one stationary operand to the next, where they stay.
@@ -143,15 +184,43 @@ impl UnitTiles {
         m * n / 4
     }
 
-    /// Vectors from one row of S in shared memory to the next; odd, so that rows start in different banks.
+    /// Whether planes divide S evenly, and their units its fragments: each unit then has scores that its own plane multiplied, and no
+    /// other plane waits for them.
+    pub const fn owns_scores(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => {
+                self.score_columns().is_multiple_of(self.plane_columns())
+                    && self.fragment_vectors().is_multiple_of(tiles.plane)
+            }
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
+    /// Vectors of a fragment of S that a unit has, where it has those of its own plane.
+    pub const fn vectors_of_fragment(&self) -> usize {
+        self.fragment_vectors() / self.fragment_tiles().plane
+    }
+
+    /// Rows from a unit's first row of S to its `k`-th, where it has those of its own plane.
+    pub const fn own_row(&self, k: usize) -> usize {
+        let [m, n, _] = self.fragment_shape();
+        let fragment = k / self.vectors_of_fragment();
+        let within = k % self.vectors_of_fragment();
+        fragment * self.plane_rows() * m + within * self.fragment_tiles().plane / (n / 4)
+    }
+
+    /// Vectors from one row of S in shared memory to the next: two more than it has, so that a fragment's rows start in different banks.
     pub const fn score_pitch(&self) -> usize {
-        self.columns() / 4 + 1
+        self.columns() / 4 + 2
     }
 
     /// Vectors of shared memory for S, or for a fragment of each plane's output.
     pub const fn score_vectors(&self) -> usize {
         if !self.has_fragments() {
             return 0;
+        }
+        if self.owns_scores() {
+            return self.rows * self.columns() / 4;
         }
         let scores = self.rows * self.score_pitch();
         let of_planes = self.planes() * self.fragment_vectors();

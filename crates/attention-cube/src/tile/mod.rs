@@ -11,6 +11,8 @@ pub(crate) mod fragments;
 #[cfg(feature = "cube")]
 pub(crate) mod product;
 #[cfg(feature = "cube")]
+pub(crate) mod score_places;
+#[cfg(feature = "cube")]
 pub(crate) mod staged;
 pub(crate) mod table;
 pub mod tiles;

@@ -18,6 +18,7 @@
 
 use super::cmma::SumFragment;
 use super::fragments::FragmentStage;
+use super::score_places::{tile_row, unit_column, unit_row};
 use super::words::{are_words, codes, word_at};
 use super::{direct, fragments, staged};
 use crate::math::layout::{Operand, Rows, row_offset};
@@ -147,8 +148,8 @@ pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
 /// `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`: S of unit `(y, x)` at
 /// `[k · columns_per_unit + c]` is the row `y + k · row_units`, the column `tile_column(x, c)`.
 ///
-/// Where there is no such row, S is anything. `stationary` numbers the kernel's stationary operands: where tiles hold them, each is the same `a`
-/// from `a_first` on for every block.
+/// Where there is no such row, S is anything. `stationary` numbers the kernel's stationary operands, and the streamed ones that they meet, in the
+/// order of their products: where tiles hold them, each is the same `a` from `a_first` on for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -177,53 +178,73 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// The column of the tile where the `c`-th of a unit's columns lies.
+/// Copies a stationary operand of the first product to shared memory, if tiles hold it there. It is visible to all units when the first product
+/// needs it.
 #[cube]
-pub(crate) fn tile_column(
-    unit_column: usize,
-    #[comptime] c: usize,
+pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    stage: &mut Stage<C>,
+    #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
     #[comptime] tiles: UnitTiles,
-) -> usize {
-    (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
-}
-
-/// The row of the tile where the `k`-th of a unit's rows lies. Where the tile is copied from shared memory,
-/// neighbouring units read neighbouring rows; elsewhere rows lie by fours, as columns do.
-#[cube]
-pub(crate) fn tile_row(
-    unit_row: usize,
-    #[comptime] k: usize,
-    #[comptime] tiles: UnitTiles,
-) -> usize {
-    if comptime!(tiles.is_direct()) {
-        (unit_row + comptime!(k / 4 * tiles.row_units())) * 4 + comptime!(k % 4)
-    } else {
-        unit_row + k * comptime!(tiles.row_units())
+) {
+    match stage {
+        Stage::Fragments(stage) => {
+            if comptime!(stationary < tiles.held()) {
+                fragments::hold(a, a_first, stage, a_packed, stationary, tiles);
+            }
+        }
+        Stage::Units(_) => {}
     }
 }
 
-/// Writes a unit's part of a tile of S's shape to shared memory.
+/// Copies a block's rows of both streamed operands to shared memory, if that is where tiles have both. The numbers of streamed operands are
+/// 0 and 1 in this order.
+#[cube]
+pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
+    b: &Operand<'_, E, N>,
+    other: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut Stage<C>,
+    #[comptime] tiles: UnitTiles,
+) {
+    match stage {
+        Stage::Fragments(stage) => {
+            if comptime!(tiles.is_resident()) {
+                fragments::stage_block(b, other, b_first, stage, tiles);
+            }
+        }
+        Stage::Units(_) => {}
+    }
+}
+
+/// Writes a unit's part of a tile of S's shape to shared memory, where the product with the streamed operand of this number finds it.
 #[cube]
 pub(crate) fn store_tile<C: Float>(
     s: &Array<f32>,
     tile: &mut LeftTile<C>,
+    #[comptime] streamed: usize,
     #[comptime] tiles: UnitTiles,
 ) {
     match tile {
-        LeftTile::Units(tile) => store_rounded::<f32>(s, tile, tiles),
-        LeftTile::Fragments(tile) => store_rounded::<C>(s, tile, tiles),
+        LeftTile::Units(tile) => store_rounded::<f32>(s, tile, 0usize, tiles),
+        LeftTile::Fragments(tile) => {
+            store_rounded::<C>(s, tile, comptime!(tiles.left_tile_at(streamed)), tiles)
+        }
     }
 }
 
-/// [`store_tile`], rounded to the tile's elements.
+/// [`store_tile`], rounded to the tile's elements, from the vector `at` on.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
     s: &Array<f32>,
     tile: &mut Shared<[Four<C>]>,
+    #[comptime] at: usize,
     #[comptime] tiles: UnitTiles,
 ) {
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = tile_row(unit_row, k, tiles);
@@ -235,16 +256,26 @@ pub(crate) fn store_rounded<C: Float>(
                 values.insert(c, s[comptime!(k * tiles.columns_per_unit() + 4 * quad + c)]);
             }
             let column = unit_column + comptime!(quad * tiles.column_units);
-            tile[row * comptime!(tiles.tile_pitch()) + column] =
+            tile[at + row * comptime!(tiles.tile_pitch()) + column] =
                 rounded_vector::<C, Const<4>>(values);
         }
     }
 }
 
-/// Marks the columns of the tile that hold anything but zeros. Between two syncs.
+/// Waits, after tiles were written, for what the second product needs: that they are visible where it does not wait for copies, and that
+/// nobody multiplies out of the stage any more where planes do not wait for each other's scores.
+#[cube]
+pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
+    if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
+        sync_cube();
+    }
+}
+
+/// Marks the columns of the tile, from the vector `at` on, that hold anything but zeros. Between two syncs.
 #[cube]
 pub(super) fn mark_used<C: Float>(
     tile: &Shared<[Four<C>]>,
+    #[comptime] at: usize,
     used: &mut Shared<[u32]>,
     #[comptime] tiles: UnitTiles,
 ) {
@@ -255,7 +286,7 @@ pub(super) fn mark_used<C: Float>(
         if column < comptime!(tiles.columns()) {
             let mut any = 0u32;
             for row in 0..tiles.rows {
-                let values = tile[row * comptime!(tiles.tile_pitch()) + column / 4];
+                let values = tile[at + row * comptime!(tiles.tile_pitch()) + column / 4];
                 #[unroll]
                 for lane in 0..4usize {
                     if lane == column % 4 && values.extract(lane) != C::from_int(0) {
@@ -269,8 +300,8 @@ pub(super) fn mark_used<C: Float>(
     sync_cube();
 }
 
-/// `O += P B` for the tile P in shared memory and the block's rows of `b`. Starts before the tile is visible to all units, and ends with
-/// tile and stage still being read.
+/// `O += P B` for the tile P in shared memory and the block's rows of `b`, the streamed operand of this number. Starts before the tile is visible
+/// to all units, but where tiles have both streamed operands in shared memory, and ends with tile and stage still being read.
 ///
 /// Where the tile `has_masked`, rows of `b` that meet nothing but zeros do not count: they may hold NaN.
 #[cube]
@@ -281,15 +312,16 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     stage: &mut Stage<C>,
     used: &mut Shared<[u32]>,
     output: &mut TileOutput,
+    #[comptime] streamed: usize,
     #[comptime] has_masked: bool,
     #[comptime] tiles: UnitTiles,
 ) {
     match output {
         TileOutput::Fragments(output) => match tile {
             LeftTile::Fragments(tile) => match stage {
-                Stage::Fragments(stage) => {
-                    fragments::accumulate(tile, b, b_first, stage, used, output, has_masked, tiles)
-                }
+                Stage::Fragments(stage) => fragments::accumulate(
+                    tile, b, b_first, stage, used, output, streamed, has_masked, tiles,
+                ),
                 Stage::Units(_) => panic!("units have no fragments"),
             },
             LeftTile::Units(_) => panic!("units have no fragments"),
@@ -297,7 +329,7 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
         TileOutput::Units(output) => match tile {
             LeftTile::Units(tile) => {
                 if comptime!(has_masked) {
-                    mark_used::<f32>(tile, used, tiles);
+                    mark_used::<f32>(tile, 0usize, used, tiles);
                 }
                 if comptime!(tiles.is_direct()) {
                     if comptime!(!has_masked) {

@@ -32,10 +32,115 @@ fn load_if<E: Numeric, C: Float, N: Size>(
     values
 }
 
-/// Copies `count` rows from `first_row` on, `vectors` vectors of each from `first_column` on, into
-/// `stage[at..]`, `pitch` vectors apart. With `interleaved > 0`, slot `s` holds row
-/// `(s % interleaved) · 4 + s / interleaved`: a unit's four columns of S then lie `interleaved` slots
-/// apart, and neighbouring units read neighbouring slots.
+/// A vector of rows that lie side by side.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Turn {
+    row: usize,
+    /// Within the row.
+    vector: usize,
+}
+
+/// A unit's `step`-th vector of rows of so many, which all units take in turns. Where they take whole rows, it is in the same place of each,
+/// and what depends on that is computed once.
+#[cube]
+fn turn(#[comptime] step: usize, #[comptime] vectors: usize, #[comptime] units: usize) -> Turn {
+    if comptime!(units.is_multiple_of(vectors)) {
+        Turn {
+            row: UNIT_POS as usize / vectors + comptime!(step * (units / vectors)),
+            vector: UNIT_POS as usize % vectors,
+        }
+    } else {
+        let index = UNIT_POS as usize + comptime!(step * units);
+        Turn {
+            row: index / vectors,
+            vector: index % vectors,
+        }
+    }
+}
+
+/// Rows of a source, and where they go in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct StagedRows {
+    /// The first vector in shared memory.
+    pub at: usize,
+    /// Rows.
+    pub count: usize,
+    /// Vectors of a row.
+    pub vectors: usize,
+    /// Vectors in shared memory from one row to the next.
+    pub pitch: usize,
+    /// With `interleaved > 0`, slot `s` holds row `(s % interleaved) · 4 + s / interleaved`: a unit's four columns of S then lie
+    /// `interleaved` slots apart, and neighbouring units read neighbouring slots.
+    pub interleaved: usize,
+    /// The rows are those of a group's heads.
+    pub packed: bool,
+    pub units: usize,
+}
+
+impl StagedRows {
+    const fn total(&self) -> usize {
+        self.count * self.vectors
+    }
+
+    /// Vectors of a unit.
+    pub const fn steps(&self) -> usize {
+        self.total().div_ceil(self.units)
+    }
+}
+
+/// A unit's vectors, `many` from its `first` one on, of the rows from `first_row` on and of each the columns from `first_column` on.
+#[cube]
+pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    first_row: i32,
+    first_column: u32,
+    #[comptime] first: usize,
+    #[comptime] many: usize,
+    #[comptime] staged: StagedRows,
+) -> Array<Four<C>> {
+    let mut loaded = Array::<Four<C>>::new(many);
+    #[unroll]
+    for ahead in 0..many {
+        let turn = turn(comptime!(first + ahead), staged.vectors, staged.units);
+        let mut within = turn.row;
+        if comptime!(staged.interleaved > 0) {
+            within = (turn.row % staged.interleaved) * 4 + turn.row / staged.interleaved;
+        }
+        let row = first_row + within as i32;
+        loaded[ahead] = load_if::<E, C, N>(
+            source,
+            rows,
+            row,
+            first_column + (turn.vector * 4) as u32,
+            row >= rows.first && row < rows.end,
+            staged.packed,
+        );
+    }
+    loaded
+}
+
+/// Writes what [`load_rows`] loaded to shared memory.
+#[cube]
+pub(super) fn store_rows<C: Float>(
+    loaded: &Array<Four<C>>,
+    stage: &mut Shared<[Four<C>]>,
+    #[comptime] first: usize,
+    #[comptime] many: usize,
+    #[comptime] staged: StagedRows,
+) {
+    #[unroll]
+    for ahead in 0..many {
+        let turn = turn(comptime!(first + ahead), staged.vectors, staged.units);
+        let whole = comptime!((first + ahead + 1) * staged.units <= staged.total());
+        if whole || turn.row < staged.count {
+            stage[staged.at + turn.row * staged.pitch + turn.vector] = loaded[ahead];
+        }
+    }
+}
+
+/// Copies rows from `first_row` on, of each the columns from `first_column` on, to shared memory.
 #[cube]
 pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -43,47 +148,15 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     first_row: i32,
     first_column: u32,
     stage: &mut Shared<[Four<C>]>,
-    #[comptime] at: usize,
-    #[comptime] count: usize,
-    #[comptime] vectors: usize,
-    #[comptime] pitch: usize,
-    #[comptime] interleaved: usize,
-    #[comptime] packed: bool,
-    #[comptime] units: usize,
+    #[comptime] staged: StagedRows,
 ) {
-    let total = comptime!(count * vectors);
-    let steps = comptime!(total.div_ceil(units));
     #[unroll]
-    for batch in 0..comptime!(steps.div_ceil(IN_FLIGHT)) {
+    for batch in 0..comptime!(staged.steps().div_ceil(IN_FLIGHT)) {
         let first = comptime!(batch * IN_FLIGHT);
-        let many = comptime!(IN_FLIGHT.min(steps - batch * IN_FLIGHT));
-        let mut loaded = Array::<Four<C>>::new(many);
-        #[unroll]
-        for ahead in 0..many {
-            let index = UNIT_POS as usize + comptime!((first + ahead) * units);
-            let slot = index / vectors;
-            let mut within = slot;
-            if comptime!(interleaved > 0) {
-                within = (slot % interleaved) * 4 + slot / interleaved;
-            }
-            let row = first_row + within as i32;
-            loaded[ahead] = load_if::<E, C, N>(
-                source,
-                rows,
-                row,
-                first_column + (index % vectors * 4) as u32,
-                row >= rows.first && row < rows.end,
-                packed,
-            );
-        }
-        #[unroll]
-        for ahead in 0..many {
-            let index = UNIT_POS as usize + comptime!((first + ahead) * units);
-            let whole = comptime!((first + ahead + 1) * units <= total);
-            if whole || index < total {
-                stage[at + index / vectors * pitch + index % vectors] = loaded[ahead];
-            }
-        }
+        let many = comptime!(IN_FLIGHT.min(staged.steps() - batch * IN_FLIGHT));
+        let loaded =
+            load_rows::<E, C, N>(source, rows, first_row, first_column, first, many, staged);
+        store_rows(&loaded, stage, first, many, staged);
     }
 }
 
@@ -112,23 +185,23 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
         let mut loaded = Array::<Four<C>>::new(many);
         #[unroll]
         for ahead in 0..many {
-            let index = UNIT_POS as usize + comptime!((first + ahead) * tiles.units);
+            let turn = turn(comptime!(first + ahead), width, tiles.units);
             // Beyond the last one, the last slot again, which nobody writes.
-            let slot = min(index / width, comptime!(tiles.streamed_rows - 1));
+            let slot = min(turn.row, comptime!(tiles.streamed_rows - 1));
             let row = b_first + (chunk_row + slot) as i32;
             let mut wanted = row >= b.rows.first && row < b.rows.end;
             if comptime!(has_masked) {
                 wanted = wanted && used[chunk_row + slot] != 0u32;
             }
-            let column = ((first_vector + index % width) * 4) as u32;
+            let column = ((first_vector + turn.vector) * 4) as u32;
             loaded[ahead] = load_if::<E, C, N>(b.tensor, &b.rows, row, column, wanted, false);
         }
         #[unroll]
         for ahead in 0..many {
-            let index = UNIT_POS as usize + comptime!((first + ahead) * tiles.units);
+            let turn = turn(comptime!(first + ahead), width, tiles.units);
             let whole = comptime!((first + ahead + 1) * tiles.units <= total);
-            if whole || index < total {
-                stage[to + index / width * pitch + index % width] = loaded[ahead];
+            if whole || turn.row < tiles.streamed_rows {
+                stage[to + turn.row * pitch + turn.vector] = loaded[ahead];
             }
         }
     }
@@ -149,7 +222,6 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
     comptime!(assert!(tiles.depth.is_multiple_of(SUM), "{tiles:?}"));
     let pitch = comptime!(tiles.depth_pitch());
     let b_at = comptime!(tiles.rows * tiles.depth_pitch());
-    let vectors = comptime!(tiles.depth / 4);
     let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
     let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     #[unroll]
@@ -166,13 +238,15 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             a_first,
             column,
             stage,
-            0usize,
-            tiles.rows,
-            vectors,
-            pitch,
-            0usize,
-            a_packed,
-            tiles.units,
+            comptime!(StagedRows {
+                at: 0,
+                count: tiles.rows,
+                vectors: tiles.depth / 4,
+                pitch: tiles.depth_pitch(),
+                interleaved: 0,
+                packed: a_packed,
+                units: tiles.units,
+            }),
         );
         stage_rows(
             b.tensor,
@@ -180,13 +254,15 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             b_first,
             column,
             stage,
-            b_at,
-            comptime!(tiles.columns()),
-            vectors,
-            pitch,
-            tiles.column_units,
-            false,
-            tiles.units,
+            comptime!(StagedRows {
+                at: tiles.rows * tiles.depth_pitch(),
+                count: tiles.columns(),
+                vectors: tiles.depth / 4,
+                pitch: tiles.depth_pitch(),
+                interleaved: tiles.column_units,
+                packed: false,
+                units: tiles.units,
+            }),
         );
         sync_cube();
         #[unroll]

@@ -147,9 +147,10 @@ impl UnitTiles {
         }
     }
 
-    /// Vectors of shared memory that the first product's operands take.
+    /// Vectors of shared memory that the first product's operands take, or those of both products where these are there at a time.
     pub(crate) const fn transposed_vectors(&self) -> usize {
-        self.streamed_at() + self.columns() * self.depth_pitch()
+        let streamed = if self.is_resident() { 2 } else { 1 };
+        self.streamed_at() + streamed * self.columns() * self.depth_pitch()
     }
 
     /// Vectors of shared memory that the operands of either product take.
@@ -158,11 +159,22 @@ impl UnitTiles {
             // None, but there is no such thing as shared memory of no size.
             return 1;
         }
+        if self.is_resident() {
+            return self.transposed_vectors();
+        }
         let streamed = self.accumulated_at() + self.streamed_rows * self.staged_pitch();
         if self.transposed_vectors() > streamed {
             self.transposed_vectors()
         } else {
             streamed
+        }
+    }
+
+    /// Vectors of shared memory for what the backward knows of a block's queries beforehand, where units share it.
+    pub const fn term_vectors(&self) -> usize {
+        match self.has_fragments() {
+            true => 3 * self.columns() / 4,
+            false => 1,
         }
     }
 
@@ -195,8 +207,9 @@ impl UnitTiles {
     /// Bytes of shared memory of the largest kernel.
     pub const fn shared_memory(&self) -> usize {
         let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns() + self.row_groups());
-        let operands = self.vector_bytes() * (self.stage_vectors() + self.tile_vectors());
-        let with_tile = operands + 16 * self.score_vectors() + rows;
+        let tiles = self.left_tiles() * self.tile_vectors();
+        let operands = self.vector_bytes() * (self.stage_vectors() + tiles);
+        let with_tile = operands + 16 * (self.score_vectors() + self.term_vectors()) + rows;
         let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
         // The bias's gradient is units' work.
         if with_tile > with_sums || self.has_fragments() {

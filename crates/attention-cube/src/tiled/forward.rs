@@ -22,9 +22,10 @@ use crate::math::visibility::{
     Extent, Sight, Structure, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
 use crate::tile::product::{
-    accumulate, multiply_transposed, new_stage, new_tile, rescale, store_output, store_tile,
-    tile_column, tile_row, zero_output,
+    accumulate, hold, multiply_transposed, new_stage, new_tile, rescale, stage_block, store_output,
+    store_tile, zero_output,
 };
+use crate::tile::score_places::{tile_column, tile_row, unit_column, unit_row};
 use crate::tile::tiles::UnitTiles;
 use crate::tiled::softmax::{advance, row_statistics, tell_moved, total};
 use cubecl::prelude::*;
@@ -167,6 +168,7 @@ pub(crate) fn forward<
         sums[k] = 0.0f32;
     }
     let mut o = zero_output(tiles);
+    hold(&query, first_row, &mut stage, kind.packed, 0usize, tiles);
 
     while block < end_block {
         let visited = segments_meet(
@@ -179,6 +181,7 @@ pub(crate) fn forward<
         );
         if visited {
             let first = block * block_size;
+            stage_block(&key, &value, first, &mut stage, tiles);
             multiply_transposed(
                 &query,
                 first_row,
@@ -227,7 +230,7 @@ pub(crate) fn forward<
                 true,
                 tiles,
             );
-            store_tile(&s, &mut p_tile, tiles);
+            store_tile(&s, &mut p_tile, 1usize, tiles);
             if comptime!(tiles.has_fragments()) {
                 tell_moved(&mut statistics, tiles);
             }
@@ -245,6 +248,7 @@ pub(crate) fn forward<
                 &mut stage,
                 &mut used,
                 &mut o,
+                1usize,
                 comptime!(kind.score.leaves_masked(&kind.structure)),
                 tiles,
             );
@@ -338,8 +342,8 @@ fn score_block<M: Numeric, F: Float>(
 ) {
     let tiles = comptime!(kind.tiles);
     let width = comptime!(tiles.columns_per_unit());
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
     let q_len = scoring.extent.q_len;
     let hidden = scoring.arguments.negative_infinity;
     #[unroll]
@@ -387,7 +391,7 @@ fn times_scales(
     match scales {
         ComptimeOption::Some(scales) => {
             let width = comptime!(tiles.columns_per_unit());
-            let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+            let unit_column = unit_column(tiles);
             let of_head = batch as usize * scales.stride(0) + kv_head as usize * scales.stride(1);
             #[unroll]
             for c in 0..width {

@@ -8,7 +8,7 @@
 //! held: it moves to the maximum only when that has outgrown it by 2^8. P stays below 2^8 then, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
-use crate::tile::product::tile_row;
+use crate::tile::score_places::{tile_row, unit_column, unit_row};
 use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
@@ -56,8 +56,8 @@ pub(crate) fn advance(
     statistics: &mut RowStatistics,
     #[comptime] tiles: UnitTiles,
 ) {
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
     let pitch = comptime!(tiles.partial_pitch());
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
@@ -139,8 +139,8 @@ pub(crate) fn total(
     statistics: &mut RowStatistics,
     #[comptime] tiles: UnitTiles,
 ) -> f32 {
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
     let pitch = comptime!(tiles.partial_pitch());
     sync_cube();
     #[unroll]

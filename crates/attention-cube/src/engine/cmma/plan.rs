@@ -2,7 +2,10 @@
 
 mod tables;
 
-use self::tables::{DECODE, DOUBLE, HELD_FORWARD, SINGLE, Shape};
+use self::tables::{
+    DECODE, DOUBLE, HELD_FORWARD, HELD_KEY_VALUE, HELD_QUERY, RESIDENT_FORWARD, RESIDENT_KEY_VALUE,
+    RESIDENT_QUERY, SINGLE, Shape,
+};
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
 use crate::division::check_sizes;
@@ -18,6 +21,21 @@ const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
 
 /// The sizes of planes that there are tiles for.
 const PLANES: [usize; 2] = [32, 64];
+
+/// What of the operands shared memory keeps.
+#[derive(Clone, Copy)]
+struct Kept {
+    /// Stationary operands.
+    held: usize,
+    /// Left operands of the second product, beside both streamed operands of a block; 0 where these take turns.
+    resident: usize,
+}
+
+/// Nothing: what is multiplied next takes the place of what was.
+const NOTHING: Kept = Kept {
+    held: 0,
+    resident: 0,
+};
 
 /// What tiles are chosen by.
 #[derive(Clone, Copy)]
@@ -94,9 +112,9 @@ impl Choice<'_> {
             .filter(|shape| width <= shape.width && min_rows <= shape.rows)
             .find_map(|shape| {
                 let copied = self
-                    .complete(shape, width, 0)
+                    .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
-                let held = self.complete(shape, width, self.stationary);
+                let held = self.complete(shape, width, self.all_held());
                 // Stationary operands stay in shared memory where that costs the second product no barriers.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
@@ -110,12 +128,26 @@ impl Choice<'_> {
             })
     }
 
-    /// The first row of the table for `width` columns that fits the device and its fragments with the stationary operands held.
-    fn held(&self, table: &[Shape], width: usize) -> Option<UnitTiles> {
-        table
-            .iter()
-            .filter(|shape| width <= shape.width)
-            .filter_map(|shape| self.complete(shape, width, self.stationary))
+    /// All stationary operands, and streamed ones in turns.
+    fn all_held(&self) -> Kept {
+        Kept {
+            held: self.stationary,
+            ..NOTHING
+        }
+    }
+
+    /// The first row of a table for `width` columns that fits the device and its fragments with stationary operands kept: of the first table
+    /// with all of a block, and so many left operands of the second product; else of the second.
+    fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
+        let all = Kept {
+            resident: left,
+            ..self.all_held()
+        };
+        let [resident, held] =
+            tables.map(|table| table.iter().filter(|shape| width <= shape.width));
+        resident
+            .filter_map(|shape| self.complete(shape, width, all))
+            .chain(held.filter_map(|shape| self.complete(shape, width, self.all_held())))
             .find(|tiles| self.fit(tiles))
     }
 
@@ -126,8 +158,8 @@ impl Choice<'_> {
     }
 
     /// Completes a row of the table, if planes can divide its fragments: as much of a block in shared memory at a time as the first
-    /// product's operands take, but for those that are `held`.
-    fn complete(&self, shape: &Shape, width: usize, held: usize) -> Option<UnitTiles> {
+    /// product's operands take, but for those that are kept.
+    fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
             units,
@@ -136,8 +168,11 @@ impl Choice<'_> {
             depth,
             ..
         } = *shape;
+        let Kept { held, resident } = kept;
         let planes = units / self.plane;
         let above = rows / m;
+        // The second product's streamed operand may be wider than those of the first.
+        let all_columns = self.depth.max(width);
         // Metal's compiler errs where a cube is one plane: <https://github.com/tracel-ai/cubecl/issues/1636>.
         let divides = rows.is_multiple_of(m)
             && columns.is_multiple_of(n)
@@ -145,12 +180,28 @@ impl Choice<'_> {
             && planes > 1
             && units.is_multiple_of(self.plane)
             && (above.is_multiple_of(planes) || planes.is_multiple_of(above))
-            && (held == 0 || self.depth <= depth);
+            && (held == 0 || self.depth <= depth)
+            && (resident == 0 || all_columns <= depth);
         if !divides {
             return None;
         }
         let across = planes / above.min(planes);
         let output_fragments = width.div_ceil(n).div_ceil(across);
+        let columns_at_once = match resident {
+            0 => self.depth,
+            _ => all_columns,
+        };
+        let depth = depth.min(columns_at_once.next_power_of_two()).max(k);
+        if resident > 0 && across * n * output_fragments > depth {
+            return None;
+        }
+        // Where planes have equally many of S's fragments, and units of a fragment's vectors, units have those of their own plane.
+        let own_scores =
+            (columns / n).is_multiple_of(across) && (m * n / 4).is_multiple_of(self.plane);
+        let column_units = match own_scores {
+            true => across * n / 4,
+            false => columns / 4,
+        };
         let with_staged = |staged_fragments| {
             Products::Fragments(FragmentTiles {
                 fragments: self.fragments,
@@ -158,14 +209,15 @@ impl Choice<'_> {
                 output_fragments,
                 staged_fragments,
                 held,
+                resident,
             })
         };
         let mut tiles = UnitTiles {
             units,
             rows,
-            column_units: columns / 4,
-            column_vectors: 1,
-            depth: depth.min(self.depth.next_power_of_two()).max(k),
+            column_units,
+            column_vectors: columns / 4 / column_units,
+            depth,
             products: with_staged(1),
             output_units: 1,
             output_vectors: 1,
@@ -173,6 +225,11 @@ impl Choice<'_> {
             streamed_rows: k,
             vector: self.vector,
         };
+        if resident > 0 {
+            tiles.products = with_staged(output_fragments);
+            tiles.streamed_rows = columns;
+            return Some(tiles);
+        }
         let room = tiles.accumulated_vectors();
         for staged in
             (1..=output_fragments).filter(|staged| output_fragments.is_multiple_of(*staged))
@@ -207,8 +264,8 @@ pub(super) fn forward(
         device,
         |rows| choice.tiles(DECODE, width, rows),
         || {
-            let held = choice.held(HELD_FORWARD, width);
-            held.map_or_else(|| choice.tiles(SINGLE, width, 0), Ok)
+            let kept = choice.keeping(1, [RESIDENT_FORWARD, HELD_FORWARD], width);
+            kept.map_or_else(|| choice.tiles(SINGLE, width, 0), Ok)
         },
     )
 }
@@ -221,9 +278,11 @@ pub(super) fn backward(
 ) -> Result<BackwardPlan, Refusal> {
     let choice = choice(problem, device, layouts, Pass::Backward)?;
     let width = problem.head_dim.max(problem.value_dim);
+    let query = choice.keeping(1, [RESIDENT_QUERY, HELD_QUERY], problem.head_dim);
+    let key_value = choice.keeping(2, [RESIDENT_KEY_VALUE, HELD_KEY_VALUE], width);
     let plan = BackwardPlan {
-        query: choice.tiles(SINGLE, problem.head_dim, 0)?,
-        key_value: choice.tiles(DOUBLE, width, 0)?,
+        query: query.map_or_else(|| choice.tiles(SINGLE, problem.head_dim, 0), Ok)?,
+        key_value: key_value.map_or_else(|| choice.tiles(DOUBLE, width, 0), Ok)?,
         parts: None,
         bias: BiasGradientPlan::new(problem, device, choice.vector)?,
     };
@@ -240,15 +299,27 @@ mod tests {
     #[test]
     fn tiles_divide_evenly() {
         let device = card(16 << 10);
-        for shape in [HELD_FORWARD, SINGLE, DOUBLE, DECODE].into_iter().flatten() {
+        let tables = [
+            RESIDENT_FORWARD,
+            RESIDENT_QUERY,
+            RESIDENT_KEY_VALUE,
+            HELD_FORWARD,
+            HELD_QUERY,
+            HELD_KEY_VALUE,
+            SINGLE,
+            DOUBLE,
+            DECODE,
+        ];
+        for shape in tables.into_iter().flatten() {
             let mut is_of_use = false;
             for ([m, n, k], plane) in SHAPES
                 .into_iter()
                 .flat_map(|shape| PLANES.map(|plane| (shape, plane)))
             {
-                for (dtype, held) in [DType::F16, DType::F32]
+                let kept = [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 2)];
+                for (dtype, (held, resident)) in [DType::F16, DType::F32]
                     .into_iter()
-                    .flat_map(|dtype| [0, 1, 2].map(|held| (dtype, held)))
+                    .flat_map(|dtype| kept.map(|kept| (dtype, kept)))
                 {
                     for width in [8, 33, 64, 100, 128, 250, 512, MAX_HEAD_DIM] {
                         let choice = Choice {
@@ -265,7 +336,7 @@ mod tests {
                             stationary: 2,
                             vector: 4,
                         };
-                        let tiles = choice.complete(shape, width, held);
+                        let tiles = choice.complete(shape, width, Kept { held, resident });
                         let Some(tiles) = tiles.filter(|_| width <= shape.width) else {
                             continue;
                         };
@@ -278,6 +349,8 @@ mod tests {
                             tiles.stationary_vectors(),
                             tiles.streamed_at(),
                             tiles.accumulated_at(),
+                            tiles.resident_at(1),
+                            tiles.left_tile_at(1),
                         ] {
                             assert!((at * vector_bytes).is_multiple_of(32), "{context}");
                         }
@@ -295,6 +368,11 @@ mod tests {
                         );
                         let across = tiles.plane_columns() * n;
                         assert!(across * fragments.output_fragments >= width, "{context}");
+                        assert_eq!(tiles.columns(), shape.columns, "{context}");
+                        assert!(
+                            resident == 0 || across * fragments.output_fragments <= tiles.depth,
+                            "{context}"
+                        );
                         assert!(
                             across * tiles.score_fragments() >= tiles.columns(),
                             "{context}"

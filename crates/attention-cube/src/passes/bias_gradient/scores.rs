@@ -14,7 +14,8 @@ use crate::math::score::{Place, ScoreArguments, is_visible, scoring};
 use crate::math::visibility::{Extent, is_whole, segments_meet, sight, visible_keys};
 use crate::passes::backward::BackwardKind;
 use crate::passes::delta::kernel::row_terms_of;
-use crate::tile::product::{multiply_transposed, new_stage, tile_column, tile_row};
+use crate::tile::product::{multiply_transposed, new_stage};
+use crate::tile::score_places::{tile_column, tile_row};
 use cubecl::prelude::*;
 
 /// The dimensions that the bias is broadcast along, known when the kernel is compiled.

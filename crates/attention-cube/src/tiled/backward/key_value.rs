@@ -4,7 +4,7 @@
 //! `8 · output_rows · output_vectors` of dK and dV, which is why the tiles of wide heads are lower here.
 //! Work a block: `4 · rows · columns · (head_dim + value_dim)` FLOP; bounds as the forward.
 
-use crate::math::gradient::score_gradient;
+use crate::math::gradient::{RowTerms, score_gradient};
 use crate::math::layout::{Operand, head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{Place, ScoreArguments, Scoring, is_visible, scoring};
@@ -15,9 +15,11 @@ use crate::math::visibility::{
 use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
-    Stage, accumulate, multiply_transposed, new_stage, new_tile, row_factors, store_output,
-    store_tile, tile_column, tile_row, zero_output,
+    Stage, Vec4, accumulate, hold, multiply_transposed, new_stage, new_tile, row_factors,
+    stage_block, store_output, store_tile, sync_tiles, zero_output,
 };
+use crate::tile::score_places::{tile_column, tile_row, unit_column, unit_row};
+use crate::tile::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -71,6 +73,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
 
     let mut stage = new_stage::<C>(tiles);
     let mut tile = new_tile::<C>(tiles);
+    let mut terms = Shared::<[Vec4]>::new_slice(comptime!(tiles.term_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     let shares = row_factors(f32::new(comptime!(1.0 / tiles.p_scale())), tiles);
     let scales = row_factors(late_scale(&score, tiles), tiles);
@@ -78,6 +81,8 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dk = zero_output(tiles);
     let mut dv = zero_output(tiles);
+    hold(&key, first_row, &mut stage, false, 0usize, tiles);
+    hold(&value, first_row, &mut stage, false, 1usize, tiles);
 
     let block_size = comptime!(tiles.columns() as i32);
     let blocks = within_segments(
@@ -129,12 +134,17 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                     &scoring,
                     &sight,
                     &pair,
+                    &mut terms,
                     &mut stage,
                     &mut s,
                     &mut dp,
                     kind,
                 );
-                store_tile(&s, &mut tile, tiles);
+                store_tile(&s, &mut tile, 1usize, tiles);
+                if comptime!(tiles.is_resident()) {
+                    store_tile(&dp, &mut tile, 0usize, tiles);
+                }
+                sync_tiles(tiles);
                 accumulate(
                     &tile,
                     &output_gradient,
@@ -142,11 +152,14 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                     &mut stage,
                     &mut used,
                     &mut dv,
+                    1usize,
                     comptime!(kind.score.leaves_masked(&kind.structure)),
                     tiles,
                 );
-                sync_cube();
-                store_tile(&dp, &mut tile, tiles);
+                if comptime!(!tiles.is_resident()) {
+                    sync_cube();
+                    store_tile(&dp, &mut tile, 0usize, tiles);
+                }
                 accumulate(
                     &tile,
                     &query,
@@ -154,6 +167,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                     &mut stage,
                     &mut used,
                     &mut dk,
+                    0usize,
                     comptime!(kind.score.leaves_masked(&kind.structure)),
                     tiles,
                 );
@@ -221,16 +235,19 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     scoring: &Scoring<'_, '_, '_, M, F>,
     sight: &Sight,
     pair: &Pair,
+    terms: &mut Shared<[Vec4]>,
     stage: &mut Stage<C>,
     s: &mut Array<f32>,
     dp: &mut Array<f32>,
     #[comptime] kind: BackwardKind,
 ) {
     let tiles = comptime!(kind.tiles);
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
     let first_key = pair.first_key;
     let first_query = pair.first_query;
+    if comptime!(tiles.has_fragments()) {
+        share_terms(rows, pair, scoring.extent.q_len, terms, tiles);
+    }
+    stage_block(query, output_gradient, first_query, stage, tiles);
     multiply_transposed(
         key,
         first_key,
@@ -253,29 +270,97 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         false,
         1usize,
     );
+    if comptime!(tiles.is_direct()) {
+        block_gradients(rows, &*terms, s, dp, pair, pair.whole, scoring, sight, kind);
+    } else if pair.whole {
+        // Without a branch a score.
+        block_gradients(rows, &*terms, s, dp, pair, true, scoring, sight, kind);
+    } else {
+        block_gradients(rows, &*terms, s, dp, pair, false, scoring, sight, kind);
+    }
+}
+
+/// Copies what is known beforehand of a block's queries to shared memory, where many units need it: all references, then all Δ, then all
+/// logarithms. Nobody reads those of the last block any more; the copies of the operands make them visible.
+#[cube]
+fn share_terms(
+    rows: &Tensor<f32>,
+    pair: &Pair,
+    q_len: i32,
+    terms: &mut Shared<[Vec4]>,
+    #[comptime] tiles: UnitTiles,
+) {
+    let of_term = comptime!(tiles.columns() / 4);
+    let total = comptime!(tiles.term_vectors());
+    let first = pair.batch as usize * rows.stride(0) + pair.head as usize * rows.stride(1);
+    #[unroll]
+    for step in 0..comptime!(total.div_ceil(tiles.units)) {
+        let index = UNIT_POS as usize + comptime!(step * tiles.units);
+        if index < total {
+            let at = first + index / of_term * rows.stride(2);
+            let query = pair.first_query + (index % of_term * 4) as i32;
+            let mut values = Vec4::new(0.0);
+            #[unroll]
+            for lane in 0..4usize {
+                let query = query + lane as i32;
+                let value = rows[at + select(query < q_len, query, 0i32) as usize];
+                values.insert(lane, select(query < q_len, value, 0.0f32));
+            }
+            terms[index] = values;
+        }
+    }
+}
+
+/// [`block_scores`] of S and dP; where the pair is `whole`, every query sees every key.
+#[cube]
+fn block_gradients<M: Numeric, F: Float>(
+    rows: &Tensor<f32>,
+    terms: &Shared<[Vec4]>,
+    s: &mut Array<f32>,
+    dp: &mut Array<f32>,
+    pair: &Pair,
+    whole: bool,
+    scoring: &Scoring<'_, '_, '_, M, F>,
+    sight: &Sight,
+    #[comptime] kind: BackwardKind,
+) {
+    let tiles = comptime!(kind.tiles);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
+    let of_term = comptime!(tiles.columns() / 4);
     #[unroll]
     for c in 0..comptime!(tiles.columns_per_unit()) {
-        let query_index = first_query + tile_column(unit_column, c, tiles) as i32;
-        let terms = row_terms_of(
-            rows,
-            pair.batch,
-            pair.head,
-            query_index,
-            scoring.extent.q_len,
-        );
+        let column = tile_column(unit_column, c, tiles);
+        let query_index = pair.first_query + column as i32;
+        let of_query = if comptime!(tiles.has_fragments()) {
+            RowTerms {
+                reference: terms[column / 4].extract(comptime!(c % 4)),
+                delta: terms[of_term + column / 4].extract(comptime!(c % 4)),
+                logarithm: terms[comptime!(2 * of_term) + column / 4].extract(comptime!(c % 4)),
+            }
+        } else {
+            row_terms_of(
+                rows,
+                pair.batch,
+                pair.head,
+                query_index,
+                scoring.extent.q_len,
+            )
+        };
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
+            let at = comptime!(k * tiles.columns_per_unit() + c);
             let place = Place {
                 batch: pair.batch,
                 head: pair.head,
                 query: query_index,
-                key: first_key + tile_row(unit_row, k, tiles) as i32,
+                key: pair.first_key + tile_row(unit_row, k, tiles) as i32,
             };
-            let visible = is_visible(pair.whole, scoring, sight, &place, kind.structure);
+            let visible = is_visible(whole, scoring, sight, &place, kind.structure);
             let gradient = score_gradient(
-                s[comptime!(k * tiles.columns_per_unit() + c)],
-                dp[comptime!(k * tiles.columns_per_unit() + c)],
-                terms,
+                s[at],
+                dp[at],
+                of_query,
                 visible,
                 scoring,
                 &place,
@@ -286,8 +371,8 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
             }
-            s[comptime!(k * tiles.columns_per_unit() + c)] = p;
-            dp[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
+            s[at] = p;
+            dp[at] = gradient.ddot;
         }
     }
 }

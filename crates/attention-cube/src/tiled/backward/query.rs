@@ -8,18 +8,19 @@ use crate::math::gradient::RowTerms;
 use crate::math::gradient::score_gradient;
 use crate::math::layout::{head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{Place, ScoreArguments, is_visible, scoring};
+use crate::math::score::{Place, ScoreArguments, Scoring, is_visible, scoring};
 use crate::math::side::Side;
 use crate::math::visibility::{
-    Extent, is_whole, segments_meet, sight, visible_keys, within_segments,
+    Extent, Sight, is_whole, segments_meet, sight, visible_keys, within_segments,
 };
 use crate::passes::backward::{BackwardKind, late_scale};
 use crate::passes::delta::kernel::is_blind;
 use crate::passes::delta::kernel::row_terms_of;
 use crate::tile::product::{
-    accumulate, multiply_transposed, new_stage, new_tile, store_output, store_tile, tile_column,
-    tile_row, zero_output,
+    accumulate, hold, multiply_transposed, new_stage, new_tile, stage_block, store_output,
+    store_tile, sync_tiles, zero_output,
 };
+use crate::tile::score_places::{tile_column, tile_row, unit_column, unit_row};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -87,19 +88,30 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dq = zero_output(tiles);
-    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
-    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
-    let mut reference = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
-    let mut logarithm = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
-    let mut delta = Array::<f32>::new(comptime!(tiles.rows_per_unit()));
+    let unit_row = unit_row(tiles);
+    let mut terms = RowsTerms {
+        reference: Array::new(comptime!(tiles.rows_per_unit())),
+        logarithm: Array::new(comptime!(tiles.rows_per_unit())),
+        delta: Array::new(comptime!(tiles.rows_per_unit())),
+    };
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = first_row + tile_row(unit_row, k, tiles) as i32;
-        let terms = row_terms_of(rows, batch, head, row, extent.q_len);
-        reference[k] = terms.reference;
-        logarithm[k] = terms.logarithm;
-        delta[k] = terms.delta;
+        let of_row = row_terms_of(rows, batch, head, row, extent.q_len);
+        terms.reference[k] = of_row.reference;
+        terms.logarithm[k] = of_row.logarithm;
+        terms.delta[k] = of_row.delta;
     }
+    // The keys last: the gradient's product needs them once more.
+    hold(
+        &output_gradient,
+        first_row,
+        &mut stage,
+        false,
+        0usize,
+        tiles,
+    );
+    hold(&query, first_row, &mut stage, false, 1usize, tiles);
 
     let block_size = comptime!(tiles.columns() as i32);
     let blocks = within_segments(
@@ -124,9 +136,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         );
         if visited {
             let first = block * block_size;
-            multiply_transposed(
-                &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 0usize,
-            );
+            stage_block(&value, &key, first, &mut stage, tiles);
             multiply_transposed(
                 &output_gradient,
                 first_row,
@@ -136,38 +146,28 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 &mut dp,
                 tiles,
                 false,
-                1usize,
+                0usize,
+            );
+            multiply_transposed(
+                &query, first_row, &key, first, &mut stage, &mut s, tiles, false, 1usize,
             );
             let whole = is_whole(&keys, first, block_size, kind.structure);
-            #[unroll]
-            for k in 0..comptime!(tiles.rows_per_unit()) {
-                #[unroll]
-                for c in 0..comptime!(tiles.columns_per_unit()) {
-                    let place = Place {
-                        batch,
-                        head,
-                        query: first_row + tile_row(unit_row, k, tiles) as i32,
-                        key: first + tile_column(unit_column, c, tiles) as i32,
-                    };
-                    let visible = is_visible(whole, &scoring, &sight, &place, kind.structure);
-                    let gradient = score_gradient(
-                        s[comptime!(k * tiles.columns_per_unit() + c)],
-                        dp[comptime!(k * tiles.columns_per_unit() + c)],
-                        RowTerms {
-                            reference: reference[k],
-                            delta: delta[k],
-                            logarithm: logarithm[k],
-                        },
-                        visible,
-                        &scoring,
-                        &place,
-                        kind.score,
-                        comptime!(!tiles.has_fragments()),
-                    );
-                    s[comptime!(k * tiles.columns_per_unit() + c)] = gradient.ddot;
-                }
+            let place = Place {
+                batch,
+                head,
+                query: first_row,
+                key: first,
+            };
+            if comptime!(tiles.is_direct()) {
+                block_gradients(&mut s, &dp, &terms, &place, whole, &scoring, &sight, kind);
+            } else if whole {
+                // Without a branch a score.
+                block_gradients(&mut s, &dp, &terms, &place, true, &scoring, &sight, kind);
+            } else {
+                block_gradients(&mut s, &dp, &terms, &place, false, &scoring, &sight, kind);
             }
-            store_tile(&s, &mut ds_tile, tiles);
+            store_tile(&s, &mut ds_tile, 1usize, tiles);
+            sync_tiles(tiles);
             accumulate(
                 &ds_tile,
                 &key,
@@ -175,6 +175,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 &mut stage,
                 &mut used,
                 &mut dq,
+                1usize,
                 comptime!(kind.score.leaves_masked(&kind.structure)),
                 tiles,
             );
@@ -197,4 +198,59 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         false,
         tiles,
     );
+}
+
+/// What is known beforehand of a unit's rows.
+#[derive(CubeType)]
+struct RowsTerms {
+    reference: Array<f32>,
+    logarithm: Array<f32>,
+    delta: Array<f32>,
+}
+
+/// `d loss / d (q·k)` in the place of the unit's part of S, as it is rounded where planes multiply fragments. `first` is the first place of the
+/// tile and the block; where these are `whole`, every query sees every key.
+#[cube]
+fn block_gradients<M: Numeric, F: Float>(
+    s: &mut Array<f32>,
+    dp: &Array<f32>,
+    terms: &RowsTerms,
+    first: &Place,
+    whole: bool,
+    scoring: &Scoring<'_, '_, '_, M, F>,
+    sight: &Sight,
+    #[comptime] kind: BackwardKind,
+) {
+    let tiles = comptime!(kind.tiles);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        #[unroll]
+        for c in 0..comptime!(tiles.columns_per_unit()) {
+            let at = comptime!(k * tiles.columns_per_unit() + c);
+            let place = Place {
+                batch: first.batch,
+                head: first.head,
+                query: first.query + tile_row(unit_row, k, tiles) as i32,
+                key: first.key + tile_column(unit_column, c, tiles) as i32,
+            };
+            let visible = is_visible(whole, scoring, sight, &place, kind.structure);
+            let gradient = score_gradient(
+                s[at],
+                dp[at],
+                RowTerms {
+                    reference: terms.reference[k],
+                    delta: terms.delta[k],
+                    logarithm: terms.logarithm[k],
+                },
+                visible,
+                scoring,
+                &place,
+                kind.score,
+                comptime!(!tiles.has_fragments()),
+            );
+            s[at] = gradient.ddot;
+        }
+    }
 }

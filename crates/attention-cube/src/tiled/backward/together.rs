@@ -114,6 +114,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
 
     let mut stage = new_stage::<f32>(tiles);
     let mut tile = Shared::<[Vec4]>::new_slice(comptime!(tiles.tile_vectors()));
+    let mut terms = Shared::<[Vec4]>::new_slice(comptime!(tiles.term_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns().max(tiles.rows)));
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
@@ -217,6 +218,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     &scoring,
                     &sight,
                     &pair,
+                    &mut terms,
                     &mut stage,
                     &mut s,
                     &mut dp,
@@ -243,7 +245,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     if product < 2u32 {
                         store_transposed(&s, &mut tile, tiles);
                     } else {
-                        store_rounded::<f32>(&s, &mut tile, tiles);
+                        store_rounded::<f32>(&s, &mut tile, 0usize, tiles);
                     }
                     #[unroll]
                     for index in 0..comptime!(tiles.scores_per_unit()) {

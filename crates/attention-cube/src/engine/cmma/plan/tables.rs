@@ -24,12 +24,61 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
     }
 }
 
+// Where shared memory holds all that a block's products need: the stationary rows, the streamed rows of both products, S, and what it becomes.
+// Not measured yet: two cubes a multiprocessor of an H200 where there is room, all planes busy with S, sums in at most 128 registers.
+
+/// The forward.
+pub(super) const RESIDENT_FORWARD: &[Shape] = &[
+    // 53 KB
+    shape(64, 256, 64, 64, 64),
+];
+
+/// The query's gradient.
+pub(super) const RESIDENT_QUERY: &[Shape] = &[
+    // 64 to 96 KB
+    shape(64, 256, 64, 64, 64),
+    shape(128, 256, 64, 64, 128),
+    // 120 KB
+    shape(256, 256, 64, 32, 256),
+    // 32 KB, 48 KB
+    shape(64, 128, 32, 32, 64),
+    shape(128, 128, 32, 32, 128),
+];
+
+/// The gradients of keys and values.
+pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
+    // 74 KB
+    shape(64, 256, 64, 64, 64),
+    // 106 KB
+    shape(128, 256, 64, 64, 128),
+    // 173 KB
+    shape(256, 512, 64, 64, 256),
+    // 32 KB, 48 KB
+    shape(64, 128, 32, 32, 64),
+    shape(128, 128, 32, 32, 128),
+];
+
 /// The forward, where shared memory holds all of the stationary rows' columns. Measured on an H200 in f16, 4,096 queries and keys.
 pub(super) const HELD_FORWARD: &[Shape] = &[
     // D64: 83 TFLOP/s. Of 128 rows 77, with 512 units 75, with 128 keys 75, with 128 units 72; not held 80.
     shape(64, 256, 64, 64, 64),
     // D128: 114 TFLOP/s. With 256 units 75, of 64 rows 79; not held, with 256 units and 64 columns at a time, 91.
     shape(128, 512, 128, 64, 128),
+];
+
+// The backward, where shared memory holds both stationary operands, all columns of them, and one of the streamed ones at a time. Not measured
+// yet.
+
+/// The query's gradient.
+pub(super) const HELD_QUERY: &[Shape] = &[
+    // 227 KB
+    shape(512, 256, 64, 64, 512),
+];
+
+/// The gradients of keys and values.
+pub(super) const HELD_KEY_VALUE: &[Shape] = &[
+    // 227 KB
+    shape(512, 512, 32, 128, 512),
 ];
 
 /// Output in registers once: the forward, and the query's gradient.
