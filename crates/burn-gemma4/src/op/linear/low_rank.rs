@@ -1,8 +1,6 @@
 //! What a low-rank adapter adds to a product, as one operator with its gradients: as Burn's own operators it would be eight a matrix,
 //! and as many again and more in the backward, of which an adapter of a small model is made of thousands a step.
 
-#[cfg(feature = "cube")]
-use burn::backend::fusion::custom::TensorSpec;
 use burn::{
     backend::{
         Autodiff, Backend, Dispatch, ExtensionType, TensorMetadata,
@@ -49,7 +47,7 @@ pub struct LowRankGradients<B: Backend> {
 )]
 pub trait LowRankBackend: Backend {
     /// See [`with_adapter`].
-    #[fusion(meta = |base, _input, _reads, _writes, _scale| TensorSpec::clone(base))]
+    #[fusion(meta = |base, _input, _reads, _writes, _scale| base.clone())]
     fn add_low_rank(
         base: FloatTensor<Self>,
         input: FloatTensor<Self>,

@@ -2,7 +2,8 @@
 //!
 //! Budget: two floats a part of the cube in shared memory, in registers a unit's vectors of each operand, of which a team for rows of
 //! models has one to three, and up to twenty without plane operations, where teams are small. Bound by latency: a row is a few KB,
-//! which one cube reads once; behind the launch before nothing is read that waits for another read, and each of both sums has one barrier. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
+//! which one cube reads once. Behind the launch before nothing is read that waits for another read, and each of both sums has one
+//! barrier. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
 use cube_kit::overlap::{await_previous, let_next_begin, load_element_now, load_now, was_written};

@@ -319,11 +319,11 @@ impl Heads {
             None => (None, None, None),
         };
         let read = [&weight, &key_weight, &cos, &sin, &positions];
-        // Else a launch gives them another layout.
-        let stay = read
-            .into_iter()
-            .flatten()
-            .all(|tensor| !tensor.meta.is_tiled() && tensor.is_contiguous());
+        // Else a launch gives them another layout, or they are not of what is read ahead.
+        let stay = read.into_iter().flatten().all(|tensor| {
+            let elements = matches!(tensor.dtype.size(), 2 | 4);
+            elements && !tensor.meta.is_tiled() && tensor.is_contiguous()
+        });
         let team = team(&client, head_dim / 2);
         let plan = HeadsPlan {
             columns,

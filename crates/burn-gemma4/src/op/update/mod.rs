@@ -21,12 +21,13 @@ use burn::{
 use formula::Formula;
 
 /// Parts of a sum of squares: enough to keep any device busy.
+#[cfg(feature = "cube")]
 const PARTS: usize = 1024;
 
 /// Adds up the squares of many tensors, in f32.
 #[derive(Clone, Debug, Default)]
 pub struct SumOfSquares {
-    /// `[PARTS]`, of which each is a part of the sum.
+    /// Of which each is a part of the sum.
     parts: Option<Tensor<1>>,
     /// `[1]`: what no kernel adds up.
     rest: Option<Tensor<1>>,
