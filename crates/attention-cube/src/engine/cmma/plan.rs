@@ -3,7 +3,7 @@
 mod tables;
 
 use self::tables::{
-    DECODE, DOUBLE, HELD_FORWARD, HELD_KEY_VALUE, HELD_QUERY, RESIDENT_FORWARD, RESIDENT_KEY_VALUE,
+    DECODE, DOUBLE, HELD_FORWARD, HELD_KEY_VALUE, RESIDENT_FORWARD, RESIDENT_KEY_VALUE,
     RESIDENT_QUERY, SINGLE, Shape,
 };
 use crate::AttentionProblem;
@@ -278,7 +278,7 @@ pub(super) fn backward(
 ) -> Result<BackwardPlan, Refusal> {
     let choice = choice(problem, device, layouts, Pass::Backward)?;
     let width = problem.head_dim.max(problem.value_dim);
-    let query = choice.keeping(1, [RESIDENT_QUERY, HELD_QUERY], problem.head_dim);
+    let query = choice.keeping(1, [RESIDENT_QUERY, &[]], problem.head_dim);
     let key_value = choice.keeping(2, [RESIDENT_KEY_VALUE, HELD_KEY_VALUE], width);
     let plan = BackwardPlan {
         query: query.map_or_else(|| choice.tiles(SINGLE, problem.head_dim, 0), Ok)?,
@@ -304,7 +304,6 @@ mod tests {
             RESIDENT_QUERY,
             RESIDENT_KEY_VALUE,
             HELD_FORWARD,
-            HELD_QUERY,
             HELD_KEY_VALUE,
             SINGLE,
             DOUBLE,

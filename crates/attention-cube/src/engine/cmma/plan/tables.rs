@@ -25,7 +25,8 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 }
 
 // Where shared memory holds all that a block's products need: the stationary rows, the streamed rows of both products, S, and what it becomes.
-// Not measured yet: two cubes a multiprocessor of an H200 where there is room, all planes busy with S, sums in at most 128 registers.
+// Not measured yet: as many units a multiprocessor of an H200 as their registers allow by its compiler, without spills, and all planes busy
+// with S. Registers of the gradients: D64 116 and 122, two cubes; D128 94 and 116 (with 256 units 175 and 159, one cube all the same).
 
 /// The forward.
 pub(super) const RESIDENT_FORWARD: &[Shape] = &[
@@ -35,11 +36,12 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
 
 /// The query's gradient.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
-    // 64 to 96 KB
+    // 64 to 160 KB
     shape(64, 256, 64, 64, 64),
-    shape(128, 256, 64, 64, 128),
-    // 120 KB
-    shape(256, 256, 64, 32, 256),
+    shape(128, 512, 64, 64, 128),
+    shape(256, 512, 64, 64, 256),
+    // 209 KB, 8 bytes spilled
+    shape(512, 256, 64, 32, 512),
     // 32 KB, 48 KB
     shape(64, 128, 32, 32, 64),
     shape(128, 128, 32, 32, 128),
@@ -50,7 +52,7 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     // 74 KB
     shape(64, 256, 64, 64, 64),
     // 106 KB
-    shape(128, 256, 64, 64, 128),
+    shape(128, 512, 64, 64, 128),
     // 173 KB
     shape(256, 512, 64, 64, 256),
     // 32 KB, 48 KB
@@ -66,19 +68,11 @@ pub(super) const HELD_FORWARD: &[Shape] = &[
     shape(128, 512, 128, 64, 128),
 ];
 
-// The backward, where shared memory holds both stationary operands, all columns of them, and one of the streamed ones at a time. Not measured
-// yet.
-
-/// The query's gradient.
-pub(super) const HELD_QUERY: &[Shape] = &[
-    // 227 KB
-    shape(512, 256, 64, 64, 512),
-];
-
-/// The gradients of keys and values.
+/// The gradients of keys and values, where shared memory holds both stationary operands, all columns of them, and one of the streamed ones at a
+/// time. Not measured yet.
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
-    // 227 KB
-    shape(512, 512, 32, 128, 512),
+    // 147 KB, 48 bytes spilled; with 512 units 192
+    shape(512, 256, 32, 64, 512),
 ];
 
 /// Output in registers once: the forward, and the query's gradient.
