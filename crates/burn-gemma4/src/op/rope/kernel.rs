@@ -83,7 +83,6 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     values_side: Side,
     projected_stride: u32,
     rows: u32,
-    rows_each: u32,
     positions_in_order: u32,
     pairs: u32,
     rotated: u32,
@@ -182,7 +181,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     let mean = first_cube_sum(squares, &mut partial, team) / (2u32 * pairs) as f32;
     let factor = 1.0f32 / (mean + epsilon).sqrt();
 
-    let to = (row / rows_each) as usize * place.to_sequence as usize
+    let to = (row / place.rows_each) as usize * place.to_sequence as usize
         + place.head as usize * place.to_head as usize
         + (position % place.slots) as usize * place.to_slot as usize;
     let placed = if comptime!(plan.columns == Columns::CompactKeys) {

@@ -204,12 +204,19 @@ impl Target {
         self.start + self.heads() * self.head_dim
     }
 
-    fn side(&self) -> SideLaunch {
+    /// Of so many rows, which are as many of each sequence.
+    fn side(&self, rows: usize) -> SideLaunch {
+        let sequences = self.tensor.meta.shape()[0];
+        assert!(
+            rows.is_multiple_of(sequences),
+            "as many rows of each sequence"
+        );
         let (shape, strides) = (self.tensor.meta.shape(), self.tensor.meta.strides());
         SideLaunch::new(
             self.start as u32,
             shape[1] as u32,
             shape[2] as u32,
+            (rows / sequences) as u32,
             strides[0] as u32,
             strides[1] as u32,
             strides[2] as u32,
@@ -277,17 +284,11 @@ impl Heads {
             reads_ahead,
         } = self;
         let client = projected.client.clone();
-        let sequences = target.tensor.meta.shape()[0];
         let (rows, head_dim) = (projected.meta.shape()[0], target.head_dim);
-        assert!(
-            rows.is_multiple_of(sequences),
-            "as many rows of each sequence"
-        );
         assert!(2 * rotated <= head_dim, "rotated are channels");
         let own_targets = own.iter().flat_map(|own| [&own.keys, &own.values]);
         for own in own_targets.clone() {
-            let alike = own.tensor.meta.shape()[0] == sequences && own.head_dim == head_dim;
-            assert!(alike, "heads of one size in as many sequences");
+            assert_eq!(own.head_dim, head_dim, "heads of one size");
         }
         let end = own_targets.clone().map(Target::end).max().unwrap_or(0);
         assert!(
@@ -304,11 +305,11 @@ impl Heads {
             Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
             None => (None, None, None),
         };
-        let first_side = target.side();
+        let first_side = target.side(rows);
         // Of one side alone nothing else is read.
         let [keys_side, values_side] = match &own {
-            Some(own) => [own.keys.side(), own.values.side()],
-            None => [target.side(), target.side()],
+            Some(own) => [own.keys.side(rows), own.values.side(rows)],
+            None => [target.side(rows), target.side(rows)],
         };
         let (key_weight, keys, values) = match own {
             Some(own) => (
@@ -369,7 +370,6 @@ impl Heads {
                 values_side,
                 projected_stride,
                 rows as u32,
-                (rows / sequences) as u32,
                 positions_in_order as u32,
                 (head_dim / 2) as u32,
                 rotated as u32,

@@ -11,6 +11,8 @@ pub(super) struct Side {
     pub start: u32,
     pub heads: u32,
     pub slots: u32,
+    /// Rows of the projection that are of one of the target's sequences.
+    pub rows_each: u32,
     pub to_sequence: u32,
     pub to_head: u32,
     pub to_slot: u32,
@@ -32,6 +34,7 @@ pub(super) struct Place {
     pub head: u32,
     pub start: u32,
     pub slots: u32,
+    pub rows_each: u32,
     pub to_sequence: u32,
     pub to_head: u32,
     pub to_slot: u32,
@@ -51,6 +54,7 @@ pub(super) fn place_of_head(
         head,
         start: first.start,
         slots: first.slots,
+        rows_each: first.rows_each,
         to_sequence: first.to_sequence,
         to_head: first.to_head,
         to_slot: first.to_slot,
@@ -62,6 +66,7 @@ pub(super) fn place_of_head(
             place.head = head - before_values;
             place.start = values.start;
             place.slots = values.slots;
+            place.rows_each = values.rows_each;
             place.to_sequence = values.to_sequence;
             place.to_head = values.to_head;
             place.to_slot = values.to_slot;
@@ -70,6 +75,7 @@ pub(super) fn place_of_head(
             place.head = head - first.heads;
             place.start = keys.start;
             place.slots = keys.slots;
+            place.rows_each = keys.rows_each;
             place.to_sequence = keys.to_sequence;
             place.to_head = keys.to_head;
             place.to_slot = keys.to_slot;

@@ -1,4 +1,5 @@
-//! Products of a few rows, bound by the memory's rate, for inference on CubeCL devices.
+//! Products of a few rows, bound by the memory's rate, for inference on CubeCL devices. Several rows in half precision go to matrix units where
+//! they can be had: ordinary ones would be busier than the memory.
 
 mod experts;
 mod kernel;

@@ -16,7 +16,7 @@ use crate::{
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::{
-    ampere::{copy::PIECE, few_rows::PIECE_COLUMNS},
+    ampere::copy::PIECE,
     hopper::{ASSUMED_MULTIPROCESSORS, Half},
     launch::{address_type, empty, exact_cube_count},
     overlap::overlaps,
@@ -27,8 +27,8 @@ use cubecl::{
     prelude::CubeDim,
 };
 use kernel::project_by_matrix_units_overlapped;
-use plan::{Shape, Steps, Tuning, WARP, WHOLE, WORDS};
-use words::{BLOCK, Codes, STEP, WordRowsLaunch, project_words_by_matrix_units_overlapped};
+use plan::{Shape, Tuning, WARP, WHOLE, WORDS};
+use words::{Codes, WordRowsLaunch, project_words_by_matrix_units_overlapped};
 
 /// Words of a row are a multiple of these, so that vectors of codes begin where reads may.
 const WORDS_OF_VECTOR: usize = 4;
@@ -39,13 +39,9 @@ pub(super) fn plan_of_whole(
     weight: &CubeTensor,
     options: &LaunchOptions,
 ) -> Option<ProjectPlan> {
-    let steps = Steps {
-        columns: PIECE_COLUMNS,
-        at_once: None,
-    };
     let is_half = weight.dtype == input.dtype && Half::of(input.dtype).is_some();
     let is_read = is_half && rows_are_of(PIECE, weight, options);
-    is_read.then(|| planned(input, weight, options, steps, WHOLE))?
+    is_read.then(|| planned(input, weight, options, WHOLE))?
 }
 
 /// How [`multiply_words`] multiplies by such words, if it does.
@@ -55,10 +51,6 @@ pub(super) fn plan_of_words(
     layout: Layout,
     options: &LaunchOptions,
 ) -> Option<ProjectPlan> {
-    let steps = Steps {
-        columns: STEP,
-        at_once: Some(BLOCK),
-    };
     let format = layout.format;
     let is_served = matches!(format.bits, 4 | 8)
         && format.group == Some(words::GROUP)
@@ -68,14 +60,13 @@ pub(super) fn plan_of_words(
                 zero: 1 << (format.bits - 1),
             };
     let is_read = is_served && rows_are_of(WORDS_OF_VECTOR, words, options);
-    is_read.then(|| planned(input, words, options, steps, WORDS))?
+    is_read.then(|| planned(input, words, options, WORDS))?
 }
 
 fn planned(
     input: &CubeTensor,
     first: &CubeTensor,
     options: &LaunchOptions,
-    steps: Steps,
     tuning: Tuning,
 ) -> Option<ProjectPlan> {
     let client = &input.client;
@@ -92,7 +83,7 @@ fn planned(
     };
     let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
     let multiprocessors = multiprocessors.map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize);
-    let plan = plan::plan(shape, steps, tuning, multiprocessors, overlaps(client))?;
+    let plan = plan::plan(shape, tuning, multiprocessors, overlaps(client))?;
     Some(ProjectPlan {
         reads_ahead: plan.overlaps && tuning.reads_ahead && options.reads_parameters(first),
         ..plan

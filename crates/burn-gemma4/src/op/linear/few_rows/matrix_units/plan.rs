@@ -1,8 +1,11 @@
 //! Which products of a few rows matrix units take, and how they are divided.
 
-use super::super::{MOST_ROWS, sums::ProjectPlan};
+use super::{
+    super::{MOST_ROWS, sums::ProjectPlan},
+    words::{BLOCK, STEP},
+};
 use crate::op::sums::Team;
-use cube_kit::ampere::few_rows::PRODUCT_ROWS;
+use cube_kit::ampere::few_rows::{PIECE_COLUMNS, PRODUCT_ROWS};
 
 /// Threads of a warp.
 pub(super) const WARP: usize = 32;
@@ -11,31 +14,42 @@ const MOST_WARPS: usize = 16;
 /// Warps of a cube whose teams are smaller.
 const WARPS: usize = 8;
 
-/// What is measured of a kernel.
+/// What is measured of a kernel, beside what it is written for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tuning {
-    /// Rows of the products that it takes: from as many on. Beyond [`MOST_ROWS`] it takes none.
+    /// It takes products of so many rows and more, up to [`MOST_ROWS`].
     pub first_rows: usize,
-    /// Vectors of weights that a thread has in flight.
-    pub in_flight: usize,
+    /// Columns of the inner dimension that it multiplies in a step.
+    pub step: usize,
+    pub at_once: AtOnce,
     /// Threads for each multiprocessor, of which a product has as many as its inner dimension can be divided among.
     pub threads: usize,
     /// Whether parameters are read before the launches before have ended.
     pub reads_ahead: bool,
 }
 
+/// What a warp has in flight.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum AtOnce {
+    /// As many steps as have so many vectors of weights at most.
+    Vectors(usize),
+    Steps(usize),
+}
+
 /// Of whole weights. Not measured yet.
 pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 2,
-    in_flight: 8,
+    step: PIECE_COLUMNS,
+    at_once: AtOnce::Vectors(8),
     threads: 512,
     reads_ahead: true,
 };
 
-/// Of words. Not measured yet. Vectors in flight are those of the four steps that have their scales in a vector.
+/// Of words. Not measured yet.
 pub(super) const WORDS: Tuning = Tuning {
     first_rows: 2,
-    in_flight: 8,
+    step: STEP,
+    at_once: AtOnce::Steps(BLOCK),
     threads: 1024,
     reads_ahead: true,
 };
@@ -53,15 +67,6 @@ pub(super) struct Shape {
     pub sides: usize,
 }
 
-/// The steps of a kernel along the inner dimension.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Steps {
-    /// Columns of one.
-    pub columns: usize,
-    /// How many are read at once, where the kernel says so.
-    pub at_once: Option<usize>,
-}
-
 impl ProjectPlan {
     /// Times 8 weight rows that a warp has.
     pub(super) fn fragments(self) -> usize {
@@ -77,7 +82,6 @@ impl ProjectPlan {
 /// How the product is divided; nothing where it is left to ordinary units.
 pub(super) fn plan(
     shape: Shape,
-    steps: Steps,
     tuning: Tuning,
     multiprocessors: usize,
     overlaps: bool,
@@ -86,7 +90,7 @@ pub(super) fn plan(
     if !rows.contains(&shape.rows)
         || shape.outputs == 0
         || shape.columns == 0
-        || !shape.columns.is_multiple_of(steps.columns)
+        || !shape.columns.is_multiple_of(tuning.step)
     {
         return None;
     }
@@ -97,12 +101,12 @@ pub(super) fn plan(
         false => two,
     };
     let fragments = outputs / PRODUCT_ROWS * if shape.gated { 2 } else { 1 };
-    let all = shape.columns / steps.columns;
-    let unroll = match steps.at_once {
-        Some(steps) => all.is_multiple_of(steps).then_some(steps)?,
-        None => largest_divisor(all, tuning.in_flight / fragments),
+    let steps = shape.columns / tuning.step;
+    let unroll = match tuning.at_once {
+        AtOnce::Vectors(vectors) => largest_divisor(steps, vectors / fragments),
+        AtOnce::Steps(at_once) => steps.is_multiple_of(at_once).then_some(at_once)?,
     };
-    let blocks = all / unroll;
+    let blocks = steps / unroll;
     let threads_of_one = shape.outputs.div_ceil(outputs) * WARP;
     let is_enough = |warps: &usize| warps * threads_of_one >= multiprocessors * tuning.threads;
     let warps = (1..=MOST_WARPS)
@@ -138,11 +142,6 @@ fn largest_divisor(number: usize, most: usize) -> usize {
 mod tests {
     use super::*;
 
-    const STEPS: Steps = Steps {
-        columns: 32,
-        at_once: None,
-    };
-
     fn shape(outputs: usize, columns: usize, gated: bool) -> Shape {
         Shape {
             rows: 8,
@@ -154,7 +153,7 @@ mod tests {
     }
 
     fn of(shape: Shape) -> Option<ProjectPlan> {
-        plan(shape, STEPS, WHOLE, 132, true)
+        plan(shape, WHOLE, 132, true)
     }
 
     /// Every warp has as many whole blocks as the others, and cubes are of at most 512 threads.
@@ -166,7 +165,7 @@ mod tests {
                 let of_warps = 32 * plan.unroll * plan.team.parts();
                 assert!(columns.is_multiple_of(of_warps), "{columns}: {plan:?}");
                 assert!(plan.teams * plan.team.units <= 512, "{plan:?}");
-                assert!(plan.fragments() * plan.unroll <= WHOLE.in_flight);
+                assert!(plan.fragments() * plan.unroll <= 8);
                 assert!(plan.partials() * size_of::<f32>() <= 8192, "{plan:?}");
             }
         }
@@ -196,11 +195,7 @@ mod tests {
             })
             .is_none()
         );
-        let blocks = Steps {
-            columns: 64,
-            at_once: Some(4),
-        };
-        let words = |columns| plan(shape(64, columns, false), blocks, WORDS, 132, true);
+        let words = |columns| plan(shape(64, columns, false), WORDS, 132, true);
         assert!(words(320).is_none());
         assert_eq!(words(1536).map(|plan| plan.team.parts()), Some(6));
     }
