@@ -25,18 +25,23 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 }
 
 // Where shared memory holds all that a block's products need: the stationary rows, the streamed rows of both products, S, and what it becomes.
-// Not measured yet: as many units a multiprocessor of an H200 as their registers allow by its compiler, without spills, and all planes busy
-// with S. Registers of the gradients: D64 116 and 122, two cubes; D128 94 and 116 (with 256 units 175 and 159, one cube all the same).
+// Measured on an H200 in f16, 4,096 queries and keys: single launches, TFLOP/s, of gradients both kernels together, one of them changed. Few units
+// with much each, in several cubes a multiprocessor, are faster than many units.
 
 /// The forward.
 pub(super) const RESIDENT_FORWARD: &[Shape] = &[
-    // 53 KB
+    // D64: 135. With 256 units 108, of 64 keys 125; with 64 rows and keys 122, with 256 units 111.
+    shape(64, 128, 128, 32, 64),
     shape(64, 256, 64, 64, 64),
 ];
 
 /// The query's gradient.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
-    // 64 to 160 KB
+    // D64: 95. With 256 units 92, with 64 rows and keys 88.
+    shape(64, 128, 128, 32, 64),
+    // D128: 88. With 64 rows and keys 84, with 512 units 76.
+    shape(128, 128, 128, 32, 128),
+    // 64 to 160 KB; not measured
     shape(64, 256, 64, 64, 64),
     shape(128, 512, 64, 64, 128),
     shape(256, 512, 64, 64, 256),
@@ -49,11 +54,13 @@ pub(super) const RESIDENT_QUERY: &[Shape] = &[
 
 /// The gradients of keys and values.
 pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
-    // 74 KB
+    // D64: 99. Of 64 rows 92, and with 64 queries 89, with 256 units 88; with 256 units of 128 rows 75.
+    shape(64, 128, 128, 32, 64),
+    // D128: 104. With 256 units and 32 queries 99, with 512 units of 128 rows 101, of 64 rows 76.
+    shape(128, 128, 64, 64, 128),
+    // 74 KB, 106 KB, 173 KB; not measured
     shape(64, 256, 64, 64, 64),
-    // 106 KB
     shape(128, 512, 64, 64, 128),
-    // 173 KB
     shape(256, 512, 64, 64, 256),
     // 32 KB, 48 KB
     shape(64, 128, 32, 32, 64),
@@ -62,7 +69,7 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
 
 /// The forward, where shared memory holds all of the stationary rows' columns. Measured on an H200 in f16, 4,096 queries and keys.
 pub(super) const HELD_FORWARD: &[Shape] = &[
-    // D64: 83 TFLOP/s. Of 128 rows 77, with 512 units 75, with 128 keys 75, with 128 units 72; not held 80.
+    // D64: 81.
     shape(64, 256, 64, 64, 64),
     // D128: 114 TFLOP/s. With 256 units 75, of 64 rows 79; not held, with 256 units and 64 columns at a time, 91.
     shape(128, 512, 128, 64, 128),
