@@ -1,6 +1,6 @@
 //! A few rows times the transpose of a weight matrix on NVIDIA's matrix units: `output[r, o] = Σ input[r, i] · weight[o, i]`, summed in f32.
 //!
-//! Budget: a float for each sum of each warp in shared memory, at most 8 KB; in registers `unroll` times 4 words for each 8 weight rows, at most 32, as
+//! Budget: a float for each sum of each warp in shared memory, at most 8 KB; in registers `unroll` times 4 words for each 8 weight rows, at most 64, as
 //! many for the input's at most, and 4 sums for each 8 weight rows, of which the matrix unit leaves half zero. Bound by memory: every weight is read once, by 16 bytes a
 //! thread, straight into the matrix unit's registers, `unroll` times 2 of them in flight all the time: where one is multiplied, the next is on its way. The
 //! input's rows are read from the cache by every warp. A warp has 8 or 16 outputs of a matrix, or 8 gates and what goes through them, and blocks of the inner

@@ -36,16 +36,18 @@ pub(super) enum AtOnce {
     Steps(usize),
 }
 
-/// Of whole weights. Not measured yet.
+/// Of whole weights. Measured by E2B's decoding in bf16 on an H200, tokens/s. One sequence, 128 columns: 504; with 512 threads 483; with 8 vectors and
+/// 1,024 threads 490, with 512 threads 429; with 16 vectors and 256 threads 418; by ordinary units 489. 8 sequences at 8,192: with 512 threads 3,080, with 8 vectors
+/// 2,764, and with 1,024 threads 2,947; by ordinary units 1,460.
 pub(super) const WHOLE: Tuning = Tuning {
-    first_rows: 2,
+    first_rows: 1,
     step: PIECE_COLUMNS,
-    at_once: AtOnce::Vectors(8),
-    threads: 512,
+    at_once: AtOnce::Vectors(16),
+    threads: 1024,
     reads_ahead: true,
 };
 
-/// Of words. Not measured yet.
+/// Of words. Of one row ordinary units are faster, as measured so: 616 tokens/s for 512 in Q4_0, 539 for 477 in Q8_0.
 pub(super) const WORDS: Tuning = Tuning {
     first_rows: 2,
     step: STEP,
@@ -165,7 +167,7 @@ mod tests {
                 let of_warps = 32 * plan.unroll * plan.team.parts();
                 assert!(columns.is_multiple_of(of_warps), "{columns}: {plan:?}");
                 assert!(plan.teams * plan.team.units <= 512, "{plan:?}");
-                assert!(plan.fragments() * plan.unroll <= 8);
+                assert!(plan.fragments() * plan.unroll <= 16);
                 assert!(plan.partials() * size_of::<f32>() <= 8192, "{plan:?}");
             }
         }
@@ -176,8 +178,8 @@ mod tests {
         // Down, the gate of a layer's embedding, gate and up, and the head of a small model.
         for (shape, outputs, warps) in [
             (shape(1536, 12_288, false), 16, 16),
-            (shape(256, 1536, false), 8, 6),
-            (shape(6144, 1536, true), 8, 3),
+            (shape(256, 1536, false), 8, 3),
+            (shape(6144, 1536, true), 8, 6),
             (shape(262_144, 1536, false), 16, 1),
         ] {
             let plan = of(shape).expect("whole steps");
@@ -188,15 +190,13 @@ mod tests {
     #[test]
     fn the_others_are_left() {
         assert!(of(shape(64, 48, false)).is_none());
-        assert!(
-            of(Shape {
-                rows: 1,
-                ..shape(64, 64, false)
-            })
-            .is_none()
-        );
         let words = |columns| plan(shape(64, columns, false), WORDS, 132, true);
         assert!(words(320).is_none());
+        let of_one_row = Shape {
+            rows: 1,
+            ..shape(64, 1536, false)
+        };
+        assert!(plan(of_one_row, WORDS, 132, true).is_none());
         assert_eq!(words(1536).map(|plan| plan.team.parts()), Some(6));
     }
 }
