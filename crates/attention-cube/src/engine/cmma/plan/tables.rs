@@ -30,23 +30,29 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 
 /// The forward.
 pub(super) const RESIDENT_FORWARD: &[Shape] = &[
-    // D64: 135. With 256 units 108, of 64 keys 125; with 64 rows and keys 122, with 256 units 111.
+    // D64: 135. With 256 units 108, of 64 keys 125; with 64 rows and keys 122, with 256 units 111; held 81.
     shape(64, 128, 128, 32, 64),
+    // D128: 161. With 256 units 109; held, with 512 units and 64 keys, 114.
+    shape(128, 128, 128, 32, 128),
+    // D256: 141. By 64 columns at a time, of 64 keys, 69.
+    shape(256, 256, 64, 32, 256),
+    // 53 KB
     shape(64, 256, 64, 64, 64),
 ];
 
 /// The query's gradient.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
-    // D64: 95. With 256 units 92, with 64 rows and keys 88.
+    // D64: 95, both kernels as they are here 108. With 256 units 92, with 64 rows and keys 88.
     shape(64, 128, 128, 32, 64),
-    // D128: 88. With 64 rows and keys 84, with 512 units 76.
+    // D128: 88, both 131. With 64 rows and keys 84, with 512 units 76.
     shape(128, 128, 128, 32, 128),
+    // D256: both 98. With 256 units, held, 68.
+    shape(256, 512, 64, 64, 256),
+    // D512, 209 KB, 8 bytes spilled: 55. With 512 units and 64 keys, held, 47; by 64 columns at a time 41.
+    shape(512, 256, 64, 32, 512),
     // 64 to 160 KB; not measured
     shape(64, 256, 64, 64, 64),
     shape(128, 512, 64, 64, 128),
-    shape(256, 512, 64, 64, 256),
-    // 209 KB, 8 bytes spilled
-    shape(512, 256, 64, 32, 512),
     // 32 KB, 48 KB
     shape(64, 128, 32, 32, 64),
     shape(128, 128, 32, 32, 128),
@@ -58,25 +64,28 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     shape(64, 128, 128, 32, 64),
     // D128: 104. With 256 units and 32 queries 99, with 512 units of 128 rows 101, of 64 rows 76.
     shape(128, 128, 64, 64, 128),
-    // 74 KB, 106 KB, 173 KB; not measured
+    // D256, 173 KB: 98. With 256 units 79.
+    shape(256, 512, 64, 64, 256),
+    // D512: 58. With 512 units 48, held 33; by 64 columns at a time 41.
+    shape(512, 256, 32, 64, 512),
+    // 74 KB, 106 KB; not measured
     shape(64, 256, 64, 64, 64),
     shape(128, 512, 64, 64, 128),
-    shape(256, 512, 64, 64, 256),
     // 32 KB, 48 KB
     shape(64, 128, 32, 32, 64),
     shape(128, 128, 32, 32, 128),
 ];
 
-/// The forward, where shared memory holds all of the stationary rows' columns. Measured on an H200 in f16, 4,096 queries and keys.
+/// The forward, where shared memory holds all of the stationary rows' columns. Measured as well.
 pub(super) const HELD_FORWARD: &[Shape] = &[
     // D64: 81.
     shape(64, 256, 64, 64, 64),
-    // D128: 114 TFLOP/s. With 256 units 75, of 64 rows 79; not held, with 256 units and 64 columns at a time, 91.
+    // D128: 114. With 256 units 75, of 64 rows 79; not held, with 256 units and 64 columns at a time, 91.
     shape(128, 512, 128, 64, 128),
 ];
 
 /// The gradients of keys and values, where shared memory holds both stationary operands, all columns of them, and one of the streamed ones at a
-/// time. Not measured yet.
+/// time. Measured at D512: 33, less than all that stay.
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
     // 147 KB, 48 bytes spilled; with 512 units 192
     shape(512, 256, 32, 64, 512),
