@@ -8,9 +8,9 @@ use super::{
         slots::Slots,
     },
     layer::{
-        Attention, Linear, Mlp, RmsNorm,
+        Attention, Linear, Mlp,
         experts::Mixture,
-        operators::{Columns, Operators, Stream},
+        operators::{Columns, Operators},
     },
     observe::{LayerSite, Observer, Site},
 };
@@ -19,7 +19,6 @@ use crate::{
     op::{
         flat_rows,
         gate::gated,
-        residual::{Added, residual},
         rope::{Positions, Rotation, tables::Rope},
     },
 };
@@ -145,30 +144,6 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2> {
         let gate = gate.forward(self.of_text(input));
         flat_rows(gated(gate, self.of_text(embedding.columns())))
-    }
-
-    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
-        Stream::new(residual(Added {
-            stream: stream.rows,
-            added: output,
-            weight: norm.weight.val(),
-            epsilon: norm.epsilon(),
-        }))
-    }
-
-    fn add_before(
-        &mut self,
-        stream: Stream,
-        output: Tensor<2>,
-        norm: &RmsNorm,
-        scalar: Option<Tensor<1>>,
-        _next: &RmsNorm,
-    ) -> Stream {
-        let stream = self.add(stream, output, norm);
-        match scalar {
-            Some(scalar) => Stream::new(stream.rows * scalar.unsqueeze::<2>()),
-            None => stream,
-        }
     }
 
     fn observe<const D: usize>(
