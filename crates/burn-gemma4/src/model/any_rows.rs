@@ -1,6 +1,8 @@
 //! The operators of a layer for any number of rows, with gradients: for prompts, training, and wherever the kernels for a few
 //! rows do not serve.
 
+#[cfg(feature = "cuda")]
+use super::layer::operators::OwnColumns;
 use super::{
     cache::{
         Cache, Call,
@@ -8,18 +10,27 @@ use super::{
         slots::Slots,
     },
     layer::{
-        Attention, Linear, Mlp, RmsNorm,
+        Attention, Linear, Mlp,
         experts::Mixture,
-        operators::{Columns, Operators, Stream},
+        operators::{Columns, Operators},
     },
     observe::{LayerSite, Observer, Site},
+};
+#[cfg(feature = "cube")]
+use crate::op::{
+    self,
+    gate::{GateColumns, gated_columns},
+};
+#[cfg(feature = "cuda")]
+use crate::op::{
+    linear::side_by_side,
+    rope::heads::{LayerColumns, OwnShape},
 };
 use crate::{
     LayerType,
     op::{
         flat_rows,
         gate::gated,
-        residual::{Added, residual},
         rope::{Positions, Rotation, tables::Rope},
     },
 };
@@ -83,17 +94,10 @@ impl<O> AnyRows<'_, O> {
     }
 }
 
-impl<O: Observer> Operators for AnyRows<'_, O> {
-    fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
-        linear.rows(input)
-    }
-
-    fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
+impl<O: Observer> AnyRows<'_, O> {
+    /// New keys and values, `[batch, kv_heads, positions, head_dim]`, behind those of earlier calls: what queries read.
+    fn keep(&mut self, attention: &Attention, key: Tensor<4>, value: Tensor<4>) -> KeyValues {
         let (layer, kind, norm) = (attention.layer, attention.kind, attention.key_norm());
-        let (weight, epsilon) = (norm.weight.val(), norm.epsilon());
-        let rotation = self.rotations.of(kind);
-        let key = rotation.heads(key.columns(), self.batch, weight, epsilon);
-        let value = rotation.value_heads(value.columns(), self.batch, epsilon);
         self.observe(layer, LayerSite::Key, || key.clone());
         self.observe(layer, LayerSite::Value, || value.clone());
         match &mut self.cache {
@@ -106,6 +110,61 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
                 KeyValues::new(Slots::Whole(key), Slots::Whole(value), visible)
             }
         }
+    }
+}
+
+impl<O: Observer> Operators for AnyRows<'_, O> {
+    fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2> {
+        linear.rows(input)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<Columns> {
+        in_one_product(&input, projections).unwrap_or_else(|| {
+            let project = |linear: &&Linear| Columns::all(self.project(input.clone(), linear));
+            projections.iter().map(project).collect()
+        })
+    }
+
+    fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
+        let norm = attention.key_norm();
+        let (weight, epsilon) = (norm.weight.val(), norm.epsilon());
+        let rotation = self.rotations.of(attention.kind);
+        let key = rotation.heads(key.columns(), self.batch, weight, epsilon);
+        let value = rotation.value_heads(value.columns(), self.batch, epsilon);
+        self.keep(attention, key, value)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn heads_together(
+        &mut self,
+        attention: &Attention,
+        query: &Columns,
+        own: &OwnColumns,
+    ) -> Option<(Tensor<4>, KeyValues)> {
+        // Those of one product follow each other. What values are made of keys may share slots, which queries have to suit.
+        if own.key.start == 0 || own.value.start == own.key.start {
+            return None;
+        }
+        let weights = [
+            attention.q_norm.weight.val(),
+            attention.key_norm().weight.val(),
+        ];
+        let columns = LayerColumns {
+            queries: query.start,
+            count: query.count,
+            keys: own.key.start,
+            values: own.value.start,
+            epsilon: attention.q_norm.epsilon(),
+        };
+        let own = OwnShape {
+            sequences: self.batch,
+            columns: own.key.count,
+        };
+        let rotation = self.rotations.of(attention.kind);
+        let [query, key, value] =
+            rotation.layer_heads(query.rows.clone(), weights, columns, own)?;
+        Some((query, self.keep(attention, key, value)))
     }
 
     fn queries(
@@ -125,6 +184,12 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     }
 
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
+        #[cfg(feature = "cuda")]
+        if let Some(both) = in_one_product(&input, &[&mlp.gate_proj, &mlp.up_proj])
+            && let [gate, through] = both.as_slice()
+        {
+            return self.project(gated_by(gate, through), &mlp.down_proj);
+        }
         flat_rows(mlp.forward(self.of_text(input)))
     }
 
@@ -143,32 +208,12 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     }
 
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2> {
+        #[cfg(feature = "cube")]
+        if op::serve(&input) {
+            return gated_by(&Columns::all(gate.rows(input)), &embedding);
+        }
         let gate = gate.forward(self.of_text(input));
         flat_rows(gated(gate, self.of_text(embedding.columns())))
-    }
-
-    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
-        Stream::new(residual(Added {
-            stream: stream.rows,
-            added: output,
-            weight: norm.weight.val(),
-            epsilon: norm.epsilon(),
-        }))
-    }
-
-    fn add_before(
-        &mut self,
-        stream: Stream,
-        output: Tensor<2>,
-        norm: &RmsNorm,
-        scalar: Option<Tensor<1>>,
-        _next: &RmsNorm,
-    ) -> Stream {
-        let stream = self.add(stream, output, norm);
-        match scalar {
-            Some(scalar) => Stream::new(stream.rows * scalar.unsqueeze::<2>()),
-            None => stream,
-        }
     }
 
     fn observe<const D: usize>(
@@ -179,4 +224,31 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
     ) {
         self.observer.observe(Site::Layer(layer, site), tensor);
     }
+}
+
+/// What several projections make of the same rows, in one product; where one multiplies them.
+#[cfg(feature = "cuda")]
+fn in_one_product(input: &Tensor<2>, projections: &[&Linear]) -> Option<Vec<Columns>> {
+    let weights: Option<Vec<_>> = projections
+        .iter()
+        .map(|linear| match linear.weight.adapter() {
+            Some(_) => None,
+            None => linear.weight.matrix().into_whole(),
+        })
+        .collect();
+    let weights = weights?;
+    let counts: Vec<_> = weights.iter().map(|weight| weight.dims()[0]).collect();
+    let rows = side_by_side(input, weights)?;
+    Some(Columns::side_by_side(&rows, &counts))
+}
+
+/// A gate by kernels.
+#[cfg(feature = "cube")]
+fn gated_by(gate: &Columns, through: &Columns) -> Tensor<2> {
+    let columns = GateColumns {
+        gate: gate.start,
+        through: through.start,
+        count: gate.count,
+    };
+    gated_columns(gate.rows.clone(), through.rows.clone(), columns)
 }

@@ -12,9 +12,9 @@ use super::{
         slots::Slots,
     },
     layer::{
-        Attention, Linear, Mlp, RmsNorm,
+        Attention, Linear, Mlp,
         experts::Mixture,
-        operators::{Columns, Operators, OwnColumns, Stream},
+        operators::{Columns, Operators, OwnColumns},
     },
     observe::Part,
 };
@@ -27,7 +27,6 @@ use crate::{
             Matrix,
             few_rows::{self, Factors, MOST_ROWS, Origin},
         },
-        residual::{Added, residual, residual_and_norm},
         rope::{
             RotationTables,
             heads::{self, HeadOptions, LayerColumns, LayerParts},
@@ -138,16 +137,7 @@ impl Operators for FewRows<'_> {
         };
         let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
         let rows = few_rows::multiply(input, Factors::Sides(matrices), Origin::Parameters);
-        let mut start = 0;
-        let columns = counts.into_iter().map(|count| {
-            start += count;
-            Columns {
-                rows: rows.clone(),
-                start: start - count,
-                count,
-            }
-        });
-        columns.collect()
+        Columns::side_by_side(&rows, &counts)
     }
 
     fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
@@ -281,26 +271,6 @@ impl Operators for FewRows<'_> {
         few_rows::multiply(input, factors, Origin::Parameters)
     }
 
-    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
-        Stream::new(residual(added(stream, output, norm)))
-    }
-
-    fn add_before(
-        &mut self,
-        stream: Stream,
-        output: Tensor<2>,
-        norm: &RmsNorm,
-        scalar: Option<Tensor<1>>,
-        next: &RmsNorm,
-    ) -> Stream {
-        let added = added(stream, output, norm);
-        let (rows, normed) = residual_and_norm(added, scalar, next.weight.val());
-        Stream {
-            rows,
-            normed: Some(normed),
-        }
-    }
-
     fn after(&mut self, part: Part) {
         (self.after)(part);
     }
@@ -308,15 +278,6 @@ impl Operators for FewRows<'_> {
 
 fn is_adapted(linear: &Linear) -> bool {
     linear.weight.adapter().is_some()
-}
-
-fn added(stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Added {
-    Added {
-        stream: stream.rows,
-        added: output,
-        weight: norm.weight.val(),
-        epsilon: norm.epsilon(),
-    }
 }
 
 /// Looks for parameters of another dtype.

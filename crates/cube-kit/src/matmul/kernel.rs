@@ -59,15 +59,117 @@ fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corne
     }
 }
 
+/// The first columns of the second and the third of matrices side by side, in the product.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Starts {
+    pub second: u32,
+    pub third: u32,
+}
+
+/// The right operands, of which there are one or three.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Sides {
+    first: u64,
+    second: u64,
+    third: u64,
+    starts: Starts,
+}
+
+/// A right operand, and a column of it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct SideColumn {
+    map: u64,
+    column: u32,
+}
+
+/// Where a column of the product comes from.
+#[cube]
+fn side_of(sides: Sides, column: u32, #[comptime] several: bool) -> SideColumn {
+    let mut side = SideColumn {
+        map: sides.first,
+        column,
+    };
+    if comptime!(several) {
+        if column >= sides.starts.third {
+            side.map = sides.third;
+            side.column = column - sides.starts.third;
+        } else if column >= sides.starts.second {
+            side.map = sides.second;
+            side.column = column - sides.starts.second;
+        }
+    }
+    side
+}
+
 #[cube(launch_unchecked)]
 pub(crate) fn product<E: Float, N: Size>(
     lhs: &TensorMap<E, Tiled>,
     rhs: &TensorMap<E, Tiled>,
     output: &TensorMap<E, Tiled>,
     grid: MatrixGrid,
+    starts: Starts,
     #[comptime] tiles: MatrixTiles,
     #[define(E)] _element: ElemType,
     #[define(N)] _fragment: usize,
+) {
+    let map = tensor_map_address(rhs);
+    let sides = Sides {
+        first: map,
+        second: map,
+        third: map,
+        starts,
+    };
+    multiply_tiles::<N>(
+        tensor_map_address(lhs),
+        sides,
+        tensor_map_address(output),
+        grid,
+        false,
+        tiles,
+    );
+}
+
+/// [`product`] with three right operands side by side, of which the last two may be the same.
+#[cube(launch_unchecked)]
+pub(crate) fn product_of_sides<E: Float, N: Size>(
+    lhs: &TensorMap<E, Tiled>,
+    first: &TensorMap<E, Tiled>,
+    second: &TensorMap<E, Tiled>,
+    third: &TensorMap<E, Tiled>,
+    output: &TensorMap<E, Tiled>,
+    grid: MatrixGrid,
+    starts: Starts,
+    #[comptime] tiles: MatrixTiles,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _fragment: usize,
+) {
+    let sides = Sides {
+        first: tensor_map_address(first),
+        second: tensor_map_address(second),
+        third: tensor_map_address(third),
+        starts,
+    };
+    multiply_tiles::<N>(
+        tensor_map_address(lhs),
+        sides,
+        tensor_map_address(output),
+        grid,
+        true,
+        tiles,
+    );
+}
+
+#[cube]
+fn multiply_tiles<N: Size>(
+    lhs: u64,
+    sides: Sides,
+    output: u64,
+    grid: MatrixGrid,
+    #[comptime] several: bool,
+    #[comptime] tiles: MatrixTiles,
 ) {
     let memory =
         Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
@@ -91,7 +193,9 @@ pub(crate) fn product<E: Float, N: Size>(
     let items = grid.rows * grid.columns;
     if UNIT_POS >= consumers {
         if UNIT_POS == consumers {
-            fetch(lhs, rhs, &grid, items, stages, full, empty, tiles);
+            fetch(
+                lhs, sides, &grid, items, stages, full, empty, several, tiles,
+            );
         }
     } else {
         let warpgroup = uniform(UNIT_POS / comptime!(WARPGROUP as u32));
@@ -102,7 +206,6 @@ pub(crate) fn product<E: Float, N: Size>(
         let staging = stages
             + comptime!(tiles.output_at() as u32)
             + warpgroup * comptime!(tiles.output_bytes() as u32);
-        let map = tensor_map_address(output);
         let mut item = CUBE_POS as u32;
         let mut passed = 0u32;
         while item < items {
@@ -123,7 +226,7 @@ pub(crate) fn product<E: Float, N: Size>(
                 sum,
                 pair(1.0f32, 1.0f32),
                 staging,
-                map,
+                output,
                 0u32,
                 0u32,
                 (at.row + warpgroup * comptime!(PRODUCT_ROWS as u32)) as i32,
@@ -162,23 +265,23 @@ fn right_operand(address: u32, #[comptime] tiles: MatrixTiles) -> u32 {
 
 /// Copies the chunks of all tiles in their order.
 #[cube]
-fn fetch<E: Float>(
-    lhs: &TensorMap<E, Tiled>,
-    rhs: &TensorMap<E, Tiled>,
+fn fetch(
+    lhs: u64,
+    sides: Sides,
     grid: &MatrixGrid,
     items: u32,
     stages: u32,
     first_full: u32,
     first_empty: u32,
+    #[comptime] several: bool,
     #[comptime] tiles: MatrixTiles,
 ) {
-    let lhs_map = tensor_map_address(lhs);
-    let rhs_map = tensor_map_address(rhs);
     let mut item = CUBE_POS as u32;
     let mut stage = 0u32;
     let mut parity = 1u32;
     while item < items {
         let at = corner(grid, item, tiles);
+        let right = side_of(sides, at.column, several);
         let mut chunk = 0u32;
         while chunk < grid.chunks {
             let full = first_full + 8u32 * stage;
@@ -188,7 +291,7 @@ fn fetch<E: Float>(
             barrier_expect(full, comptime!(tiles.stage_bytes()));
             load(
                 target,
-                lhs_map,
+                lhs,
                 at.row,
                 inner,
                 full,
@@ -197,8 +300,8 @@ fn fetch<E: Float>(
             );
             load(
                 target + comptime!(MatrixTiles::LHS_BYTES as u32),
-                rhs_map,
-                at.column,
+                right.map,
+                right.column,
                 inner,
                 full,
                 tiles.columns,

@@ -3,12 +3,13 @@
 use crate::hopper::tma::boxes;
 use crate::hopper::{ASSUMED_MULTIPROCESSORS, Half, PRODUCT_ROWS, SUBTILE, is_hopper};
 use crate::launch::empty;
-use crate::matmul::kernel::{MatrixGridLaunch, product};
+use crate::matmul::kernel::{MatrixGridLaunch, StartsLaunch, product, product_of_sides};
 use crate::matmul::plan::{Major, MatrixTiles, TOGETHER};
 use burn::backend::TensorMetadata;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
 use cubecl::prelude::CubeCount;
 use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
 
@@ -71,7 +72,35 @@ pub fn matrix_product(
     rhs: &CubeTensor,
 ) -> Result<Option<CubeTensor>, MatrixError> {
     check_operands(lhs, rhs)?;
-    Ok(served(lhs, rhs))
+    Ok(served(lhs, &[rhs]))
+}
+
+/// [`matrix_product`] with each of one to three right operands, side by side in one matrix, by one launch; `None`, too, where
+/// [`multiplies_side_by_side`] says no, or where they lie along different dimensions.
+///
+/// # Errors
+/// As of [`matrix_product`].
+pub fn matrix_products(
+    lhs: &CubeTensor,
+    sides: &[CubeTensor],
+) -> Result<Option<CubeTensor>, MatrixError> {
+    for side in sides {
+        check_operands(lhs, side)?;
+    }
+    let counts: Vec<_> = sides.iter().map(|side| shape(side)[1]).collect();
+    let serves = multiplies_side_by_side(&lhs.client, lhs.dtype, &counts);
+    let sides: Vec<_> = sides.iter().collect();
+    Ok(serves.then(|| served(lhs, &sides)).flatten())
+}
+
+/// Whether [`matrix_products`] multiplies with matrices of so many columns, as far as these alone say: up to three, whose tiles have columns
+/// of one of them.
+pub fn multiplies_side_by_side(client: &Client, dtype: DType, columns: &[usize]) -> bool {
+    let [others @ .., _] = columns else {
+        return false;
+    };
+    let whole = |columns: &usize| columns.is_multiple_of(MatrixTiles::NARROWEST);
+    is_hopper(client) && Half::of(dtype).is_some() && others.len() < 3 && others.iter().all(whole)
 }
 
 fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError> {
@@ -115,15 +144,24 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError>
     Ok(())
 }
 
-/// The product of operands that fit each other, where this multiplies them.
-fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
+/// The product of operands that fit each other, where this multiplies them. Of several right ones the others' first columns are multiples of
+/// the narrowest tile's.
+fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
+    let [rhs, others @ ..] = sides else {
+        return None;
+    };
     let client = lhs.client.clone();
     let half = Half::of(lhs.dtype)?;
-    if !is_hopper(&client) || lhs.meta.is_tiled() || rhs.meta.is_tiled() {
+    if !is_hopper(&client) || lhs.meta.is_tiled() || sides.iter().any(|side| side.meta.is_tiled()) {
         return None;
     }
     let [rows, inner] = shape(lhs);
-    let [_, columns] = shape(rhs);
+    let mut starts = Vec::new();
+    let mut columns = shape(rhs)[1];
+    for other in others {
+        starts.push(columns);
+        columns += shape(other)[1];
+    }
     let fits = rows > 0 && inner > 0 && columns > 0 && columns.is_multiple_of(BOX_ALIGNMENT / 2);
     if !fits
         || [rows, inner, columns]
@@ -133,6 +171,12 @@ fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
         return None;
     }
     let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
+    if others
+        .iter()
+        .any(|other| major(other, [1, 0]) != Some(rhs_major))
+    {
+        return None;
+    }
     let multiprocessors = client
         .properties()
         .hardware
@@ -140,6 +184,7 @@ fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
         .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize);
     let tiles = MatrixTiles::choose(
         [rows, inner, columns],
+        &starts,
         multiprocessors,
         [lhs_major, rhs_major],
         half,
@@ -154,25 +199,53 @@ fn served(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
         Major::Inner => outer,
         Major::Outer => MatrixTiles::DEPTH,
     };
+    let of_lhs = map(lhs, [0, 1], lhs_major, extent(lhs_major, MatrixTiles::ROWS));
+    let of_side = |side| map(side, [1, 0], rhs_major, extent(rhs_major, tiles.columns));
+    let of_output = map(&output, [0, 1], Major::Inner, PRODUCT_ROWS);
+    let grid = MatrixGridLaunch::new(
+        grid[0] as u32,
+        grid[1] as u32,
+        TOGETHER as u32,
+        inner.div_ceil(MatrixTiles::DEPTH) as u32,
+    );
+    let count = CubeCount::Static(cubes as u32, 1, 1);
+    let units = CubeDim::new_1d(MatrixTiles::UNITS as u32);
+    let element = dtype_to_storage_type(lhs.dtype);
+    // No column is of a third matrix where there are two.
+    let start = |side: usize| starts.get(side).copied().unwrap_or(columns) as u32;
+    let starts = StartsLaunch::new(start(0), start(1));
     // SAFETY: the copy engine stays inside the shapes of its maps.
     unsafe {
-        product::launch_unchecked(
-            &client,
-            CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(MatrixTiles::UNITS as u32),
-            map(lhs, [0, 1], lhs_major, extent(lhs_major, MatrixTiles::ROWS)),
-            map(rhs, [1, 0], rhs_major, extent(rhs_major, tiles.columns)),
-            map(&output, [0, 1], Major::Inner, PRODUCT_ROWS),
-            MatrixGridLaunch::new(
-                grid[0] as u32,
-                grid[1] as u32,
-                TOGETHER as u32,
-                inner.div_ceil(MatrixTiles::DEPTH) as u32,
+        match others {
+            [] => product::launch_unchecked(
+                &client,
+                count,
+                units,
+                of_lhs,
+                of_side(rhs),
+                of_output,
+                grid,
+                starts,
+                tiles,
+                element,
+                tiles.columns / 2,
             ),
-            tiles,
-            dtype_to_storage_type(lhs.dtype),
-            tiles.columns / 2,
-        );
+            [second, rest @ ..] => product_of_sides::launch_unchecked(
+                &client,
+                count,
+                units,
+                of_lhs,
+                of_side(rhs),
+                of_side(second),
+                of_side(rest.first().unwrap_or(second)),
+                of_output,
+                grid,
+                starts,
+                tiles,
+                element,
+                tiles.columns / 2,
+            ),
+        }
     }
     Some(output)
 }

@@ -9,4 +9,4 @@ pub mod plan;
 mod text;
 
 #[cfg(feature = "cuda")]
-pub use launch::{MatrixError, matrix_product};
+pub use launch::{MatrixError, matrix_product, matrix_products, multiplies_side_by_side};

@@ -46,15 +46,19 @@ impl MatrixTiles {
     pub const ROWS: usize = Self::WARPGROUPS * PRODUCT_ROWS;
     /// Inner elements of a chunk.
     pub const DEPTH: usize = SUBTILE;
+    /// Columns that tiles have at least.
+    pub const NARROWEST: usize = SUBTILE;
     pub(crate) const WARPGROUPS: usize = 2;
     /// Threads of a cube: the warpgroups that multiply, and one that fetches.
     #[cfg(feature = "cuda")]
     pub(crate) const UNITS: usize = (Self::WARPGROUPS + 1) * WARPGROUP;
     pub(crate) const LHS_BYTES: usize = Self::ROWS * ROW_BYTES;
 
-    /// The tiles that take the shortest time for `[rows, inner]` times `[inner, columns]`.
+    /// The tiles that take the shortest time for `[rows, inner]` times `[inner, columns]`; where the columns are those of several matrices,
+    /// of which the others begin at `starts`, no tile has columns of two. Those are multiples of [`Self::NARROWEST`].
     pub fn choose(
         [rows, inner, columns]: [usize; 3],
+        starts: &[usize],
         multiprocessors: usize,
         [lhs, rhs]: [Major; 2],
         half: Half,
@@ -64,14 +68,13 @@ impl MatrixTiles {
             let tiles = rows.div_ceil(Self::ROWS) * columns.div_ceil(width);
             tiles.div_ceil(multiprocessors) * (chunks * width.max(LEAST_WIDTH) + OVERHEAD)
         };
-        let [first, others @ ..] = WIDTHS;
-        let (columns, stages) = others.into_iter().fold(first, |best, next| {
-            if time(next.0) < time(best.0) {
-                next
-            } else {
-                best
-            }
-        });
+        let divides = |width: usize| starts.iter().all(|start| start.is_multiple_of(width));
+        let widths = WIDTHS.into_iter().filter(|(width, _)| divides(*width));
+        let [.., narrowest] = WIDTHS;
+        // The first of those that take as long.
+        let (columns, stages) = widths
+            .min_by_key(|(width, _)| time(*width))
+            .unwrap_or(narrowest);
         Self {
             columns,
             stages,
@@ -132,8 +135,17 @@ mod tests {
     #[test]
     fn narrow_where_wide_ones_leave_processors_idle() {
         let majors = [Major::Inner; 2];
-        let width = |shape| MatrixTiles::choose(shape, 132, majors, Half::Bf16).columns;
+        let width = |shape| MatrixTiles::choose(shape, &[], 132, majors, Half::Bf16).columns;
         assert_eq!(width([8192, 1536, 12288]), 256);
         assert_eq!(width([512, 1536, 256]), 64);
+    }
+
+    #[test]
+    fn no_tile_has_columns_of_two_matrices() {
+        let shape = [8192, 1536, 12288];
+        for (starts, expected) in [([6144, 6400], 256), ([6144, 6272], 128), ([64, 6144], 64)] {
+            let tiles = MatrixTiles::choose(shape, &starts, 132, [Major::Inner; 2], Half::Bf16);
+            assert_eq!(tiles.columns, expected);
+        }
     }
 }

@@ -1,9 +1,12 @@
 //! What a layer is computed by: one definition of a layer serves prompts, training and decoding by kernels.
 
 use super::{Attention, Linear, Mlp, RmsNorm, experts::Mixture};
-use crate::model::{
-    cache::key_values::KeyValues,
-    observe::{LayerSite, Part},
+use crate::{
+    model::{
+        cache::key_values::KeyValues,
+        observe::{LayerSite, Part},
+    },
+    op::residual::{Added, residual, residual_before},
 };
 use burn::tensor::Tensor;
 
@@ -74,7 +77,9 @@ pub(crate) trait Operators {
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2>;
 
     /// The stream with a block's output, normalised by `norm`.
-    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream;
+    fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
+        Stream::new(residual(added(stream, output, norm)))
+    }
 
     /// The same times `scalar`, where there is one, before the norm `next`.
     fn add_before(
@@ -84,7 +89,11 @@ pub(crate) trait Operators {
         norm: &RmsNorm,
         scalar: Option<Tensor<1>>,
         next: &RmsNorm,
-    ) -> Stream;
+    ) -> Stream {
+        let added = added(stream, output, norm);
+        let (rows, normed) = residual_before(added, scalar, next.weight.val());
+        Stream { rows, normed }
+    }
 
     /// A look at a tensor on the way.
     fn observe<const D: usize>(
@@ -97,6 +106,15 @@ pub(crate) trait Operators {
 
     /// Called when a part of the layer has been put on the device.
     fn after(&mut self, _part: Part) {}
+}
+
+fn added(stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Added {
+    Added {
+        stream: stream.rows,
+        added: output,
+        weight: norm.weight.val(),
+        epsilon: norm.epsilon(),
+    }
 }
 
 /// Why queries find what they read.
@@ -141,6 +159,21 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
+    /// So many for each of `counts`, one after the other.
+    #[cfg(feature = "cube")]
+    pub fn side_by_side(rows: &Tensor<2>, counts: &[usize]) -> Vec<Self> {
+        let mut start = 0;
+        let columns = counts.iter().map(|count| {
+            start += count;
+            Self {
+                rows: rows.clone(),
+                start: start - count,
+                count: *count,
+            }
+        });
+        columns.collect()
+    }
+
     /// All of them.
     pub fn all(rows: Tensor<2>) -> Self {
         let [_, count] = rows.dims();

@@ -8,6 +8,19 @@ use cubecl::prelude::*;
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044715;
 
+/// Some columns of rows, in vectors: the first one, and those from a row to the next.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Columns {
+    pub start: u32,
+    pub stride: u32,
+}
+
+#[cube]
+fn place(row: u32, column: u32, columns: Columns) -> usize {
+    row as usize * columns.stride as usize + (columns.start + column) as usize
+}
+
 /// tanh of what GELU takes it of.
 #[cube]
 fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
@@ -30,14 +43,19 @@ pub(super) fn gate<E: Float, N: Size>(
     through: &Tensor<Vector<E, N>>,
     output: &mut Tensor<Vector<E, N>>,
     vectors: u32,
+    of_row: u32,
+    gate_columns: Columns,
+    through_columns: Columns,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     if ABSOLUTE_POS < vectors as usize {
-        let x = Vector::<f32, N>::cast_from(gate[ABSOLUTE_POS]);
+        let (row, column) = (ABSOLUTE_POS as u32 / of_row, ABSOLUTE_POS as u32 % of_row);
+        let x = Vector::<f32, N>::cast_from(gate[place(row, column, gate_columns)]);
         let one = Vector::<f32, N>::cast_from(1.0f32);
         let open = x * (bent(x) + one) * Vector::cast_from(0.5f32);
-        output[ABSOLUTE_POS] = product(Vector::cast_from(open), through[ABSOLUTE_POS]);
+        let passes = through[place(row, column, through_columns)];
+        output[ABSOLUTE_POS] = product(Vector::cast_from(open), passes);
     }
 }
 

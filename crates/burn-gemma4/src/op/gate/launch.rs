@@ -1,10 +1,10 @@
 //! Launches gates and their gradients.
 
 use super::{
-    GateBackend, GateGradients,
-    kernel::{gate, gate_gradients},
+    GateBackend, GateColumns, GateColumnsBackend, GateGradients,
+    kernel::{ColumnsLaunch, gate, gate_gradients},
 };
-use crate::op::launch::vector_size;
+use crate::op::launch::{rows_of, vector_size};
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
@@ -38,6 +38,9 @@ impl GateBackend for CubeBackend {
                 through.into_tensor_arg(),
                 output.clone().into_tensor_arg(),
                 vectors,
+                vectors,
+                ColumnsLaunch::new(0, 0),
+                ColumnsLaunch::new(0, 0),
                 dtype_to_storage_type(open.dtype),
                 vector,
             );
@@ -76,5 +79,60 @@ impl GateBackend for CubeBackend {
             gate: of_open,
             through: of_through,
         }
+    }
+}
+
+impl GateColumnsBackend for CubeBackend {
+    fn gated_columns(
+        open: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+        columns: GateColumns,
+    ) -> FloatTensor<Self> {
+        let [open, through] = [open, through].map(rows_of);
+        let client = open.client.clone();
+        let GateColumns {
+            gate: gate_start,
+            through: through_start,
+            count,
+        } = columns;
+        let rows = open.meta.shape()[0];
+        assert!(
+            gate_start + count <= open.meta.shape()[1]
+                && through_start + count <= through.meta.shape()[1]
+                && rows == through.meta.shape()[0],
+            "columns that there are"
+        );
+        let output = empty(&open, [rows, count], open.dtype);
+        let (gate_stride, through_stride) = (open.meta.strides()[0], through.meta.strides()[0]);
+        let multiples = [
+            count,
+            gate_start,
+            through_start,
+            gate_stride,
+            through_stride,
+        ];
+        let vector = vector_size(&client, open.dtype.size(), &multiples);
+        let vectors = rows * count / vector;
+        let in_vectors =
+            |start, stride| ColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32);
+        // SAFETY: units read `count` columns of `rows` rows, which both tensors have, and write as many.
+        unsafe {
+            gate::launch_unchecked(
+                &client,
+                cube_count(&client, vectors.div_ceil(UNITS)),
+                CubeDim::new_1d(UNITS as u32),
+                address_type([&open, &through]),
+                open.clone().into_tensor_arg(),
+                through.into_tensor_arg(),
+                output.clone().into_tensor_arg(),
+                u32::try_from(vectors).expect("activations that a device holds"),
+                (count / vector) as u32,
+                in_vectors(gate_start, gate_stride),
+                in_vectors(through_start, through_stride),
+                dtype_to_storage_type(open.dtype),
+                vector,
+            );
+        }
+        output
     }
 }

@@ -10,9 +10,15 @@ mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
 
-#[cfg(feature = "cube")]
-use burn::backend::{Backend, Dispatch, ExtensionType, backend_extension, tensor::FloatTensor};
 use burn::tensor::{DType, Tensor};
+#[cfg(feature = "cube")]
+use burn::{
+    backend::{
+        Backend, Dispatch, ExtensionType, backend_extension, fusion::custom::TensorSpec,
+        tensor::FloatTensor,
+    },
+    tensor::Shape,
+};
 
 /// GELU by its approximation through tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415), in f32, rounded once.
 ///
@@ -34,6 +40,29 @@ pub(crate) fn gated<const D: usize>(gate: Tensor<D>, through: Tensor<D>) -> Tens
         return Tensor::from_dispatch(gated);
     }
     gelu(gate) * through
+}
+
+/// Columns of a gate's rows and of those of what goes through it.
+#[cfg(feature = "cube")]
+#[derive(Clone, Copy, Debug)]
+pub struct GateColumns {
+    /// The gate's first column.
+    pub gate: usize,
+    /// The other's.
+    pub through: usize,
+    /// How many.
+    pub count: usize,
+}
+
+/// [`gated`] of some columns of rows, read where they lie: `[rows, count]`. Where kernels serve both.
+#[cfg(feature = "cube")]
+pub(crate) fn gated_columns(
+    gate: Tensor<2>,
+    through: Tensor<2>,
+    columns: GateColumns,
+) -> Tensor<2> {
+    let gated = Dispatch::gated_columns(gate.into_dispatch(), through.into_dispatch(), columns);
+    Tensor::from_dispatch(gated)
 }
 
 /// The gradients of what a gate reads.
@@ -63,6 +92,21 @@ pub trait GateBackend: Backend {
         through: FloatTensor<Self>,
         gradient: FloatTensor<Self>,
     ) -> GateGradients<Self>;
+}
+
+/// A gate of columns as an operator of a backend.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Fusion)]
+pub trait GateColumnsBackend: Backend {
+    /// See [`gated_columns`].
+    #[fusion(meta = |gate, _through, columns| {
+        TensorSpec::new(Shape::new([gate.shape[0], columns.count]), gate.dtype)
+    })]
+    fn gated_columns(
+        gate: FloatTensor<Self>,
+        through: FloatTensor<Self>,
+        columns: GateColumns,
+    ) -> FloatTensor<Self>;
 }
 
 #[cfg(all(test, feature = "cube", feature = "flex"))]

@@ -47,6 +47,15 @@ impl Matrix {
         }
     }
 
+    /// Its numbers, unless it is quantized.
+    #[cfg(feature = "cuda")]
+    pub fn into_whole(self) -> Option<Tensor<2>> {
+        match self {
+            Self::Whole(matrix) => Some(matrix),
+            Self::Quantized(_) => None,
+        }
+    }
+
     /// As a constant.
     pub fn inner(self) -> Self {
         match self {

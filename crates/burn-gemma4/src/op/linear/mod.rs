@@ -9,11 +9,15 @@ mod matrix;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
 mod quantized;
+#[cfg(feature = "cuda")]
+mod sides;
 
 pub(crate) use low_rank::with_adapter;
 #[cfg(feature = "cube")]
 pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};
+#[cfg(feature = "cuda")]
+pub(crate) use sides::side_by_side;
 
 #[cfg(feature = "cube")]
 use burn::backend::{ops::FloatTensorOps, tensor::FloatTensor};

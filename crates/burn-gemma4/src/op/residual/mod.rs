@@ -39,10 +39,34 @@ pub(crate) fn residual(added: Added) -> Tensor<2> {
     added.stream + norm(added.added, added.weight, added.epsilon)
 }
 
-/// `stream' = (stream + norm(added)) · scalar`, `scalar` being a parameter, or 1 where there is none, and `norm(stream')` with the next
-/// block's weight: where kernels serve the stream.
+/// `stream' = (stream + norm(added)) · scalar`, `scalar` being a parameter, or 1 where there is none, and, where kernels serve them all,
+/// `norm(stream')` with the next block's weight.
+pub(crate) fn residual_before(
+    added: Added,
+    scalar: Option<Tensor<1>>,
+    next_weight: Tensor<1>,
+) -> (Tensor<2>, Option<Tensor<2>>) {
+    #[cfg(feature = "cube")]
+    if [Some(&added.weight), scalar.as_ref(), Some(&next_weight)]
+        .into_iter()
+        .flatten()
+        .all(|weight| super::serve_with(&added.stream, weight))
+    {
+        let (stream, normed) = residual_and_norm(added, scalar, next_weight);
+        return (stream, Some(normed));
+    }
+    let _ = next_weight;
+    let stream = residual(added);
+    let stream = match scalar {
+        Some(scalar) => stream * scalar.unsqueeze::<2>(),
+        None => stream,
+    };
+    (stream, None)
+}
+
+/// [`residual_before`] in one launch.
 #[cfg(feature = "cube")]
-pub(crate) fn residual_and_norm(
+fn residual_and_norm(
     added: Added,
     scalar: Option<Tensor<1>>,
     next_weight: Tensor<1>,

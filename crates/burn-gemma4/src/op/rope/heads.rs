@@ -37,6 +37,22 @@ pub struct LayerColumns {
     pub epsilon: f64,
 }
 
+/// What keys and values become that have no buffer yet.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnShape {
+    pub sequences: usize,
+    /// Columns of keys, and as many of values.
+    pub columns: usize,
+}
+
+impl OwnShape {
+    /// `[sequences, heads, count, head_dim]`, of so many rows.
+    pub(super) fn of(self, rows: usize, head_dim: usize) -> [usize; 4] {
+        let heads = self.columns / head_dim;
+        [self.sequences, heads, rows / self.sequences, head_dim]
+    }
+}
+
 /// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of some columns of `[rows, …]`: normalised by heads and
 /// rotated by `positions`, one a row.
 pub(crate) fn query_heads(
@@ -82,6 +98,34 @@ pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tens
         values: parts.values.into_dispatch(),
     };
     let heads: LayerHeads<Dispatch> = Dispatch::layer_heads(tensors, columns);
+    [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
+}
+
+/// What a layer has its heads made of whose rows are at the tables' positions in their order.
+pub(crate) struct PartsInOrder<'a> {
+    pub projected: Tensor<2>,
+    pub query_weight: Tensor<1>,
+    pub key_weight: Tensor<1>,
+    pub tables: &'a RotationTables,
+}
+
+/// The heads of a layer's queries, `[rows, heads, 1, head_dim]`, and of its keys and values, `[sequences, heads, count, head_dim]`
+/// each, in one launch. Rows are at the tables' positions, and from their beginning again after the last; as many after one
+/// another are of each sequence.
+pub(crate) fn layer_heads_in_order(
+    parts: PartsInOrder<'_>,
+    columns: LayerColumns,
+    own: OwnShape,
+) -> [Tensor<4>; 3] {
+    let heads: LayerHeads<Dispatch> = Dispatch::layer_heads_in_order(
+        parts.projected.into_dispatch(),
+        parts.query_weight.into_dispatch(),
+        parts.key_weight.into_dispatch(),
+        parts.tables.cos.clone().into_dispatch(),
+        parts.tables.sin.clone().into_dispatch(),
+        columns,
+        own,
+    );
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
@@ -183,6 +227,19 @@ pub trait HeadsBackend: Backend {
         columns: LayerColumns,
     ) -> LayerHeads<Self>;
 
+    #[fusion(meta = |projected, _weight, _key_weight, cos, _sin, columns, own| {
+        metadata_in_order(projected, cos, columns, *own)
+    })]
+    fn layer_heads_in_order(
+        projected: FloatTensor<Self>,
+        query_weight: FloatTensor<Self>,
+        key_weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        columns: LayerColumns,
+        own: OwnShape,
+    ) -> LayerHeads<Self>;
+
     #[fusion(meta = |projected, _weight, cos, _sin, _epsilon| {
         metadata(projected, cos, projected.shape[1])
     })]
@@ -222,6 +279,21 @@ fn metadata(projected: &TensorSpec, cos: &TensorSpec, columns: usize) -> TensorS
         Shape::new([rows, columns / head_dim, 1, head_dim]),
         projected.dtype,
     )
+}
+
+fn metadata_in_order(
+    projected: &TensorSpec,
+    cos: &TensorSpec,
+    columns: &LayerColumns,
+    own: OwnShape,
+) -> LayerHeadsMetadata {
+    let shape = Shape::new(own.of(projected.shape[0], 2 * cos.shape[1]));
+    let own = TensorSpec::new(shape, projected.dtype);
+    LayerHeadsMetadata {
+        queries: metadata(projected, cos, columns.count),
+        keys: own.clone(),
+        values: own,
+    }
 }
 
 fn layer_metadata(tensors: &LayerTensorsMetadata, columns: &LayerColumns) -> LayerHeadsMetadata {

@@ -119,11 +119,13 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
         + place.head as usize * 2 * pairs as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
     let mut position = row % positions_in_order;
+    let mut slot = row % place.rows_each;
     #[comptime]
     match positions {
         ComptimeOption::Some(positions) => {
             let at = load_element_now(positions.as_slice(), row as usize, plan.reads_ahead);
             position = u32::cast_from(at);
+            slot = position % place.slots;
         }
         ComptimeOption::None => {}
     }
@@ -183,7 +185,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
 
     let to = (row / place.rows_each) as usize * place.to_sequence as usize
         + place.head as usize * place.to_head as usize
-        + (position % place.slots) as usize * place.to_slot as usize;
+        + slot as usize * place.to_slot as usize;
     let placed = if comptime!(plan.columns == Columns::CompactKeys) {
         rotated
     } else {

@@ -1,7 +1,7 @@
 //! Launches the heads of projections.
 
 use super::{
-    heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors},
+    heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors, OwnShape},
     kernel::{Columns, HeadsPlan, place_heads_overlapped},
     sides::SideLaunch,
 };
@@ -93,6 +93,43 @@ impl HeadsBackend for CubeBackend {
                 values: Target::new(&values, of_values),
             }),
             reads_ahead: true,
+            ..Heads::new(projected, &queries, Columns::Channels, of_queries)
+        }
+        .launch();
+        LayerHeads {
+            queries,
+            keys,
+            values,
+        }
+    }
+
+    fn layer_heads_in_order(
+        projected: FloatTensor<Self>,
+        query_weight: FloatTensor<Self>,
+        key_weight: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        columns: LayerColumns,
+        own: OwnShape,
+    ) -> LayerHeads<Self> {
+        let shape = own.of(projected.meta.shape()[0], 2 * cos.meta.shape()[1]);
+        let [keys, values] = [(); 2].map(|()| empty(&projected, shape, projected.dtype));
+        let queries = empty_heads(&projected, &cos, columns.count);
+        let options = |start, count| HeadOptions {
+            start,
+            count,
+            compact: None,
+            epsilon: columns.epsilon,
+        };
+        let of_queries = options(columns.queries, columns.count);
+        let weight = query_weight;
+        Heads {
+            weights: Some(HeadWeights { weight, cos, sin }),
+            own: Some(OwnHeads {
+                key_weight,
+                keys: Target::new(&keys, options(columns.keys, own.columns)),
+                values: Target::new(&values, options(columns.values, own.columns)),
+            }),
             ..Heads::new(projected, &queries, Columns::Channels, of_queries)
         }
         .launch();
@@ -235,7 +272,8 @@ struct OwnHeads {
 struct Heads {
     projected: CubeTensor,
     weights: Option<HeadWeights>,
-    /// Without them, rows are at the tables' positions in their order, and from their beginning again after the last.
+    /// Without them, rows are at the tables' positions in their order, and from their beginning again after the last, and a sequence's are in
+    /// the slots from the first on.
     positions: Option<CubeTensor>,
     target: Target,
     own: Option<OwnHeads>,

@@ -51,6 +51,39 @@ impl Rotation {
         self.apply(heads.swap_dims(1, 2))
     }
 
+    /// The heads of a layer's queries, keys and values, `[batch, heads, positions, head_dim]` each, of columns of one projection; where
+    /// kernels serve it with the weights of the norms.
+    #[cfg(feature = "cube")]
+    pub fn layer_heads(
+        &self,
+        projected: Tensor<2>,
+        [query_weight, key_weight]: [Tensor<1>; 2],
+        columns: heads::LayerColumns,
+        own: heads::OwnShape,
+    ) -> Option<[Tensor<4>; 3]> {
+        let serves = [&query_weight, &key_weight]
+            .into_iter()
+            .all(|weight| super::serve_with(&projected, weight));
+        if !serves {
+            return None;
+        }
+        let [_, _, positions, pairs] = self.cos.dims();
+        let shape = [
+            own.sequences,
+            positions,
+            columns.count / (2 * pairs),
+            2 * pairs,
+        ];
+        let parts = heads::PartsInOrder {
+            projected,
+            query_weight,
+            key_weight,
+            tables: &self.tables(),
+        };
+        let [queries, keys, values] = heads::layer_heads_in_order(parts, columns, own);
+        Some([queries.reshape(shape).swap_dims(1, 2), keys, values])
+    }
+
     /// As kernels read it.
     #[cfg(feature = "cube")]
     fn tables(&self) -> RotationTables {

@@ -1,0 +1,96 @@
+//! Products of the same rows with several weights in one launch, side by side: for inference on Hopper.
+
+use burn::{
+    backend::{
+        Backend, CubeDevice, Dispatch, DispatchDevice, backend_extension,
+        fusion::custom::TensorSpec, ops::FloatTensorOps, tensor::FloatTensor,
+    },
+    tensor::{Shape, Tensor},
+};
+use burn_cubecl::CubeBackend;
+use cube_kit::matmul::{matrix_products, multiplies_side_by_side};
+
+/// `[rows, columns in]` times the transposes of two or three weights, `[columns out, columns in]` each, in one matrix; where one launch makes
+/// that.
+pub(crate) fn side_by_side(input: &Tensor<2>, weights: Vec<Tensor<2>>) -> Option<Tensor<2>> {
+    let device = input.device();
+    let DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) = device.as_dispatch() else {
+        return None;
+    };
+    let dtype = input.dtype();
+    let counts: Vec<_> = weights.iter().map(|weight| weight.dims()[0]).collect();
+    let serves = weights.iter().all(|weight| weight.dtype() == dtype)
+        && multiplies_side_by_side(&device.client(), dtype, &counts);
+    let mut weights = weights
+        .into_iter()
+        .map(|weight| weight.transpose().into_dispatch());
+    let input = || input.clone().into_dispatch();
+    let product = match (weights.next(), weights.next(), weights.next()) {
+        _ if !serves => return None,
+        (Some(first), Some(second), None) => Dispatch::product_of_two(input(), first, second),
+        (Some(first), Some(second), Some(third)) => {
+            Dispatch::product_of_three(input(), first, second, third)
+        }
+        _ => return None,
+    };
+    Some(Tensor::from_dispatch(product))
+}
+
+/// The products as operators of a backend: `[rows, inner]` times each of several `[inner, columns]`.
+#[backend_extension(Cube, Fusion)]
+pub trait SidesBackend: Backend {
+    #[fusion(meta = |lhs, first, second| metadata(lhs, &[first, second]))]
+    fn product_of_two(
+        lhs: FloatTensor<Self>,
+        first: FloatTensor<Self>,
+        second: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+
+    #[fusion(meta = |lhs, first, second, third| metadata(lhs, &[first, second, third]))]
+    fn product_of_three(
+        lhs: FloatTensor<Self>,
+        first: FloatTensor<Self>,
+        second: FloatTensor<Self>,
+        third: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+}
+
+/// What Burn's fusion must know of a product before it exists.
+fn metadata(lhs: &TensorSpec, sides: &[&TensorSpec]) -> TensorSpec {
+    let columns = sides.iter().map(|side| side.shape[1]).sum();
+    TensorSpec::new(Shape::new([lhs.shape[0], columns]), lhs.dtype)
+}
+
+impl SidesBackend for CubeBackend {
+    fn product_of_two(
+        lhs: FloatTensor<Self>,
+        first: FloatTensor<Self>,
+        second: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        product(lhs, vec![first, second])
+    }
+
+    fn product_of_three(
+        lhs: FloatTensor<Self>,
+        first: FloatTensor<Self>,
+        second: FloatTensor<Self>,
+        third: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        product(lhs, vec![first, second, third])
+    }
+}
+
+fn product(
+    lhs: FloatTensor<CubeBackend>,
+    sides: Vec<FloatTensor<CubeBackend>>,
+) -> FloatTensor<CubeBackend> {
+    match matrix_products(&lhs, &sides) {
+        Ok(Some(product)) => product,
+        // The copy engine does not read one of them as it lies.
+        Ok(None) => {
+            let one = |side| super::product_of_cube(lhs.clone(), side);
+            CubeBackend::float_cat(sides.into_iter().map(one).collect(), 1)
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
