@@ -1,7 +1,7 @@
 //! The operators of a layer for any number of rows, with gradients: for prompts, training, and wherever the kernels for a few
 //! rows do not serve.
 
-#[cfg(feature = "cuda")]
+#[cfg(feature = "cube")]
 use super::layer::operators::OwnColumns;
 use super::{
     cache::{
@@ -16,14 +16,12 @@ use super::{
     },
     observe::{LayerSite, Observer, Site},
 };
+#[cfg(feature = "cuda")]
+use crate::op::linear::side_by_side;
 #[cfg(feature = "cube")]
 use crate::op::{
     self,
     gate::{GateColumns, gated_columns},
-};
-#[cfg(feature = "cuda")]
-use crate::op::{
-    linear::side_by_side,
     rope::heads::{LayerColumns, OwnShape},
 };
 use crate::{
@@ -135,7 +133,7 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
         self.keep(attention, key, value)
     }
 
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "cube")]
     fn heads_together(
         &mut self,
         attention: &Attention,

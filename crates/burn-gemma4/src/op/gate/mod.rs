@@ -191,4 +191,32 @@ mod tests {
             }
         }
     }
+
+    /// Of columns of wider rows, bit by bit as of rows of their own.
+    #[test]
+    fn of_columns_is_as_of_rows() {
+        let device = Device::default();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            if !crate::op::serves(&device, dtype) {
+                continue;
+            }
+            for (columns, starts) in [(5, [3, 0]), (256, [256, 512]), (64, [0, 8])] {
+                let drawn = |start: usize| {
+                    let shape = [7, start + columns + 16];
+                    let drawn = Tensor::<2>::random(shape, Distribution::Normal(0.0, 3.0), &device);
+                    drawn.cast(dtype)
+                };
+                let [gate, through] = starts.map(drawn);
+                let own = |rows: &Tensor<2>, start| rows.clone().narrow(1, start, columns) * 1.0;
+                let expected = gated(own(&gate, starts[0]), own(&through, starts[1]));
+                let columns = GateColumns {
+                    gate: starts[0],
+                    through: starts[1],
+                    count: columns,
+                };
+                let found = gated_columns(gate, through, columns);
+                assert_eq!(found.into_data(), expected.into_data(), "{dtype:?}");
+            }
+        }
+    }
 }

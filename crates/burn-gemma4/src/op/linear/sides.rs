@@ -94,3 +94,34 @@ fn product(
         Err(error) => panic!("{error}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::linear::rows;
+    use burn::tensor::{DType, Device, Distribution};
+
+    /// Side by side, bit by bit as one by one: every sum keeps its order, whatever tile it is in.
+    #[test]
+    fn side_by_side_is_as_one_by_one() {
+        let device = Device::default();
+        for dtype in [DType::F16, DType::BF16] {
+            if !crate::op::serves(&device, dtype) {
+                continue;
+            }
+            for counts in [vec![256, 64, 40], vec![192, 256], vec![64, 64, 64]] {
+                let drawn = |shape: [usize; 2]| {
+                    Tensor::<2>::random(shape, Distribution::Normal(0.0, 1.0), &device).cast(dtype)
+                };
+                let input = drawn([150, 200]);
+                let weights: Vec<_> = counts.iter().map(|count| drawn([*count, 200])).collect();
+                let Some(found) = side_by_side(&input, weights.clone()) else {
+                    continue;
+                };
+                let one = |weight: &Tensor<2>| rows(input.clone(), weight.clone());
+                let expected = Tensor::cat(weights.iter().map(one).collect(), 1);
+                assert_eq!(found.into_data(), expected.into_data(), "{counts:?}");
+            }
+        }
+    }
+}

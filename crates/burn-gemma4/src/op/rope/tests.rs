@@ -3,7 +3,8 @@
 use super::{
     RotationTables,
     heads::{
-        HeadOptions, LayerColumns, LayerParts, layer_heads, query_heads, write_keys, write_values,
+        HeadOptions, LayerColumns, LayerParts, OwnShape, PartsInOrder, layer_heads,
+        layer_heads_in_order, query_heads, write_keys, write_values,
     },
 };
 use crate::op;
@@ -151,5 +152,103 @@ fn of_a_layer_in_one_launch() {
                 dtype,
             );
         }
+    }
+}
+
+/// Of two sequences of four rows, whose keys and values have no buffer yet. `table_rows` are those of one of them, or of both.
+fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
+    const SEQUENCES: usize = 2;
+    const ROWS: usize = 4;
+    let (heads, own_heads, pairs) = (4, 2, 20);
+    let (head_dim, epsilon) = (2 * pairs, 1e-6);
+    let drawn = |shape: [usize; 2]| {
+        Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), device).cast(dtype)
+    };
+    let weight = || drawn([1, head_dim]).reshape([head_dim]);
+    let (count, own_count) = (heads * head_dim, own_heads * head_dim);
+    let projected = drawn([SEQUENCES * ROWS, count + 2 * own_count]);
+    let (query_weight, key_weight) = (weight(), weight());
+    let tables = RotationTables {
+        cos: drawn([table_rows, pairs]),
+        sin: drawn([table_rows, pairs]),
+    };
+    let all = SEQUENCES * ROWS;
+    let positions: Vec<i32> = (0..all).map(|row| (row % table_rows) as i32).collect();
+    let positions =
+        Tensor::<1, Int>::from_data(TensorData::new(positions, [all]), (device, DType::I32));
+    let options = |start, count| HeadOptions {
+        start,
+        count,
+        compact: None,
+        epsilon,
+    };
+    let by_sequence = |heads: Tensor<4>, count: usize| {
+        let shape = [SEQUENCES, ROWS, count, head_dim];
+        heads.reshape(shape).swap_dims(1, 2)
+    };
+    // A row a sequence, each in its only slot.
+    let slots = || Tensor::<4>::full([all, own_heads, 1, head_dim], f32::NAN, device).cast(dtype);
+    let expected = [
+        query_heads(
+            projected.clone(),
+            query_weight.clone(),
+            &tables,
+            positions.clone(),
+            options(0, count),
+        ),
+        by_sequence(
+            write_keys(
+                projected.clone(),
+                key_weight.clone(),
+                &tables,
+                positions.clone(),
+                slots(),
+                options(count, own_count),
+            ),
+            own_heads,
+        ),
+        by_sequence(
+            write_values(
+                projected.clone(),
+                positions,
+                slots(),
+                options(count + own_count, own_count),
+            ),
+            own_heads,
+        ),
+    ];
+    let parts = PartsInOrder {
+        projected,
+        query_weight,
+        key_weight,
+        tables: &tables,
+    };
+    let columns = LayerColumns {
+        queries: 0,
+        count,
+        keys: count,
+        values: count + own_count,
+        epsilon,
+    };
+    let own = OwnShape {
+        sequences: SEQUENCES,
+        columns: own_count,
+    };
+    let found = layer_heads_in_order(parts, columns, own);
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert_eq!(found.dims(), expected.dims());
+        assert_eq!(bits(found), bits(expected), "{table_rows} rows, {dtype:?}");
+    }
+}
+
+#[test]
+fn of_a_layer_in_order() {
+    let device = Device::default();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        if !op::serves(&device, dtype) {
+            continue;
+        }
+        check_in_order(4, &device, dtype);
+        check_in_order(8, &device, dtype);
     }
 }
