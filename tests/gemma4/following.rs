@@ -121,6 +121,18 @@ fn passes_ahead_give_what_steps_give() {
                         };
                         text.push(next);
                         assert_eq!(decoder.cache().len(), start + column + 1, "{what}");
+                        if spare > 0 && column == 22 {
+                            // The same tokens as those of the pass that is under way, a column earlier.
+                            let last = text.last().expect("one").clone();
+                            decoder.forget(1).expect("a spare column");
+                            let next = match by_passes {
+                                true => {
+                                    followed(&mut decoder, &last, false, &mut own, &device.device)
+                                }
+                                false => stepped(&mut decoder, &last, &mut own),
+                            };
+                            *text.last_mut().expect("one") = next;
+                        }
                         if spare > 0 && column == 20 {
                             decoder.forget(2).expect("spare columns");
                             for column in [19, 20] {

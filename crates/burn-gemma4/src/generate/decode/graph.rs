@@ -108,6 +108,11 @@ impl GraphCapture {
         outputs
     }
 
+    /// Lets go of the pass that is under way, if there is one.
+    pub fn leave_what_is_ahead(&mut self) {
+        self.ahead = None;
+    }
+
     /// Whether tokens are drawn.
     pub fn draws(&self) -> bool {
         self.sampler.is_some()

@@ -130,8 +130,9 @@ impl<'a> Decoder<'a> {
     /// Reads one more token of each sequence and gives the next: the likeliest, or what the [samplers](Self::with_samplers) draw, if the device draws them;
     /// nothing for a sequence without any, every logit of which is NaN or −∞.
     ///
-    /// It gives what [`step`](Self::step) and [`Next::argmax`] or [`Next::sample`] would, but samplers do not read it. Where the caller `goes_on`, what reads the given tokens is put on
-    /// the device before they have come to the host, which then never waits for the host: the next call takes it up, if it is with these tokens. With others it reads those, and the work was for nothing.
+    /// It gives what [`step`](Self::step) and [`Next::argmax`] or [`Next::sample`] would, but samplers do not read it. Where the caller `goes_on`, what
+    /// reads the given tokens is put on the device before they have come to the host, which the device then never waits for: the next call takes it up, if
+    /// it is with these tokens. With others it reads those, and the work was for nothing, but that tokens which were drawn and not taken count for a repetition penalty.
     ///
     /// `None` where tokens are not chosen on the device, as on a processor, or where samplers were given that the host has to draw for.
     ///
@@ -282,6 +283,7 @@ impl<'a> Decoder<'a> {
     /// # Errors
     /// Where the cache cannot.
     pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
+        self.leave_what_is_ahead();
         self.cache.forget(count)
     }
 
@@ -290,7 +292,16 @@ impl<'a> Decoder<'a> {
     /// # Errors
     /// Where the cache cannot.
     pub(crate) fn forget_each(&mut self, counts: &[usize]) -> Result<(), Gemma4Error> {
+        self.leave_what_is_ahead();
         self.cache.forget_each(counts)
+    }
+
+    /// A pass that is under way is for the column after the last one that was read.
+    fn leave_what_is_ahead(&mut self) {
+        #[cfg(feature = "cube")]
+        if let Some(graph) = &mut self.graph {
+            graph.leave_what_is_ahead();
+        }
     }
 
     /// Tokens that there are.

@@ -77,9 +77,11 @@ pub(super) fn gate_gradients<E: Float, N: Size>(
         let half = Vector::<f32, N>::cast_from(0.5f32);
         let t = bent(x);
         let open = x * (t + one) * half;
-        let inner =
-            (one + x * x * Vector::cast_from(3.0f32 * CUBIC)) * Vector::cast_from(SQRT_2_OVER_PI);
-        let slope = half * (one + t) + half * x * (one - t * t) * inner;
+        // Beyond, 1 - t² is 0, and squares may be infinite.
+        let near = x.clamp(Vector::cast_from(-16.0f32), Vector::cast_from(16.0f32));
+        let inner = (one + near * near * Vector::cast_from(3.0f32 * CUBIC))
+            * Vector::cast_from(SQRT_2_OVER_PI);
+        let slope = half * (one + t) + half * near * (one - t * t) * inner;
         let given = gradient[ABSOLUTE_POS];
         of_through[ABSOLUTE_POS] = product(Vector::cast_from(open), given);
         let of_open = Vector::<f32, N>::cast_from(product(through[ABSOLUTE_POS], given));
