@@ -151,10 +151,15 @@ fn the_program_tells_what_is_learned() {
     let whole = told(&[]);
     let documents = whole["documents"].as_array().expect("documents");
     assert_eq!(documents.len(), 200);
-    // Every fifth is the same.
-    assert_eq!(documents[0]["cross_entropy"], documents[5]["cross_entropy"]);
     assert_eq!(documents[199]["line"], 200);
     let of = |told: &Value| told["cross_entropy"].as_f64().expect("a number");
+    // Every fifth is the same; they lie in other places of their rows, and a processor's products may add up otherwise there.
+    let (first, fifth) = (of(&documents[0]), of(&documents[5]));
+    let error = (first - fifth).abs();
+    assert!(
+        error <= 4.0 * f64::from(f32::EPSILON) * first,
+        "{first} and {fifth}"
+    );
     let tokens = |told: &Value| told["tokens"].as_f64().expect("a number");
     let sum: f64 = documents.iter().map(|one| of(one) * tokens(one)).sum();
     assert_close(sum / tokens(&whole), of(&whole), "by tokens");
