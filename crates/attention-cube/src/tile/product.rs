@@ -289,7 +289,9 @@ pub(super) fn mark_used<C: Float>(
                 let values = tile[at + row * comptime!(tiles.tile_pitch()) + column / 4];
                 #[unroll]
                 for lane in 0..4usize {
-                    if lane == column % 4 && values.extract(lane) != C::from_int(0) {
+                    // Vulkan has no comparison of numbers in bf16.
+                    let value = f32::cast_from(values.extract(lane));
+                    if lane == column % 4 && value != 0.0f32 {
                         any = 1u32;
                     }
                 }
