@@ -2,7 +2,7 @@
 //!
 //! A weight in bf16 has 8 bits: an update of less than a 512th of it is rounded away, which at a fine-tuning's learning rate
 //! is most of them. So the optimizer keeps each weight in f32, updates that, and rounds it for the model (Micikevicius et al.
-//! 2018, arXiv:1710.03740). Its moments are in f32, too.
+//! 2018, arXiv:1710.03740), by [`rounded`]. Its moments are in f32, too.
 
 use super::{arguments::OptimizerName, gradients::leaf};
 use burn::{
@@ -10,6 +10,7 @@ use burn::{
     optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource, join_path},
     tensor::{DType, Device, Int, Tensor},
 };
+use burn_gemma4::update::rounded;
 use std::fmt;
 
 /// An optimizer that computes in f32, whatever the weights are in.
@@ -53,7 +54,7 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         let gradient = gradient.cast(DType::F32);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));
         let (master, inner) = self.0.step(rate, master, gradient, inner);
-        let tensor = master.clone().cast(dtype);
+        let tensor = rounded(master.clone(), dtype);
         let master = (dtype != DType::F32).then_some(master);
         let state = (master.is_some() || inner.is_some()).then_some(MasterState { master, inner });
         (tensor, state)

@@ -35,35 +35,46 @@ fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> V
     losses.collect()
 }
 
-/// A matrix's numbers as bf16 has them.
-fn in_bf16(tensor: &Stored) -> Vec<u16> {
-    let halves = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
-    match tensor.dtype {
-        Dtype::BF16 => tensor.bytes.chunks_exact(2).map(halves).collect(),
-        Dtype::F32 => {
-            let rounded = |bytes: &[u8]| {
-                let bits = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-                ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) as u16
-            };
-            tensor.bytes.chunks_exact(4).map(rounded).collect()
-        }
-        other => panic!("{other:?}"),
+/// How far a number of f32 is from one of bf16, as a share of the way to the next one there, 1 where it is beyond that.
+fn share_of_the_way(from: u16, to: u32) -> f64 {
+    let (kept, share) = ((to >> 16) as u16, f64::from(to & 0xFFFF) / 65536.0);
+    match from.wrapping_sub(kept) {
+        0 => share,
+        1 => 1.0 - share,
+        _ => 1.0,
     }
 }
 
-/// The share of the layers' weights that are others in bf16.
+/// The share of the layers' weights that a training changed in bf16; of one in f32, the share of the way to their next numbers there that they have gone.
 fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) -> f64 {
     let layers = before.keys().filter(|name| name.contains(".layers."));
-    let (mut changed, mut all) = (0, 0);
+    let (mut changed, mut all) = (0.0, 0);
     for name in layers.filter(|name| name.ends_with("_proj.weight")) {
-        let [before, after] = [before, after].map(|tensors| in_bf16(&tensors[name]));
+        let [before, after] = [before, after].map(|tensors| &tensors[name]);
+        assert_eq!(before.dtype, Dtype::BF16);
+        let halves = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
+        let before = before.bytes.chunks_exact(2).map(halves);
         all += before.len();
-        changed += before.iter().zip(after).filter(|(a, b)| **a != *b).count();
+        let shares = |width, whole: fn(&[u8]) -> u32| -> f64 {
+            let after = after.bytes.chunks_exact(width).map(whole);
+            let pairs = before.zip(after);
+            pairs.map(|(from, to)| share_of_the_way(from, to)).sum()
+        };
+        changed += match after.dtype {
+            Dtype::BF16 => shares(2, |bytes| {
+                u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 16
+            }),
+            Dtype::F32 => shares(4, |bytes| {
+                u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+            }),
+            other => panic!("{other:?}"),
+        };
     }
-    changed as f64 / all as f64
+    changed / all as f64
 }
 
-/// At a fine-tuning's learning rate a step is less than a half of bf16's last place.
+/// At a fine-tuning's learning rate a step is less than a half of bf16's last place. Of weights that have gone some share of the way to their
+/// next number in bf16, that share is there.
 #[test]
 fn weights_in_bf16_change_as_those_in_f32() {
     let base = Folder::copy("dense-ple-mm-bf16");

@@ -3,6 +3,7 @@
 //! Budget: a vector of each operand in registers; for the norm a float a part of the cube in shared memory. Bound by memory's rate:
 //! every number is read once and written once, so that AdamW is 30 bytes a weight in half precision.
 
+use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
@@ -106,6 +107,35 @@ pub(super) fn adamw<G: Float, N: Size>(
     }
 }
 
+/// A vector of weights as the model has them, which is by [`super::rounding`] where `drawn`, else the nearest numbers.
+#[cube]
+fn shown<W: Float, N: Size>(weights: Vector<f32, N>, #[comptime] drawn: bool) -> Vector<W, N> {
+    let mut shown = weights;
+    if comptime!(drawn) {
+        #[unroll]
+        for lane in 0..weights.vector_size().comptime() {
+            let place = ABSOLUTE_POS * weights.vector_size().comptime() + lane;
+            shown.insert(lane, neighbour_there(weights.extract(lane), place as u32));
+        }
+    }
+    Vector::cast_from(shown)
+}
+
+/// Weights in f32 as the model has them.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn round<W: Float, N: Size>(
+    weight: &Tensor<Vector<f32, N>>,
+    rounded: &mut Tensor<Vector<W, N>>,
+    vectors: u32,
+    #[comptime] drawn: bool,
+    #[define(W)] _weight_element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    if ABSOLUTE_POS < vectors as usize {
+        rounded[ABSOLUTE_POS] = shown(weight[ABSOLUTE_POS], drawn);
+    }
+}
+
 /// AdamW of the weights in f32 behind those of a model, which are these, rounded.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn adamw_rounded<G: Float, W: Float, N: Size>(
@@ -116,12 +146,13 @@ pub(super) fn adamw_rounded<G: Float, W: Float, N: Size>(
     rounded: &mut Tensor<Vector<W, N>>,
     by: Coefficients,
     vectors: u32,
+    #[comptime] drawn: bool,
     #[define(G)] _gradient_element: ElemType,
     #[define(W)] _weight_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     if ABSOLUTE_POS < vectors as usize {
         let weight = updated(gradient, weight, mean, square, &by);
-        rounded[ABSOLUTE_POS] = Vector::cast_from(weight);
+        rounded[ABSOLUTE_POS] = shown(weight, drawn);
     }
 }

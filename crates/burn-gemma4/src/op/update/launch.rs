@@ -1,9 +1,9 @@
 //! Launches what a step does with a parameter.
 
 use super::{
-    PARTS, Rounded, UpdateBackend, Updated,
+    PARTS, Rounded, UpdateBackend, Updated, drawn,
     formula::Formula,
-    kernel::{CoefficientsLaunch, adamw, adamw_rounded, add_squares, scale},
+    kernel::{CoefficientsLaunch, adamw, adamw_rounded, add_squares, round, scale},
 };
 use crate::op::launch::{team, vector_size};
 use burn::{
@@ -186,6 +186,7 @@ impl UpdateBackend for CubeBackend {
                 rounded.clone().into_tensor_arg(),
                 coefficients(formula),
                 vectors,
+                drawn(dtype),
                 dtype_to_storage_type(own.gradient.dtype),
                 dtype_to_storage_type(dtype),
                 vector,
@@ -197,5 +198,28 @@ impl UpdateBackend for CubeBackend {
             mean: own.mean,
             square: own.square,
         }
+    }
+    fn round(weight: FloatTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        let weight = into_contiguous(weight);
+        let client = weight.client.clone();
+        let rounded = empty(&weight, weight.meta.shape().clone(), dtype);
+        let (vectors, vector) = vectors(&weight, size_of::<f32>());
+        let (count, dim) = grid(&client, vectors);
+        // SAFETY: units read and write vectors below `vectors`, which both tensors have.
+        unsafe {
+            round::launch_unchecked(
+                &client,
+                count,
+                dim,
+                address_type([&weight]),
+                weight.clone().into_tensor_arg(),
+                rounded.clone().into_tensor_arg(),
+                vectors,
+                drawn(dtype),
+                dtype_to_storage_type(dtype),
+                vector,
+            );
+        }
+        rounded
     }
 }

@@ -6,10 +6,11 @@ mod formula;
 mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
+mod rounding;
 
 pub use formula::AdamW;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Tensor, TensorData, bf16};
 #[cfg(feature = "cube")]
 use burn::{
     backend::{
@@ -80,6 +81,29 @@ pub fn scaled<const D: usize>(tensor: Tensor<D>, factor: Tensor<1>) -> Tensor<D>
     (tensor.cast(DType::F32) * factor.reshape([1; D])).cast(dtype)
 }
 
+/// Weights in f32 as a model in `dtype` has them: in bf16, of weights that have gone some share of the way to their next number there,
+/// that share is at the next; in others the nearest numbers. Equal weights in equal places give equal ones, on every device.
+pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
+    if !drawn(dtype) {
+        return weight.cast(dtype);
+    }
+    #[cfg(feature = "cube")]
+    if serve(&weight.device(), [DType::F32, dtype]) {
+        return Tensor::from_dispatch(Dispatch::round(weight.into_dispatch(), dtype));
+    }
+    let (shape, device) = (weight.dims(), weight.device());
+    let data = weight.into_data();
+    let weights = data.iter::<f32>().zip(0u32..);
+    let shown = weights.map(|(weight, place)| bf16::from_f32(rounding::neighbour(weight, place)));
+    let shown: Vec<bf16> = shown.collect();
+    Tensor::from_data(TensorData::new(shown, shape), (&device, dtype))
+}
+
+/// Whether weights of this dtype are by [`rounding`].
+fn drawn(dtype: DType) -> bool {
+    dtype == DType::BF16
+}
+
 /// What a parameter is trained by, all of it in f32.
 #[derive(Clone, Debug)]
 pub struct Trained<const D: usize> {
@@ -92,7 +116,8 @@ pub struct Trained<const D: usize> {
 }
 
 impl AdamW {
-    /// The parameter after the step with this number, from 1, with a gradient of any dtype; and in `dtype`, which the model has it in.
+    /// The parameter after the step with this number, from 1, with a gradient of any dtype; and in `dtype`, which the model has it in,
+    /// by [`rounded`].
     /// Tensors without autodiff, whose memory is written over where nobody else has them.
     pub fn step<const D: usize>(
         &self,
@@ -108,7 +133,7 @@ impl AdamW {
             return by_kernel(gradient, trained, formula, dtype);
         }
         let trained = by_operators(gradient.cast(DType::F32), trained, formula);
-        (trained.weight.clone().cast(dtype), trained)
+        (rounded(trained.weight.clone(), dtype), trained)
     }
 }
 
@@ -200,6 +225,10 @@ pub trait UpdateBackend: Backend {
     /// See [`scaled`].
     #[fusion(meta = |gradient, _factor| gradient.clone())]
     fn scale(gradient: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// See [`rounded`].
+    #[fusion(meta = |weight, dtype| TensorSpec::new(weight.shape.clone(), *dtype))]
+    fn round(weight: FloatTensor<Self>, dtype: DType) -> FloatTensor<Self>;
 
     /// See [`AdamW::step`].
     #[fusion(meta = |_gradient, weight, mean, square, _formula| UpdatedMetadata {
@@ -329,9 +358,38 @@ mod tests {
                         close(&values(trained.mean.clone()), &reference.mean, 1e-5, &what);
                         let square = values(trained.square.clone());
                         close(&square, &reference.square, 1e-5, &what);
-                        let rounded = trained.weight.clone().cast(dtype);
-                        assert_eq!(values(weight.clone()), values(rounded), "{what}");
+                        let shown = rounded(trained.weight.clone(), dtype);
+                        assert_eq!(values(weight.clone()), values(shown), "{what}");
                     }
+                }
+            }
+        }
+    }
+
+    /// As the definition has it for each place, which f32 goes through for another dtype than bf16.
+    #[test]
+    fn devices_round_alike() {
+        for device in devices() {
+            for dtype in [DType::F16, DType::BF16] {
+                if !device.supports_dtype(dtype) {
+                    continue;
+                }
+                for shape in [[3, 5], [70, 64]] {
+                    let weight = random([shape[1], shape[0]], &device).transpose();
+                    let of = values(weight.clone());
+                    let expected: Vec<f64> = match dtype {
+                        DType::BF16 => {
+                            let of = of.iter().zip(0u32..);
+                            of.map(|(weight, place)| {
+                                f64::from(rounding::neighbour(*weight as f32, place))
+                            })
+                            .collect()
+                        }
+                        _ => values(weight.clone().cast(dtype)),
+                    };
+                    let found = rounded(weight, dtype);
+                    assert_eq!(found.dtype(), dtype);
+                    assert_eq!(values(found), expected, "{dtype:?}, {shape:?}");
                 }
             }
         }
