@@ -36,7 +36,7 @@ impl Gemma4Model {
             }
         };
         let embeddings = self.few_per_layer_embeddings(tokens, from_host, &rows);
-        (Stream { rows, normed }, embeddings)
+        (Stream::of((rows, normed)), embeddings)
     }
 
     /// [`per_layer_embeddings`](Self::per_layer_embeddings), rounded at the same places.
