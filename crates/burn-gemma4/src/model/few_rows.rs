@@ -27,6 +27,7 @@ use crate::{
             Matrix,
             few_rows::{self, Factors, MOST_ROWS, Origin},
         },
+        residual::Next,
         rope::{
             RotationTables,
             heads::{self, HeadOptions, LayerColumns, LayerParts},
@@ -182,6 +183,21 @@ impl Operators for FewRows<'_> {
             Origin::Parameters,
         );
         (Stream::new(rows), gated)
+    }
+
+    fn add_last(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> Stream {
+        let next = Next {
+            scalar: Some(scalar),
+            weight: next.weight.val(),
+        };
+        Stream::Due(Box::new((added(stream, output, norm), next)))
     }
 
     fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
