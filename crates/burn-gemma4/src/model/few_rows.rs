@@ -12,9 +12,9 @@ use super::{
         slots::Slots,
     },
     layer::{
-        Attention, Linear, Mlp,
+        Attention, Linear, Mlp, RmsNorm,
         experts::Mixture,
-        operators::{Columns, Operators, OwnColumns},
+        operators::{Columns, Operators, OwnColumns, Stream, added},
     },
     observe::Part,
 };
@@ -27,6 +27,7 @@ use crate::{
             Matrix,
             few_rows::{self, Factors, MOST_ROWS, Origin},
         },
+        residual::Next,
         rope::{
             RotationTables,
             heads::{self, HeadOptions, LayerColumns, LayerParts},
@@ -126,18 +127,77 @@ impl Operators for FewRows<'_> {
     }
 
     fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<Columns> {
-        let matrices = projections
-            .iter()
-            .map(|linear| (!is_adapted(linear)).then(|| linear.weight.matrix()));
-        let factors = matrices.collect::<Option<Vec<_>>>().map(Factors::Sides);
-        let factors = factors.filter(Factors::are_of_one_launch);
-        let Some(Factors::Sides(matrices)) = factors else {
+        let Some(matrices) = matrices_of_one_launch(projections) else {
             let project = |linear: &&Linear| Columns::all(self.project(input.clone(), linear));
             return projections.iter().map(project).collect();
         };
         let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
         let rows = few_rows::multiply(input, Factors::Sides(matrices), Origin::Parameters);
         Columns::side_by_side(&rows, &counts)
+    }
+
+    fn project_normed(
+        &mut self,
+        stream: Stream,
+        norm: &RmsNorm,
+        projections: &[&Linear],
+    ) -> (Stream, Vec<Columns>) {
+        match (stream, matrices_of_one_launch(projections)) {
+            (Stream::Due(due), Some(matrices)) => {
+                let (added, next) = *due;
+                let counts: Vec<_> = matrices.iter().map(Matrix::rows).collect();
+                let (rows, projected) = few_rows::multiply_after_residual(
+                    added,
+                    Some(next),
+                    Factors::Sides(matrices),
+                    Origin::Parameters,
+                );
+                let projected = Columns::side_by_side(&projected, &counts);
+                (Stream::new(rows), projected)
+            }
+            (mut stream, _) => {
+                let normed = stream.norm(norm);
+                let projected = self.project_together(normed, projections);
+                (stream, projected)
+            }
+        }
+    }
+
+    fn add_and_gate(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        gate: &Linear,
+        embedding: Columns,
+    ) -> (Stream, Tensor<2>) {
+        if is_adapted(gate) {
+            let rows = self.add(stream, output, norm).into_rows();
+            let gated = self.gate(rows.clone(), gate, embedding);
+            return (Stream::new(rows), gated);
+        }
+        let (rows, gated) = few_rows::multiply_after_residual(
+            added(stream, output, norm),
+            None,
+            gate_of(gate, embedding),
+            Origin::Parameters,
+        );
+        (Stream::new(rows), gated)
+    }
+
+    fn add_last(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> Stream {
+        let next = Next {
+            scalar: Some(scalar),
+            weight: next.weight.val(),
+        };
+        Stream::Due(Box::new((added(stream, output, norm), next)))
     }
 
     fn key_values(&mut self, attention: &Attention, key: Columns, value: Columns) -> KeyValues {
@@ -263,12 +323,7 @@ impl Operators for FewRows<'_> {
         if is_adapted(gate) {
             return gelu(self.project(input, gate)) * embedding.columns();
         }
-        let factors = Factors::GateOf {
-            gate: gate.weight.matrix(),
-            through: embedding.rows,
-            start: embedding.start,
-        };
-        few_rows::multiply(input, factors, Origin::Parameters)
+        few_rows::multiply(input, gate_of(gate, embedding), Origin::Parameters)
     }
 
     fn after(&mut self, part: Part) {
@@ -278,6 +333,27 @@ impl Operators for FewRows<'_> {
 
 fn is_adapted(linear: &Linear) -> bool {
     linear.weight.adapter().is_some()
+}
+
+/// The weights of projections without adapters, where one launch reads them.
+fn matrices_of_one_launch(projections: &[&Linear]) -> Option<Vec<Matrix>> {
+    let matrices = projections
+        .iter()
+        .map(|linear| (!is_adapted(linear)).then(|| linear.weight.matrix()));
+    let factors = matrices.collect::<Option<Vec<_>>>().map(Factors::Sides);
+    match factors.filter(Factors::are_of_one_launch) {
+        Some(Factors::Sides(matrices)) => Some(matrices),
+        _ => None,
+    }
+}
+
+/// A gate's weight, without an adapter, and the embedding that goes through.
+fn gate_of(gate: &Linear, embedding: Columns) -> Factors {
+    Factors::GateOf {
+        gate: gate.weight.matrix(),
+        through: embedding.rows,
+        start: embedding.start,
+    }
 }
 
 /// Looks for parameters of another dtype.

@@ -93,12 +93,12 @@ impl Gemma4Model {
         }
 
         if asked == 0 {
-            return stream.rows.reshape([batch, count, hidden]);
+            return stream.into_rows().reshape([batch, count, hidden]);
         }
         // From here on, positions only read what earlier layers have left.
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
-        let (stream, embeddings) = (Stream::new(last(stream.rows)), embeddings.map(last));
+        let (stream, embeddings) = (Stream::new(last(stream.into_rows())), embeddings.map(last));
         let mut stream = match asked {
             #[cfg(feature = "cube")]
             1 if count > 1

@@ -7,6 +7,8 @@ pub(crate) mod any_rows;
 pub(crate) mod cache;
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
+#[cfg(feature = "cube")]
+mod first_rows;
 pub(crate) mod forward;
 pub(crate) mod per_layer;
 mod weights;

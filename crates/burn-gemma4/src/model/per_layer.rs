@@ -108,7 +108,7 @@ impl Gemma4Model {
         let layers = self.config.num_layers();
         let columns = self.config.hidden_size_per_layer_input;
         let of_token = of_token.reshape([rows, layers, columns]);
-        // Constants that bf16 does not hold are applied in f32.
+        // Constants that bf16 does not hold are applied in f32. `first_rows` has the same in a launch.
         let of_embedding = project(embedded.clone(), projection.weight.matrix());
         let of_embedding = of_embedding.reshape([rows, layers, columns]);
         let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));

@@ -8,6 +8,8 @@ pub(crate) mod argmax;
 pub(crate) mod attach;
 pub(crate) mod columns;
 pub(crate) mod dequantize;
+#[cfg(feature = "cube")]
+pub(crate) mod embed;
 pub(crate) mod gate;
 pub(crate) mod linear;
 pub(crate) mod norm;

@@ -282,7 +282,7 @@ impl<'a> Pass<'a> {
             model.norm_after(layer),
             &mut operators,
         );
-        (stream.rows, own)
+        (stream.into_rows(), own)
     }
 
     /// The gradients by a layer's stream and by its per-layer embedding; those of its parameters are added to `sum`, and those

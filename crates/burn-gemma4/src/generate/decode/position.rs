@@ -14,12 +14,10 @@ use crate::{
             ring::Ring,
         },
         few_rows::{FewRows, Targets},
-        layer::operators::Stream,
         observe::Part,
     },
     op::{
         argmax::argmax,
-        flat_rows,
         linear::few_rows::{self, Origin},
         rope::RotationTables,
     },
@@ -92,17 +90,14 @@ impl Position {
         let config = model.config();
         let rows = self.inputs.rows();
         let read = self.inputs.tokens.clone();
-        let tokens = read.clone().reshape([rows, 1]);
         let positions = self.inputs.positions.clone();
         let read_at = positions.clone();
 
-        let embedded = flat_rows(model.embed_tokens.forward(tokens.clone()));
-        let project = |input, weight| few_rows::project(input, weight, None, Origin::Computed);
         let from_host = self.from_host.clone().map(|values| {
             let [count] = values.dims();
             values.reshape([rows, count / rows])
         });
-        let embeddings = model.per_layer_embeddings(&tokens, from_host, &embedded, project);
+        let (stream, embeddings) = model.first_rows(&read, from_host);
         let (sliding, full) = (self.sliding(), self.full());
         after(Part::Embedding);
 
@@ -119,7 +114,7 @@ impl Position {
             after,
         };
         let mut shared = SharedKeyValues::default();
-        let (layers, stream) = (0..config.num_layers(), Stream::new(embedded));
+        let layers = 0..config.num_layers();
         let embeddings = embeddings.as_ref();
         let mut stream = model.layers(layers, stream, embeddings, &mut shared, &mut operators);
 

@@ -90,14 +90,13 @@ impl DecoderLayer {
     /// Without keys and values to read.
     pub(crate) fn forward<O: Operators>(
         &self,
-        mut stream: Stream,
+        stream: Stream,
         embedding: Option<Columns>,
         shared: Option<&KeyValues>,
         next: &RmsNorm,
         operators: &mut O,
     ) -> (Stream, Option<KeyValues>) {
         let attention = &self.self_attn;
-        let normed = stream.norm(&self.input_layernorm);
         let projections: Vec<&Linear> = [
             Some(&attention.q_proj),
             attention.k_proj.as_ref(),
@@ -106,7 +105,8 @@ impl DecoderLayer {
         .into_iter()
         .flatten()
         .collect();
-        let projected = operators.project_together(normed, &projections);
+        let (stream, projected) =
+            operators.project_normed(stream, &self.input_layernorm, &projections);
         let mut projected = projected.into_iter();
         let query = projected.next().expect("queries come first");
         let own = projected.next().map(|key| {
@@ -137,7 +137,7 @@ impl DecoderLayer {
         let dense = operators.mlp(stream.norm(before_mlp), &self.mlp);
         operators.after(Part::Mlp);
         operators.observe(attention.layer, LayerSite::Mlp, || of_text(&dense, shape));
-        let mut output = self.with_experts(&stream.rows, dense, shape, operators);
+        let mut output = self.with_experts(&stream, dense, shape, operators);
         let mut norm = &self.post_feedforward_layernorm;
         if let (Some(gate), Some(projection), Some(after_embedding), Some(embedding)) = (
             &self.per_layer_input_gate,
@@ -145,18 +145,17 @@ impl DecoderLayer {
             &self.post_per_layer_input_norm,
             embedding,
         ) {
-            stream = operators.add(stream, output, norm);
-            operators.after(Part::Norms);
-            let gated = operators.gate(stream.rows.clone(), gate, embedding);
+            let gated;
+            (stream, gated) = operators.add_and_gate(stream, output, norm, gate, embedding);
             output = operators.project(gated, projection);
             norm = after_embedding;
             operators.after(Part::PerLayerEmbeddings);
         }
-        let scalar = Some(self.layer_scalar.val());
-        let stream = operators.add_before(stream, output, norm, scalar, next);
+        let scalar = self.layer_scalar.val();
+        let stream = operators.add_last(stream, output, norm, scalar, next);
         operators.after(Part::Norms);
         operators.observe(attention.layer, LayerSite::Output, || {
-            of_text(&stream.rows, shape)
+            of_text(&stream.clone().into_rows(), shape)
         });
         (stream, own)
     }
@@ -164,7 +163,7 @@ impl DecoderLayer {
     /// What the dense network and the experts add together; `dense` alone without experts.
     fn with_experts<O: Operators>(
         &self,
-        stream: &Tensor<2>,
+        stream: &Stream,
         dense: Tensor<2>,
         shape: [usize; 2],
         operators: &mut O,
@@ -184,11 +183,11 @@ impl DecoderLayer {
             experts,
             norm: before,
         };
-        let mixed = operators.experts(stream.clone(), mixture, layer);
+        let mixed = operators.experts(stream.clone().into_rows(), mixture, layer);
         operators.after(Part::Experts);
         operators.observe(layer, LayerSite::Experts, || of_text(&mixed, shape));
         let dense = Stream::new(after_dense.forward(dense));
-        let both = operators.add(dense, mixed, after_experts).rows;
+        let both = operators.add(dense, mixed, after_experts).into_rows();
         operators.after(Part::Norms);
         both
     }

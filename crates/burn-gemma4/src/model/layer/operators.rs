@@ -6,7 +6,7 @@ use crate::{
         cache::key_values::KeyValues,
         observe::{LayerSite, Part},
     },
-    op::residual::{Added, residual, residual_before},
+    op::residual::{Added, Next, residual, residual_before},
 };
 use burn::tensor::Tensor;
 
@@ -76,6 +76,45 @@ pub(crate) trait Operators {
     /// `gelu(gate(input))` times the layer's per-layer embedding.
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: Columns) -> Tensor<2>;
 
+    /// [`project_together`](Self::project_together) of the stream before a layer, normalised by `norm`.
+    fn project_normed(
+        &mut self,
+        mut stream: Stream,
+        norm: &RmsNorm,
+        projections: &[&Linear],
+    ) -> (Stream, Vec<Columns>) {
+        let normed = stream.norm(norm);
+        let projected = self.project_together(normed, projections);
+        (stream, projected)
+    }
+
+    /// [`add`](Self::add), and [`gate`](Self::gate) of what the stream is then.
+    fn add_and_gate(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        gate: &Linear,
+        embedding: Columns,
+    ) -> (Stream, Tensor<2>) {
+        let rows = self.add(stream, output, norm).into_rows();
+        self.after(Part::Norms);
+        let gated = self.gate(rows.clone(), gate, embedding);
+        (Stream::new(rows), gated)
+    }
+
+    /// [`add_before`](Self::add_before) at the end of a layer.
+    fn add_last(
+        &mut self,
+        stream: Stream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> Stream {
+        self.add_before(stream, output, norm, Some(scalar), next)
+    }
+
     /// The stream with a block's output, normalised by `norm`.
     fn add(&mut self, stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Stream {
         Stream::new(residual(added(stream, output, norm)))
@@ -90,9 +129,11 @@ pub(crate) trait Operators {
         scalar: Option<Tensor<1>>,
         next: &RmsNorm,
     ) -> Stream {
-        let added = added(stream, output, norm);
-        let (rows, normed) = residual_before(added, scalar, next.weight.val());
-        Stream { rows, normed }
+        let next = Next {
+            scalar,
+            weight: next.weight.val(),
+        };
+        Stream::of(residual_before(added(stream, output, norm), next))
     }
 
     /// A look at a tensor on the way.
@@ -108,9 +149,10 @@ pub(crate) trait Operators {
     fn after(&mut self, _part: Part) {}
 }
 
-fn added(stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Added {
+/// What a block adds to the stream.
+pub(crate) fn added(stream: Stream, output: Tensor<2>, norm: &RmsNorm) -> Added {
     Added {
-        stream: stream.rows,
+        stream: stream.into_rows(),
         added: output,
         weight: norm.weight.val(),
         epsilon: norm.epsilon(),
@@ -128,23 +170,49 @@ pub(crate) struct OwnColumns {
 }
 
 /// The residual stream.
-pub(crate) struct Stream {
-    /// `[rows, hidden]`.
-    pub rows: Tensor<2>,
-    /// The norm that comes next, where it was computed along with the rows.
-    pub normed: Option<Tensor<2>>,
+#[derive(Clone)]
+pub(crate) enum Stream {
+    /// `[rows, hidden]`, and the norm that comes next, where it was computed along with the rows.
+    There(Box<(Tensor<2>, Option<Tensor<2>>)>),
+    /// What it becomes when something is added, which nothing has computed yet: the next product may.
+    #[cfg(feature = "cube")]
+    Due(Box<(Added, Next)>),
 }
 
 impl Stream {
     /// Nothing else is known of the rows.
     pub fn new(rows: Tensor<2>) -> Self {
-        Self { rows, normed: None }
+        Self::of((rows, None))
+    }
+
+    /// With the norm that comes next.
+    pub fn of(parts: (Tensor<2>, Option<Tensor<2>>)) -> Self {
+        Self::There(Box::new(parts))
+    }
+
+    /// `[rows, hidden]`, and the next norm where it was computed along with them.
+    fn parts(self) -> (Tensor<2>, Option<Tensor<2>>) {
+        match self {
+            Self::There(parts) => *parts,
+            #[cfg(feature = "cube")]
+            Self::Due(due) => {
+                let (added, next) = *due;
+                residual_before(added, next)
+            }
+        }
+    }
+
+    /// `[rows, hidden]`.
+    pub fn into_rows(self) -> Tensor<2> {
+        self.parts().0
     }
 
     /// The next norm, which is `norm`.
     pub fn norm(&mut self, norm: &RmsNorm) -> Tensor<2> {
-        let normed = self.normed.take();
-        normed.unwrap_or_else(|| norm.forward(self.rows.clone()))
+        let (rows, normed) = self.clone().parts();
+        let normed = normed.unwrap_or_else(|| norm.forward(rows.clone()));
+        *self = Self::new(rows);
+        normed
     }
 }
 

@@ -14,6 +14,7 @@ use burn::backend::{
 use burn::tensor::Tensor;
 
 /// What a block adds to the residual stream.
+#[derive(Clone)]
 pub(crate) struct Added {
     /// `[rows, columns]`.
     pub stream: Tensor<2>,
@@ -23,6 +24,15 @@ pub(crate) struct Added {
     pub weight: Tensor<1>,
     /// Of all norms.
     pub epsilon: f64,
+}
+
+/// What becomes of the sum before the next block.
+#[derive(Clone)]
+pub(crate) struct Next {
+    /// `[1]`, a parameter: what it is multiplied by; 1 where there is none.
+    pub scalar: Option<Tensor<1>>,
+    /// `[columns]`, of the next norm.
+    pub weight: Tensor<1>,
 }
 
 /// `stream + norm(added)`.
@@ -39,13 +49,12 @@ pub(crate) fn residual(added: Added) -> Tensor<2> {
     added.stream + norm(added.added, added.weight, added.epsilon)
 }
 
-/// `stream' = (stream + norm(added)) · scalar`, `scalar` being a parameter, or 1 where there is none, and, where kernels serve them all,
-/// `norm(stream')` with the next block's weight.
-pub(crate) fn residual_before(
-    added: Added,
-    scalar: Option<Tensor<1>>,
-    next_weight: Tensor<1>,
-) -> (Tensor<2>, Option<Tensor<2>>) {
+/// `stream' = (stream + norm(added)) · scalar` and, where kernels serve them all, `norm(stream')`.
+pub(crate) fn residual_before(added: Added, next: Next) -> (Tensor<2>, Option<Tensor<2>>) {
+    let Next {
+        scalar,
+        weight: next_weight,
+    } = next;
     #[cfg(feature = "cube")]
     if [Some(&added.weight), scalar.as_ref(), Some(&next_weight)]
         .into_iter()

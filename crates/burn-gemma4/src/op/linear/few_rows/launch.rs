@@ -96,26 +96,22 @@ fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     (flat, rows)
 }
 
-fn multiply(tensors: ProductTensors<CubeBackend>, options: ProductOptions) -> CubeTensor {
-    let matrix = |matrix| match matrix {
-        MaybeMatrix::Absent => None,
-        MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(matrix),
-    };
-    let factor = matrix(tensors.through);
-    let launched = LaunchOptions {
-        gelu: options.gated || factor.is_some(),
-        gated: options.gated,
-        second: matrix(tensors.second),
-        third: matrix(tensors.third),
-        factor: factor.map(|factor| (factor, options.start)),
-        cap: options.cap,
-        origin: options.origin,
-        experts: None,
-    };
-    let first = matrix(tensors.first).expect("a product has a matrix");
+pub(super) fn multiply(
+    tensors: ProductTensors<CubeBackend>,
+    options: ProductOptions,
+) -> CubeTensor {
+    let launched = LaunchOptions::of(&tensors, options);
+    let first = tensor_of(&tensors.first).expect("a product has a matrix");
     match options.layout {
         None => launch(tensors.input, first, launched),
         Some(layout) => words::launch(tensors.input, first, layout, launched),
+    }
+}
+
+fn tensor_of(matrix: &MaybeMatrix<CubeBackend>) -> Option<CubeTensor> {
+    match matrix {
+        MaybeMatrix::Absent => None,
+        MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(matrix.clone()),
     }
 }
 
@@ -150,6 +146,20 @@ impl Default for LaunchOptions {
 }
 
 impl LaunchOptions {
+    pub fn of(tensors: &ProductTensors<CubeBackend>, options: ProductOptions) -> Self {
+        let factor = tensor_of(&tensors.through);
+        Self {
+            gelu: options.gated || factor.is_some(),
+            gated: options.gated,
+            second: tensor_of(&tensors.second),
+            third: tensor_of(&tensors.third),
+            factor: factor.map(|factor| (factor, options.start)),
+            cap: options.cap,
+            origin: options.origin,
+            experts: None,
+        }
+    }
+
     /// Whether no launch writes the matrices, these and the first: nor one that gives them another layout.
     pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
         let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];

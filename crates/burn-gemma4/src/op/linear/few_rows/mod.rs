@@ -1,6 +1,7 @@
 //! Products of a few rows, bound by the memory's rate, for inference on CubeCL devices. Several rows in half precision go to matrix units where
 //! they can be had: ordinary ones would be busier than the memory.
 
+mod after_residual;
 mod experts;
 mod kernel;
 mod launch;
@@ -11,6 +12,8 @@ mod sums;
 #[cfg(test)]
 mod tests;
 mod words;
+
+pub(crate) use after_residual::multiply_after_residual;
 
 use super::{Matrices, Matrix};
 use crate::{model::layer::weight::Weight, quantized::layout::Layout};
@@ -27,6 +30,7 @@ use burn::{
 pub(crate) const MOST_ROWS: usize = 8;
 
 /// What rows are multiplied by.
+#[derive(Clone)]
 pub(crate) enum Factors {
     /// The transposes of up to three matrices, `[columns out, columns in]`, whose outputs lie side by side.
     Sides(Vec<Matrix>),

@@ -1,6 +1,7 @@
 //! Products with several matrices at once, and with gates, are the definition's in f64: sizes that are multiples of nothing, rows shorter and
 //! longer than a cube, whole and quantized matrices.
 
+mod after_residual;
 mod several_rows;
 
 use super::*;

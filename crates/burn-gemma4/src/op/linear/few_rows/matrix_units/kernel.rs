@@ -28,7 +28,7 @@ use cubecl::prelude::*;
 const WORDS: usize = PIECE_BYTES / 4;
 
 /// Bytes of a step of a row.
-const STEP_BYTES: usize = 2 * PIECE_COLUMNS;
+pub(super) const STEP_BYTES: usize = 2 * PIECE_COLUMNS;
 
 /// `second` is what the first opens the gates of, or `second` and `third` have outputs beside the first's. Strides are in pieces.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -137,7 +137,7 @@ pub(super) fn project_by_matrix_units_overlapped<E: Float>(
 
 /// Where the lane's part of a fragment begins.
 #[cube]
-fn weight_address<E: Float>(
+pub(super) fn weight_address<E: Float>(
     weight: &Tensor<E>,
     second: ComptimeOption<&Tensor<E>>,
     third: ComptimeOption<&Tensor<E>>,
@@ -191,7 +191,7 @@ fn address_if_there<E: Float>(
 
 /// Puts the weights of a step on their way.
 #[cube]
-fn read_weights(
+pub(super) fn read_weights(
     weights: &mut Array<Vector<u32, Const<4>>>,
     addresses: &Array<u64>,
     #[comptime] step: usize,
@@ -206,7 +206,7 @@ fn read_weights(
 }
 
 #[cube]
-fn multiply(
+pub(super) fn multiply(
     sums: &mut Array<Vector<f32, Const<4>>>,
     rows: &Array<Vector<u32, Const<4>>>,
     weights: &Array<Vector<u32, Const<4>>>,

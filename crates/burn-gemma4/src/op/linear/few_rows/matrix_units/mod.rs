@@ -1,20 +1,26 @@
 //! Products of several rows on NVIDIA's matrix units, where ordinary ones would be busier than the memory. What they do not take (other dtypes,
 //! inner dimensions that are no whole steps, experts) is left to the kernels that take all.
 
+mod after_residual;
 mod kernel;
 mod parts;
 mod plan;
 mod words;
 
 use super::{
-    experts::Items, kernel::WeightStridesLaunch, launch::LaunchOptions, sums::ProjectPlan,
+    after_residual::{AfterResidual, Row},
+    experts::Items,
+    kernel::WeightStridesLaunch,
+    launch::LaunchOptions,
+    sums::ProjectPlan,
 };
 use crate::{
-    op::launch::plane_width,
+    op::{launch::plane_width, sums::Team},
     quantized::layout::{Layout, Rounding, Scales},
 };
+use after_residual::{RowPlan, project_after_residual_overlapped};
 use burn::backend::cubecl::dtype_to_storage_type;
-use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::{
     ampere::copy::PIECE,
     hopper::{ASSUMED_MULTIPROCESSORS, Half},
@@ -27,7 +33,7 @@ use cubecl::{
     prelude::CubeDim,
 };
 use kernel::project_by_matrix_units_overlapped;
-use plan::{Shape, Tuning, WARP, WHOLE, WORDS};
+use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WORDS};
 use words::{Codes, WordRowsLaunch, project_words_by_matrix_units_overlapped};
 
 /// Words of a row are a multiple of these, so that vectors of codes begin where reads may.
@@ -42,6 +48,31 @@ pub(super) fn plan_of_whole(
     let is_half = weight.dtype == input.dtype && Half::of(input.dtype).is_some();
     let is_read = is_half && rows_are_of(PIECE, weight, options);
     is_read.then(|| planned(input, weight, options, WHOLE))?
+}
+
+/// How [`multiply_after_residual`] multiplies what it makes of a row, if it does.
+pub(super) fn plan_after_residual(
+    row: &Row,
+    weight: &CubeTensor,
+    options: &LaunchOptions,
+) -> Option<ProjectPlan> {
+    let plan = plan_of_whole(&row.stream, weight, options)?;
+    let cubes = options.items(plan.rows, weight.meta.shape()[0]).cubes(plan);
+    let parameters = [
+        Some(&row.weight),
+        row.scalar.as_ref(),
+        row.next_weight.as_ref(),
+    ];
+    // Else a launch gives them another layout.
+    let stay = |parameter: &CubeTensor| {
+        parameter.dtype == row.stream.dtype
+            && !parameter.meta.is_tiled()
+            && parameter.meta.strides().last() == Some(&1)
+    };
+    let is_served = plan.rows == 1
+        && cubes <= AFTER_RESIDUAL * multiprocessors(&row.stream.client)
+        && parameters.into_iter().flatten().all(stay);
+    is_served.then_some(plan)
 }
 
 /// How [`multiply_words`] multiplies by such words, if it does.
@@ -81,13 +112,16 @@ fn planned(
         gated: options.gated,
         sides: options.sides(),
     };
-    let multiprocessors = client.properties().hardware.num_streaming_multiprocessors;
-    let multiprocessors = multiprocessors.map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize);
-    let plan = plan::plan(shape, tuning, multiprocessors, overlaps(client))?;
+    let plan = plan::plan(shape, tuning, multiprocessors(client), overlaps(client))?;
     Some(ProjectPlan {
         reads_ahead: plan.overlaps && tuning.reads_ahead && options.reads_parameters(first),
         ..plan
     })
+}
+
+fn multiprocessors(client: &Client) -> usize {
+    let count = client.properties().hardware.num_streaming_multiprocessors;
+    count.map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
 }
 
 /// Whether the device has the product.
@@ -127,19 +161,7 @@ pub(super) fn multiply(
     let product = Product::new(input, &weight, &options);
     let client = product.input.client.clone();
     let columns = product.input.meta.shape()[1];
-    let stride = |matrix: &CubeTensor| {
-        assert_eq!(
-            matrix.meta.shape()[1],
-            columns,
-            "as many columns as the rows"
-        );
-        (matrix.meta.strides()[0] / PIECE) as u32
-    };
-    let strides = WeightStridesLaunch::new(
-        stride(&weight),
-        options.second.as_ref().map_or(0, stride),
-        options.third.as_ref().map_or(0, stride),
-    );
+    let strides = strides(&weight, &options, columns);
     let (factor, factor_place) = options.factor();
     let element = dtype_to_storage_type(product.input.dtype);
     let half = Half::of(product.input.dtype).expect("planned for halves");
@@ -170,6 +192,85 @@ pub(super) fn multiply(
         );
     }
     product.output
+}
+
+/// What the stream becomes, and its product with the transpose of `[columns out, columns in]`.
+pub(super) fn multiply_after_residual(
+    row: Row,
+    weight: CubeTensor,
+    mut options: LaunchOptions,
+    plan: ProjectPlan,
+) -> AfterResidual<CubeBackend> {
+    let product = Product::new(row.stream, &weight, &options);
+    let client = product.input.client.clone();
+    let columns = product.input.meta.shape()[1];
+    let stream = empty(&product.input, [1, columns], product.input.dtype);
+    let strides = strides(&weight, &options, columns);
+    let (factor, factor_place) = options.factor();
+    let element = dtype_to_storage_type(product.input.dtype);
+    let half = Half::of(product.input.dtype).expect("planned for halves");
+    let addresses = address_type(product.tensors(&weight, &options, &factor));
+    let argument = |tensor: Option<CubeTensor>| tensor.map(CubeTensor::into_tensor_arg);
+    let row_plan = RowPlan {
+        team: Team {
+            units: plan.team.units * plan.teams,
+            width: WARP,
+        },
+        vectors: columns / PIECE,
+    };
+    // SAFETY: a unit reads and writes vectors of the row that the shapes have; the rest is as in `multiply`.
+    unsafe {
+        project_after_residual_overlapped::launch_unchecked(
+            &client,
+            exact_cube_count(&client, product.items.cubes(plan)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            addresses,
+            product.input.into_tensor_arg(),
+            into_contiguous(row.added).into_tensor_arg(),
+            row.weight.into_tensor_arg(),
+            argument(row.scalar).into(),
+            argument(row.next_weight).into(),
+            stream.clone().into_tensor_arg(),
+            weight.into_tensor_arg(),
+            argument(options.second.take()).into(),
+            argument(options.third.take()).into(),
+            argument(factor).into(),
+            product.output.clone().into_tensor_arg(),
+            factor_place,
+            product.items.sides.launch(plan),
+            strides,
+            columns as f32,
+            row.epsilon as f32,
+            options.cap.unwrap_or(1.0) as f32,
+            row_plan,
+            plan,
+            options.epilogue(),
+            half,
+            element,
+            PIECE,
+        );
+    }
+    AfterResidual {
+        stream,
+        product: product.output,
+    }
+}
+
+/// Of the matrices' rows, in pieces.
+fn strides(weight: &CubeTensor, options: &LaunchOptions, columns: usize) -> WeightStridesLaunch {
+    let stride = |matrix: &CubeTensor| {
+        assert_eq!(
+            matrix.meta.shape()[1],
+            columns,
+            "as many columns as the rows"
+        );
+        (matrix.meta.strides()[0] / PIECE) as u32
+    };
+    WeightStridesLaunch::new(
+        stride(weight),
+        options.second.as_ref().map_or(0, stride),
+        options.third.as_ref().map_or(0, stride),
+    )
 }
 
 /// `[rows, columns in]` times the transpose of the rows of `words`; other matrices of the options are words of the same layout.

@@ -20,7 +20,7 @@ fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) 
 }
 
 /// The tensor, with no numbers behind its rows and below them.
-fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
+pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
     let [rows, columns] = tensor.dims();
     let numbers: Vec<f32> = tensor.clone().into_data().iter::<f32>().collect();
     let (all, shape) = around(&numbers, columns, f32::NAN);

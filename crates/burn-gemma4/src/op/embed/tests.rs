@@ -1,0 +1,160 @@
+//! What the layers begin with is what Burn's operators make of the same, whatever memory held before.
+
+use super::{NormWeight, OfTokens, PerLayerFactors, TokenRows, embed, per_layer};
+use crate::op::{self, linear::few_rows::Origin, norm::norm};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+
+const EPSILON: f64 = 1e-6;
+const TABLE_ROWS: usize = 11;
+const TOKENS: [i32; 3] = [7, 0, 10];
+
+fn drawn(shape: [usize; 2], device: &Device, dtype: DType) -> Tensor<2> {
+    Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), device).cast(dtype)
+}
+
+fn weight(columns: usize, device: &Device, dtype: DType) -> NormWeight {
+    NormWeight {
+        weight: drawn([1, columns], device, dtype).reshape([columns]),
+        epsilon: EPSILON,
+    }
+}
+
+fn numbers(tensor: Tensor<2>) -> Vec<f32> {
+    tensor.into_data().iter::<f32>().collect()
+}
+
+fn bits(tensor: Tensor<2>) -> Vec<u32> {
+    numbers(tensor).into_iter().map(f32::to_bits).collect()
+}
+
+fn tokens(rows: usize, device: &Device) -> Tensor<1, Int> {
+    let data = TensorData::new(TOKENS[..rows].to_vec(), [rows]);
+    Tensor::from_data(data, (device, DType::I32))
+}
+
+/// A table whose other rows are no numbers.
+fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
+    let row = |row: usize| match TOKENS.contains(&(row as i32)) {
+        true => drawn([1, columns], device, dtype),
+        false => Tensor::<2>::full([1, columns], f32::NAN, device).cast(dtype),
+    };
+    Tensor::cat((0..TABLE_ROWS).map(row).collect(), 0)
+}
+
+/// Memory of a shape that is no number, which the next result may be given.
+fn dirty(shape: [usize; 2], device: &Device, dtype: DType) {
+    let poison = Tensor::<2>::full(shape, f32::NAN, device).cast(dtype) * 2.0;
+    drop(poison.into_data());
+}
+
+fn dtypes(device: &Device) -> impl Iterator<Item = DType> {
+    let served = |dtype: &DType| op::serves(device, *dtype);
+    [DType::F32, DType::F16, DType::BF16]
+        .into_iter()
+        .filter(served)
+}
+
+#[test]
+fn rows_and_their_norm_are_those_of_two_operators() {
+    let device = Device::default();
+    for dtype in dtypes(&device) {
+        for (rows, columns) in [(1, 1536), (3, 40), (2, 63)] {
+            let (table, scale) = (table(columns, &device, dtype), (columns as f64).sqrt());
+            let NormWeight { weight, epsilon } = weight(columns, &device, dtype);
+            let expected = table.clone().select(0, tokens(rows, &device)) * scale;
+            let expected_norm = bits(norm(expected.clone(), weight.clone(), epsilon));
+            let expected = bits(expected);
+            for origin in [Origin::Parameters, Origin::Computed] {
+                dirty([rows, columns], &device, dtype);
+                let rows_of = TokenRows {
+                    table: table.clone(),
+                    origin,
+                    tokens: tokens(rows, &device),
+                    scale,
+                };
+                let weight = weight.clone();
+                let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
+                assert_eq!(found.dims(), [rows, columns]);
+                assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
+                let normed = bits(normed);
+                assert_eq!(normed, expected_norm, "{columns} columns in {dtype:?}");
+            }
+        }
+    }
+}
+
+/// The definition in f64, over all layers' columns one after the other.
+fn exact(
+    projected: &[f32],
+    of_tokens: &[f32],
+    weight: &[f32],
+    factors: PerLayerFactors,
+) -> Vec<f64> {
+    let columns = weight.len();
+    let layers = projected.chunks(columns).zip(of_tokens.chunks(columns));
+    let of_layer = |(projected, of_tokens): (&[f32], &[f32])| {
+        let scaled = projected.iter().map(|x| f64::from(*x) * factors.projected);
+        let scaled: Vec<f64> = scaled.collect();
+        let mean = scaled.iter().map(|x| x * x).sum::<f64>() / columns as f64;
+        let factor = 1.0 / (mean + EPSILON).sqrt();
+        let terms = scaled.into_iter().zip(weight).zip(of_tokens);
+        let sums = terms.map(move |((x, weight), of_token)| {
+            (x * factor * f64::from(*weight) + f64::from(*of_token)) * factors.sum
+        });
+        sums.collect::<Vec<_>>()
+    };
+    layers.flat_map(of_layer).collect()
+}
+
+#[test]
+fn per_layer_embeddings_are_as_exact_as_their_dtype() {
+    let device = Device::default();
+    for dtype in dtypes(&device) {
+        for (rows, layers, columns) in [(1, 35, 256), (3, 2, 20), (2, 3, 7)] {
+            let all = layers * columns;
+            let (table, scale) = (table(all, &device, dtype), (columns as f64).sqrt());
+            let projected = drawn([rows, all], &device, dtype) * 9.0;
+            let NormWeight { weight, epsilon } = weight(columns, &device, dtype);
+            let factors = PerLayerFactors {
+                projected: 0.0255,
+                sum: std::f64::consts::FRAC_1_SQRT_2,
+            };
+            let of_tokens = table.clone().select(0, tokens(rows, &device)) * scale;
+            let exact = exact(
+                &numbers(projected.clone()),
+                &numbers(of_tokens.clone()),
+                &numbers(weight.clone().unsqueeze()),
+                factors,
+            );
+            let found = |of_tokens| {
+                dirty([rows, all], &device, dtype);
+                let norm = NormWeight {
+                    weight: weight.clone(),
+                    epsilon,
+                };
+                let found = per_layer(projected.clone(), of_tokens, norm, factors);
+                assert_eq!(found.dims(), [rows, all]);
+                numbers(found)
+            };
+            let in_table = |origin| {
+                OfTokens::from(TokenRows {
+                    table: table.clone(),
+                    origin,
+                    tokens: tokens(rows, &device),
+                    scale,
+                })
+            };
+            let there = found(OfTokens::there(of_tokens));
+            let rounding = dtype.finfo().expect("floats").epsilon;
+            for (found, exact) in there.iter().zip(&exact) {
+                let error = (f64::from(*found) - exact).abs();
+                // Half a unit in the last place, and some of f32's.
+                let most = (0.51 * rounding).max(4e-7) * exact.abs().max(1.0);
+                assert!(error <= most, "{found}, not {exact}, in {dtype:?}");
+            }
+            for origin in [Origin::Parameters, Origin::Computed] {
+                assert_eq!(found(in_table(origin)), there, "{columns} in {dtype:?}");
+            }
+        }
+    }
+}
