@@ -71,7 +71,8 @@ fn guesses_and_streams_are_those_of_transformers() {
                     let guesses = guesses.expect("guesses");
                     let expected = whole(&reference["strict_window.draft_tokens"]);
                     assert_eq!(guesses.tokens().expect("tokens"), expected, "{what}");
-                    reference["strict_window.projected_hidden"].assert_close(guesses.hidden, &what);
+                    reference["strict_window.projected_hidden"]
+                        .assert_close(guesses.hidden(), &what);
                 }
             }
         }
@@ -118,11 +119,11 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
         let expected = expected.expect("guesses");
         let of_tokens = expected.tokens().expect("tokens");
         let of_streams = Reference {
-            values: values(expected.hidden),
+            values: values(expected.hidden()),
         };
         let found = decoder.guess(60, hidden, count).expect("guesses");
         assert_eq!(found.tokens().expect("tokens"), of_tokens, "{what}");
-        of_streams.assert_close(found.hidden, &what);
+        of_streams.assert_close(found.hidden(), &what);
     }
 }
 
@@ -155,7 +156,7 @@ fn drafters_may_change() {
             decoder = decoder.with_drafter(drafter).expect("for it");
             let hidden = Tensor::ones([1, 64], &device.device);
             let guesses = decoder.guess(70, hidden, 2).expect("guesses");
-            let streams = values(guesses.hidden);
+            let streams = values(guesses.hidden());
             let found = streams.iter().all(|value| *value == 0.0);
             assert_eq!(found, is_zero, "{}", device.name);
         }

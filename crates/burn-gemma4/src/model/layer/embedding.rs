@@ -30,6 +30,12 @@ impl Embedding {
         }
     }
 
+    /// What rows are multiplied by.
+    #[cfg(feature = "cube")]
+    pub(crate) fn scale(&self) -> f64 {
+        self.scale
+    }
+
     /// `[batch, positions]` to `[batch, positions, columns]`, scaled. The scale is rounded to the table's dtype, as the
     /// models were trained.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
