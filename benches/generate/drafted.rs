@@ -1,5 +1,6 @@
 //! Decoding with guesses of which a given share is right, whatever the model says: what a pass with them costs, and what it gives.
 
+use crate::launches::{Launches, observe};
 use attention_workspace::Error;
 use burn_gemma4::{Cache, Drafter, Gemma4Model, GuessedTokens};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -13,6 +14,16 @@ pub struct Forced {
     pub tokens: usize,
     /// The probability that one is right where those before it are.
     pub acceptance: f64,
+}
+
+/// How it is measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Measuring {
+    /// Passes that count.
+    pub passes: usize,
+    pub launch_each: bool,
+    /// Whether to tell what a pass launches.
+    pub launches: bool,
 }
 
 /// What was measured.
@@ -34,6 +45,8 @@ pub struct Drafted {
     pub decode_rate: f64,
     /// How the decoder computed.
     pub mode: String,
+    /// What a pass launches one by one, guesses included.
+    pub launches: Option<Launches>,
 }
 
 impl std::fmt::Display for Drafted {
@@ -53,22 +66,26 @@ impl std::fmt::Display for Drafted {
             self.pass_milliseconds,
             self.guess_milliseconds,
             self.mode,
-        )
+        )?;
+        match &self.launches {
+            Some(launches) => write!(f, "\n      {launches}"),
+            None => Ok(()),
+        }
     }
 }
 
-/// Goes on after `token`, which comes after what `cache` holds, for `passes` that count and a few that do not.
+/// Goes on after `token`, which comes after what `cache` holds, for passes that count and a few that do not.
 pub fn measure(
     model: &Gemma4Model,
     drafter: Option<&Drafter>,
     cache: &mut Cache,
     token: u32,
     forced: Forced,
-    passes: usize,
-    launch_each: bool,
+    measuring: Measuring,
 ) -> Result<Drafted, Error> {
     let mut decoder = model.decoder(cache);
-    if launch_each {
+    let passes = measuring.passes;
+    if measuring.launch_each {
         decoder = decoder.without_graph_capture();
     }
     if let Some(drafter) = drafter {
@@ -108,7 +125,7 @@ pub fn measure(
     }
     let mut of_guesses = 0.0;
     if drafter.is_some() {
-        let hidden = streams.narrow(0, row, 1);
+        let hidden = streams.clone().narrow(0, row, 1);
         for pass in 0..warm_up + passes {
             let start = Instant::now();
             let guesses = decoder.guess(token, hidden.clone(), forced.tokens)?;
@@ -118,6 +135,20 @@ pub fn measure(
             }
         }
     }
+    let mode = format!("{:?}", decoder.mode()).to_lowercase();
+    let launches = match drafter {
+        Some(_) if measuring.launches => {
+            decoder = decoder.without_graph_capture();
+            let observed = observe(|| -> Result<(), Error> {
+                let (_, next) = decoder.guess_and_read(token, streams, row, forced.tokens)?;
+                next.argmax()?;
+                Ok(())
+            });
+            observed.0?;
+            observed.1
+        }
+        _ => None,
+    };
     Ok(Drafted {
         tokens: forced.tokens,
         by_drafter: drafter.is_some(),
@@ -126,6 +157,7 @@ pub fn measure(
         pass_milliseconds: seconds / passes as f64 * 1e3,
         guess_milliseconds: of_guesses / passes as f64 * 1e3,
         decode_rate: counted as f64 / seconds,
-        mode: format!("{:?}", decoder.mode()).to_lowercase(),
+        mode,
+        launches,
     })
 }
