@@ -4,7 +4,7 @@ use super::{
     DecodeMode, Part, Streams,
     ahead::Ahead,
     inputs::{Begun, Inputs, Uploaded},
-    position::{Key, Outputs, Position},
+    position::{Outputs, Position},
     recorded::Recorded,
     round::Round,
 };
@@ -23,10 +23,10 @@ use std::{
 /// The computations, kept as long as the cache's buffers have room.
 pub(super) struct GraphCapture {
     may_capture: bool,
-    /// By the positions that a pass reads of each sequence, and what is in sight.
-    passes: BTreeMap<Key, Recorded<Position>>,
-    /// By the tokens that a round guesses, and what is in sight.
-    rounds: BTreeMap<Key, Recorded<Round>>,
+    /// By the positions that a pass reads of each sequence.
+    passes: BTreeMap<usize, Recorded<Position>>,
+    /// By the tokens that a round guesses.
+    rounds: BTreeMap<usize, Recorded<Round>>,
     /// Who draws each sequence's next token in passes that read one of each.
     sampler: Option<DeviceSampler>,
     /// Whether the last pass was replayed.
@@ -98,15 +98,15 @@ impl GraphCapture {
 
     /// Reads as many tokens of each sequence, `[batch · positions]`.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
-        let key = self.prepare(model, cache, tokens);
-        let outputs = self.run_pass(key);
-        cache.advance_by(key.count);
+        let count = self.prepare(model, cache, tokens);
+        let outputs = self.run_pass(count);
+        cache.advance_by(count);
         outputs
     }
 
-    /// Runs a pass that there is.
-    fn run_pass(&mut self, key: Key) -> Outputs {
-        let pass = self.passes.get_mut(&key).expect("it is prepared");
+    /// Runs the pass of so many positions, which there is.
+    fn run_pass(&mut self, count: usize) -> Outputs {
+        let pass = self.passes.get_mut(&count).expect("it is prepared");
         let outputs = pass.run(&mut self.may_capture);
         self.replayed = pass.is_captured();
         outputs
@@ -154,14 +154,9 @@ impl GraphCapture {
         if cache.len() + 1 > cache.room() {
             return None;
         }
-        let key = pass_key(cache, 1);
-        // Another than the pass that has just been run does not have the inputs of that.
-        if pass_key(cache, 0).in_order != key.in_order {
-            return None;
-        }
-        let pass = self.passes.get_mut(&key)?;
+        let pass = self.passes.get_mut(&1)?;
         pass.computation.inputs.go_on(chosen.numbers.clone());
-        Some(Reading::begin(self.run_pass(key).chosen.tokens()))
+        Some(Reading::begin(self.run_pass(1).chosen.tokens()))
     }
 
     pub fn step_by_parts(
@@ -171,10 +166,10 @@ impl GraphCapture {
         tokens: &[u32],
         after: &mut dyn FnMut(Part),
     ) -> Outputs {
-        let key = self.prepare(model, cache, tokens);
-        let pass = self.passes.get(&key).expect("it is prepared");
+        let count = self.prepare(model, cache, tokens);
+        let pass = self.passes.get(&count).expect("it is prepared");
         let outputs = pass.computation.compute_by_parts(after);
-        cache.advance_by(key.count);
+        cache.advance_by(count);
         outputs
     }
 
@@ -207,11 +202,11 @@ impl GraphCapture {
         self.make_room(cache, 1 + count);
         let (guesses, begun) = self.run_round(drafter, model, cache, tokens, streams, count);
         let on_the_way = Reading::begin(guesses.tokens.clone());
-        let key = pass_key(cache, 1 + count);
-        let pass = self.pass(model, cache, key, None);
+        let read = 1 + count;
+        let pass = self.pass(model, cache, read, None);
         pass.computation.inputs.take_guesses(begun, guesses.tokens);
-        let outputs = self.run_pass(key);
-        cache.advance_by(key.count);
+        let outputs = self.run_pass(read);
+        cache.advance_by(read);
         (on_the_way, outputs)
     }
 
@@ -228,20 +223,17 @@ impl GraphCapture {
         self.ahead = None;
         let begun = Begun::new(cache, tokens, streams, &model.device());
         cache.turn();
-        let key = Key {
-            count,
-            in_order: cache.is_in_order(1),
-        };
-        let round = self.rounds.entry(key);
-        let round = round.or_insert_with(|| Recorded::new(Round::new(drafter, model, cache, key)));
+        let round = self.rounds.entry(count);
+        let round =
+            round.or_insert_with(|| Recorded::new(Round::new(drafter, model, cache, count)));
         let inputs = &round.computation.inputs;
         inputs.begin_round(begun, round.computation.hidden.clone());
         let begun = inputs.all();
         (round.run(&mut self.may_capture), begun)
     }
 
-    /// Sees to the computation, with the tokens and their positions on the device and room for their keys and values.
-    fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Key {
+    /// Sees to the pass, with the tokens and their positions on the device and room for their keys and values: how many positions it is of.
+    fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> usize {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
         let device = model.device();
@@ -250,10 +242,9 @@ impl GraphCapture {
         self.make_room(cache, count);
         // No pass holds buffers that are still to be turned: what turns them back has released them.
         cache.turn();
-        let key = pass_key(cache, count);
-        let pass = self.pass(model, cache, key, from_host);
+        let pass = self.pass(model, cache, count, from_host);
         pass.computation.inputs.overwrite(inputs);
-        key
+        count
     }
 
     /// The computation after what the cache holds, whose tokens are still to be written.
@@ -261,10 +252,10 @@ impl GraphCapture {
         &mut self,
         model: &Gemma4Model,
         cache: &Cache,
-        key: Key,
+        count: usize,
         from_host: Option<Tensor<1>>,
     ) -> &mut Recorded<Position> {
-        match self.passes.entry(key) {
+        match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
                 if let (Some(own), Some(rows)) = (&pass.computation.from_host, from_host) {
@@ -274,10 +265,10 @@ impl GraphCapture {
             }
             Entry::Vacant(place) => {
                 let from_host = from_host.map(own);
-                let sampler = self.sampler.clone().filter(|_| key.count == 1);
+                let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
                     sampler,
-                    ..position(model, cache, key, from_host)
+                    ..position(model, cache, count, from_host)
                 };
                 place.insert(Recorded::new(position))
             }
@@ -307,20 +298,11 @@ fn own(numbers: Tensor<1>) -> Tensor<1> {
     own
 }
 
-/// What tells a pass of so many more columns from others.
-fn pass_key(cache: &Cache, count: usize) -> Key {
-    Key {
-        count,
-        // A ring without spare slots has nothing else than what its only query sees.
-        in_order: cache.spare() > 0 && cache.is_in_order(count),
-    }
-}
-
 /// The computation after what the cache holds, and as far as it has room.
 fn position(
     model: &Gemma4Model,
     cache: &Cache,
-    key: Key,
+    count: usize,
     from_host: Option<Tensor<1>>,
 ) -> Position {
     let (device, batch) = (model.device(), cache.batch());
@@ -331,11 +313,10 @@ fn position(
         batch,
         is_ragged: cache.is_padded() || cache.may_be_ragged(),
         ring: cache.ring(),
-        in_order: key.in_order,
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),
         model: model.clone(),
-        inputs: Inputs::empty(key.count * batch, batch, &device),
+        inputs: Inputs::empty(count * batch, batch, &device),
         from_host,
         sampler: None,
     }

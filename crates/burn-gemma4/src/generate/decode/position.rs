@@ -26,15 +26,6 @@ use crate::{
 };
 use burn::tensor::{Device, Int, Tensor};
 
-/// What computations are told apart by, each of which is captured by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Key {
-    /// Positions of each sequence, or tokens that a round guesses.
-    pub count: usize,
-    /// Whether sliding layers see all that their rings hold: until a text fills the window, and columns may be forgotten, that spares a mask.
-    pub in_order: bool,
-}
-
 /// The computation of a few positions: everything it reads and writes.
 pub(super) struct Position {
     /// Its tensors are the caller's model's.
@@ -45,8 +36,6 @@ pub(super) struct Position {
     /// Whether sequences are at different positions.
     pub is_ragged: bool,
     pub ring: Ring,
-    /// Whether every slot of a ring is its column's, and all that are written are in the window.
-    pub in_order: bool,
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
@@ -165,9 +154,6 @@ impl Position {
 
     /// What queries of sliding layers see in the ring then.
     fn sliding(&self) -> Visible {
-        if self.in_order {
-            return self.full();
-        }
         if self.ring.is_exact() && self.count() == 1 {
             // Of a ring that is full the last query sees all there is.
             return self.written();

@@ -3,7 +3,7 @@
 //! Nothing here depends on the host but the shapes. After which token and at which position, the kernels read from the device, so that
 //! the launches can be captured and replayed.
 
-use super::{inputs::Inputs, position::Key, recorded::Computation};
+use super::{inputs::Inputs, recorded::Computation};
 use crate::{
     Cache, Drafter, Gemma4Model, Guesses, LayerType,
     model::{
@@ -34,13 +34,11 @@ pub(super) struct Round {
     /// `[batch, hidden]`: what the tokens' logits were made of.
     pub hidden: Tensor<2>,
     count: usize,
-    /// Whether every slot of a ring that has been written is its column's, and all are in the window.
-    in_order: bool,
 }
 
 impl Round {
-    /// Of tokens of each sequence after what the cache holds, and as far as it has room. What it begins with is still to be written.
-    pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, key: Key) -> Self {
+    /// Of `count` tokens of each sequence after what the cache holds, and as far as it has room. What it begins with is still to be written.
+    pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, count: usize) -> Self {
         let (device, batch) = (target.device(), cache.batch());
         let hidden = [batch, target.config().hidden_size];
         let (rope, dtype) = (&drafter.model.rope, drafter.model.dtype());
@@ -55,8 +53,7 @@ impl Round {
             target: target.clone(),
             inputs: Inputs::empty(batch, batch, &device),
             hidden: Tensor::empty(hidden, (&device, dtype)),
-            count: key.count,
-            in_order: key.in_order,
+            count,
         }
     }
 }
@@ -67,21 +64,17 @@ impl Computation for Round {
     fn compute(&self) -> Guesses {
         let position = self.inputs.positions.clone();
         // The position's own key is not there yet.
-        let written = Visible {
+        let in_ring = [self.inputs.rows(), 1];
+        let in_ring = self.ring.visible_before(in_ring, position.clone());
+        let in_full = Visible {
             lengths: Some(position.clone()),
             lengths_ahead: true,
             ..Visible::default()
         };
-        let in_ring = match self.in_order {
-            true => written.clone(),
-            false => self
-                .ring
-                .visible_before([self.inputs.rows(), 1], position.clone()),
-        };
         let mut shared = SharedKeyValues::default();
         for (kind, last, visible) in [
             (LayerType::Sliding, &self.last_sliding, in_ring),
-            (LayerType::Full, &self.last_full, written),
+            (LayerType::Full, &self.last_full, in_full),
         ] {
             if let Some(last) = last {
                 shared.set(kind, read(last, visible));

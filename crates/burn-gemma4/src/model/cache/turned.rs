@@ -65,14 +65,6 @@ impl Cache {
         self.columns > 0 && self.columns >= self.most_padding()
     }
 
-    /// Whether, once `count` more columns are written, every one is still in the window of the last. Then none has taken another's slot of a ring: columns that are
-    /// forgotten may have been written no further than its spare slots.
-    #[cfg(feature = "cube")]
-    pub(crate) fn is_in_order(&self, count: usize) -> bool {
-        self.next_positions()
-            .all(|position| position + count <= self.window)
-    }
-
     /// The position of each sequence's next column.
     #[cfg(feature = "cube")]
     pub(crate) fn next_positions(&self) -> impl Iterator<Item = usize> + '_ {
