@@ -71,9 +71,10 @@ pub(super) fn go_on<I: Int>(
 #[expand(derive(Clone, Copy))]
 pub(super) struct Rows {
     pub count: u32,
-    /// From a row of the source to the next.
-    pub stride: u32,
     pub columns: u32,
+    /// From a row of the source to the next, and of the target.
+    pub stride: u32,
+    pub target_stride: u32,
 }
 
 /// Of numbers, as many of each, tokens, positions and lengths over those before them, and then those rows of the streams over the ones that a round begins with.
@@ -91,9 +92,11 @@ pub(super) fn begin_round<E: Float, I: Int>(
 ) {
     let at = ABSOLUTE_POS as u32;
     if at < rows.count * rows.columns {
-        let row = numbers[(3u32 * rows.count + at / rows.columns) as usize];
-        let place = u32::cast_from(row) * rows.stride + at % rows.columns;
-        hidden[at as usize] = streams[place as usize];
+        let row = at / rows.columns;
+        let column = at % rows.columns;
+        let from = u32::cast_from(numbers[(3u32 * rows.count + row) as usize]);
+        let place = from * rows.stride + column;
+        hidden[(row * rows.target_stride + column) as usize] = streams[place as usize];
     }
     if at < rows.count {
         tokens[at as usize] = numbers[at as usize];

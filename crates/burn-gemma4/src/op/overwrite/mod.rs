@@ -168,10 +168,11 @@ impl OverwriteBackend for CubeBackend {
         assert_eq!(count(&hidden), rows * columns, "a stream for each");
         assert_eq!(hidden.dtype, streams.dtype, "of one dtype");
         let [tokens, positions, lengths] = vectors.map(|vector| vector.clone().into_tensor_arg());
-        let stride = streams.meta.strides()[0];
+        let stride = |rows: &CubeTensor| rows.meta.strides()[0] as u32;
+        let strides = [stride(&streams), stride(&hidden)];
         let element = dtype_to_storage_type(hidden.dtype);
         let integer = dtype_to_storage_type(numbers.dtype);
-        // SAFETY: the vectors have `rows` numbers side by side, the source four times as many, whose last are rows that the streams have.
+        // SAFETY: the vectors have `rows` numbers side by side, the source four times as many, whose last are rows that the streams have. Streams lie by their strides.
         unsafe {
             begin_round::launch_unchecked(
                 &client,
@@ -183,7 +184,7 @@ impl OverwriteBackend for CubeBackend {
                 positions,
                 lengths,
                 hidden.into_tensor_arg(),
-                RowsLaunch::new(rows as u32, stride as u32, columns as u32),
+                RowsLaunch::new(rows as u32, columns as u32, strides[0], strides[1]),
                 element,
                 integer,
             );

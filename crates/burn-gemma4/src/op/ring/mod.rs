@@ -8,9 +8,10 @@ use burn::{
     backend::{
         Backend, Dispatch, backend_extension,
         cubecl::dtype_to_storage_type,
+        fusion::custom::TensorSpec,
         tensor::{BoolTensor, IntTensor},
     },
-    tensor::{Bool, Int, Tensor},
+    tensor::{Bool, Int, Shape, Tensor},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous};
 use cube_kit::{launch::cube_count, overlap::overlaps};
@@ -30,12 +31,18 @@ pub struct RingMask {
     pub last_is_written: bool,
 }
 
+impl RingMask {
+    fn shape(&self) -> [usize; 4] {
+        [self.sequences, 1, self.queries, self.slots]
+    }
+}
+
 /// `[sequences, 1, queries, slots]`: whether queries at `positions`, a sequence's one after the other, see the newest column of each slot: whether there is one, it is
 /// no later than they are, and in the window.
 pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<4, Bool> {
-    let shape = [options.sequences, 1, options.queries, options.slots];
-    // Of the device's own kind of booleans.
-    let mask = Tensor::<4, Bool>::empty(shape, &positions.device());
+    let all = options.shape().iter().product::<usize>();
+    // Of the device's own kind of booleans, which lie together: rows would be padded.
+    let mask = Tensor::<1, Bool>::empty([all], &positions.device());
     Tensor::from_dispatch(Dispatch::write_ring_mask(
         mask.into_dispatch(),
         positions.into_dispatch(),
@@ -46,8 +53,10 @@ pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<
 /// The kernel as an operator of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait RingBackend: Backend {
-    /// Writes the mask over what was there: see [`ring_mask`].
-    #[fusion(meta = |mask, _positions, _options| mask.clone())]
+    /// Writes the mask over what was there, all in a row: see [`ring_mask`].
+    #[fusion(meta = |mask, _positions, options| {
+        TensorSpec::new(Shape::new(options.shape()), mask.dtype)
+    })]
     fn write_ring_mask(
         mask: BoolTensor<Self>,
         positions: IntTensor<Self>,
@@ -64,7 +73,7 @@ impl RingBackend for CubeBackend {
         let client = mask.client.clone();
         let all = mask.meta.shape().num_elements();
         let queries = options.sequences * options.queries;
-        assert_eq!(all, queries * options.slots, "a slot for each");
+        assert_eq!(all, queries * options.slots, "a place for each");
         assert!(
             queries <= positions.meta.shape().num_elements(),
             "a position for each"
@@ -89,6 +98,6 @@ impl RingBackend for CubeBackend {
                 integer,
             );
         }
-        mask
+        burn_cubecl::ops::reshape(mask, Shape::new(options.shape()))
     }
 }
