@@ -31,7 +31,7 @@ use burn::{
 use burn_gemma4::{Cache, CacheKind, Drafter, Gemma4Model, Logits, Next, Sampler};
 use choice::Choice;
 use clap::Parser;
-use drafted::{Drafted, Forced};
+use drafted::{Drafted, Forced, Measuring};
 use launches::observe;
 use models::{Shape, keys_read, weights_read};
 use parts::Parts;
@@ -369,16 +369,12 @@ impl Bench {
             .into_iter()
             .map(|drafter| {
                 let (mut cache, tokens) = self.prefill(model, prompt, 1, forced.tokens)?;
-                let passes = self.tokens;
-                drafted::measure(
-                    model,
-                    drafter,
-                    &mut cache,
-                    tokens[0],
-                    forced,
-                    passes,
-                    self.launch_each,
-                )
+                let measuring = Measuring {
+                    passes: self.tokens,
+                    launch_each: self.launch_each,
+                    launches: self.parts,
+                };
+                drafted::measure(model, drafter, &mut cache, tokens[0], forced, measuring)
             })
             .collect()
     }

@@ -71,7 +71,8 @@ fn guesses_and_streams_are_those_of_transformers() {
                     let guesses = guesses.expect("guesses");
                     let expected = whole(&reference["strict_window.draft_tokens"]);
                     assert_eq!(guesses.tokens().expect("tokens"), expected, "{what}");
-                    reference["strict_window.projected_hidden"].assert_close(guesses.hidden, &what);
+                    reference["strict_window.projected_hidden"]
+                        .assert_close(guesses.hidden(), &what);
                 }
             }
         }
@@ -118,11 +119,77 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
         let expected = expected.expect("guesses");
         let of_tokens = expected.tokens().expect("tokens");
         let of_streams = Reference {
-            values: values(expected.hidden),
+            values: values(expected.hidden()),
         };
         let found = decoder.guess(60, hidden, count).expect("guesses");
         assert_eq!(found.tokens().expect("tokens"), of_tokens, "{what}");
-        of_streams.assert_close(found.hidden, &what);
+        of_streams.assert_close(found.hidden(), &what);
+    }
+}
+
+/// Guesses that the model reads where they are, and what comes after them, are those that it is given from the host: within the window and beyond it, from any row, with what was
+/// wrong forgotten.
+#[test]
+fn guesses_are_read_where_they_are() {
+    for device in devices() {
+        for (name, target) in PAIRS {
+            let gemma = load(name, target, &device.device);
+            let fixture = Fixture::open(target);
+            let (model, drafter) = (gemma.model(), gemma.drafter().expect("loaded"));
+            let first = || {
+                let mut cache = model.cache(vec![0]).forgetting(3);
+                let first = tokens(&[&fixture.prompt[..2]], &gemma.device());
+                model.step(first, &mut cache, Logits::None).expect("a step");
+                cache
+            };
+            let mut caches = [first(), first()];
+            let mut decoders = caches.each_mut().map(|cache| {
+                let decoder = model.decoder(cache);
+                decoder.with_drafter(drafter).expect("its own")
+            });
+            let [on_device, on_host] = &mut decoders;
+            let token = fixture.prompt[2];
+            let begun = [&mut *on_device, on_host].map(|decoder| {
+                let next = decoder.step(&[token]).expect("a step");
+                next.hidden().expect("the stream")
+            });
+            let [mut streams, mut alone] = begun;
+            let mut row = 0;
+            let text = [&fixture.prompt[3..], &fixture.generated].concat();
+            for (index, token) in text.into_iter().take(14).enumerate() {
+                let what = format!("{name} {} at {index}", device.name);
+                let count = 1 + index % 3;
+                let read = on_device.guess_and_read(token, streams, row, count);
+                let (guesses, next) = read.expect("a pass");
+                streams = next.hidden().expect("streams");
+                let found = next.argmax().expect("tokens");
+                let found_guesses = guesses.tokens().expect("guesses");
+
+                let guesses = on_host.guess(token, alone, count).expect("guesses");
+                let guesses = guesses.tokens().expect("tokens");
+                assert_eq!(found_guesses, guesses, "{what}");
+                let read = on_host.read(&[&[token], &guesses[..]].concat());
+                let next = read.expect("a pass");
+                let expected = Reference {
+                    values: values(next.hidden().expect("streams")),
+                };
+                expected.assert_close(streams.clone(), &what);
+                row = index % (1 + count);
+                alone = next.hidden().expect("streams").narrow(0, row, 1);
+                assert_eq!(found, next.argmax().expect("tokens"), "{what}");
+                for decoder in [&mut *on_device, on_host] {
+                    decoder.forget(count - row).expect("few enough");
+                }
+            }
+            let refused = on_device.guess_and_read(50, streams, 9, 1);
+            assert!(matches!(
+                refused,
+                Err(Gemma4Error::Argument {
+                    argument: "row",
+                    ..
+                })
+            ));
+        }
     }
 }
 
@@ -155,7 +222,7 @@ fn drafters_may_change() {
             decoder = decoder.with_drafter(drafter).expect("for it");
             let hidden = Tensor::ones([1, 64], &device.device);
             let guesses = decoder.guess(70, hidden, 2).expect("guesses");
-            let streams = values(guesses.hidden);
+            let streams = values(guesses.hidden());
             let found = streams.iter().all(|value| *value == 0.0);
             assert_eq!(found, is_zero, "{}", device.name);
         }

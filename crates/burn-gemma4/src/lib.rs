@@ -33,7 +33,7 @@ pub use gemma::{Gemma4, Prompt};
 pub use generate::{
     FinishReason, GenerateOptions, Generation, Timings, Token,
     cancellation::Cancellation,
-    decode::{DecodeMode, Decoder, Next},
+    decode::{DecodeMode, Decoder, GuessedTokens, Next},
     defaults::GenerationDefaults,
     draft::{DraftCounts, Drafts},
     logprobs::TokenLogprobs,

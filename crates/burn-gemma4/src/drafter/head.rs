@@ -1,13 +1,19 @@
 //! From a drafter's stream to a token, over the whole vocabulary or over a few groups of tokens.
 
-#[cfg(feature = "cube")]
-use crate::op;
 use crate::{
     config::drafter::OrderedEmbeddings,
-    model::layer::{Linear, operators::Operators},
+    model::layer::Linear,
     op::{
         argmax::argmax,
         linear::{self, Matrix},
+    },
+};
+#[cfg(feature = "cube")]
+use crate::{
+    model::layer::operators::Columns,
+    op::{
+        self,
+        guess::{self, TokensAt},
     },
 };
 use burn::{
@@ -48,17 +54,16 @@ impl MaskedEmbedding {
         }
     }
 
-    /// The likeliest token of the best groups, `[rows]`, for `[rows, hidden]`. `table` has a row for each token.
+    /// The likeliest token of the best groups, `[rows]`, for `[rows, hidden]` and what centroids make of them. `table` has a row for each token.
     pub(super) fn token(
         &self,
         hidden: Tensor<2>,
-        table: Matrix,
-        operators: &mut impl Operators,
+        scores: Tensor<2>,
+        table: &Matrix,
     ) -> Tensor<1, Int> {
-        let scores = operators.project(hidden.clone(), &self.centroids);
         let of_row = |row: usize| {
             let [scores, hidden] = [&scores, &hidden].map(|rows| rows.clone().narrow(0, row, 1));
-            self.token_of_row(scores.squeeze_dim(0), hidden, &table)
+            self.token_of_row(scores.squeeze_dim(0), hidden, table)
         };
         match hidden.dims()[0] {
             1 => of_row(0),
@@ -66,7 +71,26 @@ impl MaskedEmbedding {
         }
     }
 
-    /// The same of one row, `[1]`, by its groups' scores.
+    /// Whether kernels look at the groups' tokens.
+    #[cfg(feature = "cube")]
+    pub(super) fn has_kernels(&self, table: &Matrix) -> bool {
+        guess::looks_at(table, &self.token_ordering)
+    }
+
+    /// [`token`](Self::token) by kernels, in its place among the guesses.
+    #[cfg(feature = "cube")]
+    pub(super) fn guess(
+        &self,
+        hidden: Tensor<2>,
+        scores: Columns,
+        table: Tensor<2>,
+        places: TokensAt,
+    ) -> Tensor<1, Int> {
+        let chosen = guess::choose_groups(scores, self.top_k);
+        guess::guess_of_groups(hidden, table, self.token_ordering.clone(), chosen, places)
+    }
+
+    /// [`token`](Self::token) of one row, `[1]`, by its groups' scores.
     fn token_of_row(&self, scores: Tensor<1>, hidden: Tensor<2>, table: &Matrix) -> Tensor<1, Int> {
         let groups = largest(scores, self.numbers.clone(), self.top_k);
         let tokens = self.token_ordering.clone().select(0, groups).flatten(0, 1);
@@ -78,7 +102,7 @@ impl MaskedEmbedding {
 /// `[rows, hidden]` times the transpose of `[tokens, hidden]`.
 pub(super) fn logits(hidden: Tensor<2>, table: Matrix) -> Tensor<2> {
     #[cfg(feature = "cube")]
-    if op::serve(&hidden) {
+    if op::serve(&hidden) && hidden.dims()[0] <= linear::few_rows::MOST_ROWS {
         return linear::few_rows::project(hidden, table, None, linear::few_rows::Origin::Computed);
     }
     linear::rows(hidden, table)

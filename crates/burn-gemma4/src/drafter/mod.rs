@@ -4,6 +4,8 @@
 //! each is made of the one before and of the stream that the one before left, which begins with the model's own.
 
 mod head;
+#[cfg(feature = "cube")]
+mod kernels;
 
 pub use head::MaskedEmbedding;
 
@@ -16,7 +18,7 @@ use crate::{
         cache::key_values::SharedKeyValues,
         layer::{
             Linear,
-            operators::{Operators, Stream},
+            operators::{Columns, Operators, Stream},
         },
     },
     op::flat_rows,
@@ -48,8 +50,8 @@ pub struct Drafter {
 pub struct Guesses {
     /// `[count]`: tokens that may come one after the other.
     pub tokens: Tensor<1, Int>,
-    /// `[count, hidden]` of the large model's width: the stream after each.
-    pub hidden: Tensor<2>,
+    /// Of each step, `[batch, hidden]`.
+    streams: Vec<Columns>,
 }
 
 impl Guesses {
@@ -62,6 +64,12 @@ impl Guesses {
             Gemma4Error::Device(format!("the drafter guessed nothing: {error}"))
         })?;
         Ok(tokens.iter::<i64>().map(|token| token as u32).collect())
+    }
+
+    /// `[count, hidden]` of the large model's width: the stream after each.
+    pub fn hidden(&self) -> Tensor<2> {
+        let streams = self.streams.iter().cloned().map(Columns::columns);
+        Tensor::cat(streams.collect(), 0)
     }
 }
 
@@ -116,7 +124,7 @@ impl Drafter {
         count: usize,
     ) -> Result<Guesses, Gemma4Error> {
         self.check(target)?;
-        self.check_call(cache, token, &hidden, count)?;
+        self.check_call(cache, token, hidden.dims(), count)?;
         Ok(self.guess(target, cache, &[token], hidden, count))
     }
 
@@ -131,7 +139,7 @@ impl Drafter {
         &self,
         cache: &Cache,
         token: u32,
-        hidden: &Tensor<2>,
+        hidden: [usize; 2],
         count: usize,
     ) -> Result<(), Gemma4Error> {
         let refuse = |argument, reason: String| Err(Gemma4Error::Argument { argument, reason });
@@ -151,11 +159,8 @@ impl Drafter {
             );
         }
         let expected = [1, self.config.backbone_hidden_size];
-        if hidden.dims() != expected {
-            let reason = format!(
-                "has the shape {:?}; it should be {expected:?}",
-                hidden.dims()
-            );
+        if hidden != expected {
+            let reason = format!("has the shape {hidden:?}; it should be {expected:?}");
             return refuse("hidden", reason);
         }
         match count {
@@ -222,49 +227,66 @@ impl Drafter {
         self.steps(target, token, hidden, &mut shared, &mut operators, count)
     }
 
-    /// `count` steps one after the other.
+    /// `count` steps one after the other, from a token of each sequence, `[batch]`, and the streams before them, `[batch, hidden]`.
     pub(crate) fn steps(
         &self,
         target: &Gemma4Model,
         mut token: Tensor<1, Int>,
-        mut hidden: Tensor<2>,
+        hidden: Tensor<2>,
         shared: &mut SharedKeyValues,
         operators: &mut impl Operators,
         count: usize,
     ) -> Guesses {
+        #[cfg(feature = "cube")]
+        if self.has_kernels(&hidden) {
+            return self.steps_by_kernels(target, token, hidden, shared, operators, count);
+        }
+        let mut stream = Columns::all(hidden);
         let (mut tokens, mut streams) = (Vec::new(), Vec::new());
         for _ in 0..count {
-            (token, hidden) = self.step(target, token, hidden, shared, operators);
+            let embedded = flat_rows(target.embed_tokens.forward(token.unsqueeze::<2>()));
+            let both = Tensor::cat(vec![embedded, stream.columns()], 1);
+            let normed = self.layers(both, shared, operators);
+            let scores;
+            (stream, scores) = self.project(normed.clone(), operators);
+            let table = self.model.head();
+            token = match self.masked_embedding.as_ref().zip(scores) {
+                Some((masked, scores)) => masked.token(normed, scores.columns(), &table),
+                None => head::token(head::logits(normed, table)),
+            };
             tokens.push(token.clone());
-            streams.push(hidden.clone());
+            streams.push(stream.clone());
         }
         Guesses {
             tokens: Tensor::cat(tokens, 0),
-            hidden: Tensor::cat(streams, 0),
+            streams,
         }
     }
 
-    /// The tokens that may come after `token`, `[batch]`, and the streams after them, `[batch, hidden]`.
-    fn step(
+    /// What the layers make of `[rows, 2 · hidden]`, embeddings beside streams: normalised.
+    fn layers(
         &self,
-        target: &Gemma4Model,
-        token: Tensor<1, Int>,
-        hidden: Tensor<2>,
+        both: Tensor<2>,
         shared: &mut SharedKeyValues,
         operators: &mut impl Operators,
-    ) -> (Tensor<1, Int>, Tensor<2>) {
-        let model = &self.model;
-        let embedded = flat_rows(target.embed_tokens.forward(token.unsqueeze::<2>()));
-        let both = Tensor::cat(vec![embedded, hidden], 1);
+    ) -> Tensor<2> {
         let stream = Stream::new(operators.project(both, &self.pre_projection));
-        let layers = 0..model.config().num_layers();
-        let mut stream = model.layers(layers, stream, None, shared, operators);
-        let normed = stream.norm(&model.norm);
-        let next = operators.project(normed.clone(), &self.post_projection);
-        let token = match &self.masked_embedding {
-            Some(masked) => masked.token(normed, model.head(), operators),
-            None => head::token(head::logits(normed, model.head())),
-        };
-        (token, next)
+        let layers = 0..self.model.config().num_layers();
+        let mut stream = self.model.layers(layers, stream, None, shared, operators);
+        stream.norm(&self.model.norm)
+    }
+
+    /// The streams of the next step, and the scores of groups of tokens, if there are any.
+    fn project(
+        &self,
+        normed: Tensor<2>,
+        operators: &mut impl Operators,
+    ) -> (Columns, Option<Columns>) {
+        let centroids = self.masked_embedding.as_ref().map(|head| &head.centroids);
+        let projections = std::iter::once(&self.post_projection).chain(centroids);
+        let projections: Vec<&Linear> = projections.collect();
+        let mut projected = operators.project_together(normed, &projections).into_iter();
+        let stream = projected.next().expect("one for each projection");
+        (stream, projected.next())
     }
 }

@@ -18,7 +18,7 @@ use crate::{
     text::stop,
 };
 use burn::tensor::Tensor;
-use draft::{DraftCounts, Drafts, Guesser, Limits};
+use draft::{DraftCounts, Drafts, Guessers, Limits};
 use sequence::{Chosen, Sequence, samplers};
 use serde::Serialize;
 use std::{
@@ -278,7 +278,7 @@ pub(crate) fn run(
         timings.prefill = start.elapsed();
         return finish(sequences, timings);
     };
-    let mut guessers = Guesser::of(options, &sequences, hidden.clone());
+    let mut guessers = Guessers::of(options, &sequences, hidden.clone());
     let mut next = choose(&mut sequences, Next::of_hidden(model, hidden), options)?;
     timings.prefill = start.elapsed();
 

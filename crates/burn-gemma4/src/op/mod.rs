@@ -11,6 +11,8 @@ pub(crate) mod dequantize;
 #[cfg(feature = "cube")]
 pub(crate) mod embed;
 pub(crate) mod gate;
+#[cfg(feature = "cube")]
+pub(crate) mod guess;
 pub(crate) mod linear;
 pub(crate) mod norm;
 #[cfg(feature = "cube")]
@@ -18,9 +20,13 @@ pub(crate) mod overwrite;
 #[cfg(feature = "cube")]
 pub(crate) mod reading;
 pub(crate) mod residual;
+#[cfg(feature = "cube")]
+pub(crate) mod ring;
 pub(crate) mod rope;
 #[cfg(feature = "cube")]
 pub(crate) mod route;
+#[cfg(feature = "cube")]
+pub(crate) mod rows_of_heads;
 pub(crate) mod sample;
 #[cfg(feature = "cube")]
 pub(crate) mod store;

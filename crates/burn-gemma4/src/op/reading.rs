@@ -22,8 +22,11 @@ use std::{
 pub(crate) struct Reading {
     /// Themselves.
     pub numbers: Tensor<1, Int>,
-    copied: Pin<Box<dyn Future<Output = Result<Vec<i32>, ServerError>>>>,
+    /// `None` once they are there.
+    copied: Option<Copied>,
 }
+
+type Copied = Pin<Box<dyn Future<Output = Result<Vec<i32>, ServerError>>>>;
 
 impl fmt::Debug for Reading {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -46,22 +49,36 @@ impl Reading {
             size_of::<i32>(),
         );
         let copied = lasting_client(&tensor).read_one_tensor_async(descriptor);
-        let copied = Box::pin(async move {
+        let copied: Copied = Box::pin(async move {
             let bytes = copied.await?;
             let numbers = bytes.chunks_exact(size_of::<i32>());
             let number = |bytes: &[u8]| i32::from_ne_bytes(bytes.try_into().expect("four bytes"));
             Ok(numbers.map(number).collect())
         });
-        Self { numbers, copied }
+        Self {
+            numbers,
+            copied: Some(copied),
+        }
     }
 
     /// Waits for them.
     ///
     /// # Errors
     /// [`Gemma4Error::Device`] where the device failed.
-    pub fn wait(self) -> Result<Vec<i32>, Gemma4Error> {
-        block_on(self.copied)
+    pub fn wait(mut self) -> Result<Vec<i32>, Gemma4Error> {
+        let copied = self.copied.take().expect("they are waited for once");
+        block_on(copied)
             .map_err(|error| Gemma4Error::Device(format!("it computed no tokens: {error}")))
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        // What makes them writes what another thread may have next, whose work the device does not order after this.
+        if let Some(copied) = self.copied.take() {
+            // A device that failed says so to whoever asks it next.
+            let _ = block_on(copied);
+        }
     }
 }
 

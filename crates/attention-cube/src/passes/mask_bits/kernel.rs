@@ -9,6 +9,7 @@
 
 use crate::math::visibility::Keys;
 use crate::passes::mask_bits::plan::WORDS_PER_PLANE;
+use cube_kit::overlap::{take_turn, was_written};
 use cubecl::prelude::*;
 
 /// Planes of a cube.
@@ -38,7 +39,7 @@ pub(crate) struct MaskPlaces {
 /// Packs `count` pieces of [`WORDS_PER_PLANE`] words, `pieces` of them a row of the mask
 /// `[batch, heads, rows, kv_len]`. Each block of keys has words of its own. Past the last key bits are 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn pack_mask<M: Numeric>(
+pub(crate) fn pack_mask_overlapped<M: Numeric>(
     mask: &Tensor<M>,
     bits: &mut Tensor<u32>,
     heads: u32,
@@ -47,8 +48,11 @@ pub(crate) fn pack_mask<M: Numeric>(
     pieces: u32,
     count: u32,
     #[comptime] block_keys: u32,
+    #[comptime] overlaps: bool,
     #[define(M)] _element: ElemType,
 ) {
+    take_turn(overlaps);
+    was_written(mask, overlaps);
     let index = plane_of_launch();
     let lane = UNIT_POS % 32u32;
     let block_words = comptime!(block_keys.div_ceil(32));

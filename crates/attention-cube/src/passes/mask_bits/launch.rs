@@ -4,7 +4,9 @@ use crate::AttentionProblem;
 use crate::arguments::distinct;
 use crate::backend::AttentionInputs;
 use crate::math::side::Side;
-use crate::passes::mask_bits::kernel::{MaskPlacesLaunch, PLANES, pack_mask, sum_up_mask};
+use crate::passes::mask_bits::kernel::{
+    MaskPlacesLaunch, PLANES, pack_mask_overlapped, sum_up_mask,
+};
 use crate::passes::mask_bits::plan::MaskWords;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::backend::ops::BoolTensorOps;
@@ -12,6 +14,7 @@ use burn::tensor::{DType, Shape};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::overlap::overlaps;
 use cubecl::prelude::CubeDim;
 use cubecl::prelude::TensorArg;
 
@@ -85,7 +88,7 @@ pub(crate) fn pack(
     let element = dtype_to_storage_type(mask.dtype);
     // SAFETY: a plane a piece of a row, the rest does nothing; columns stay below their number.
     unsafe {
-        pack_mask::launch_unchecked(
+        pack_mask_overlapped::launch_unchecked(
             &client,
             cubes,
             units,
@@ -98,6 +101,7 @@ pub(crate) fn pack(
             words.pieces as u32,
             words.all_pieces() as u32,
             block_keys as u32,
+            overlaps(&client),
             element,
         );
     }

@@ -9,34 +9,22 @@ use crate::op::reading::Reading;
 pub(super) struct Ahead {
     /// What it reads.
     tokens: Vec<Option<u32>>,
-    /// What it chooses; `None` once it is taken up.
-    chosen: Option<Reading>,
+    /// What it chooses. Whoever lets go of it waits for it.
+    chosen: Reading,
 }
 
 impl Ahead {
     pub fn new(tokens: Vec<Option<u32>>, chosen: Reading) -> Self {
-        Self {
-            tokens,
-            chosen: Some(chosen),
-        }
+        Self { tokens, chosen }
     }
 
     /// What comes after `tokens`, if these are what it reads.
-    pub fn after(mut self, tokens: &[u32]) -> Option<Reading> {
+    pub fn after(self, tokens: &[u32]) -> Option<Reading> {
         let tokens = tokens.iter().copied().map(Some);
-        match self.tokens.iter().copied().eq(tokens) {
-            true => self.chosen.take(),
-            false => None,
-        }
-    }
-}
-
-impl Drop for Ahead {
-    fn drop(&mut self) {
-        // Whoever has the cache next may be another thread, whose work the device does not order after this.
-        if let Some(chosen) = self.chosen.take() {
-            // A device that failed says so to whoever asks it next.
-            let _ = chosen.wait();
-        }
+        self.tokens
+            .iter()
+            .copied()
+            .eq(tokens)
+            .then_some(self.chosen)
     }
 }

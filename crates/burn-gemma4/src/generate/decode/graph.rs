@@ -1,9 +1,9 @@
 //! A decoder's passes and a drafter's rounds by kernels, whose launches are captured in a graph once and replayed.
 
 use super::{
-    DecodeMode, Part,
+    DecodeMode, Part, Streams,
     ahead::Ahead,
-    inputs::{Inputs, Uploaded},
+    inputs::{Begun, Inputs, Uploaded},
     position::{Outputs, Position},
     recorded::Recorded,
     round::Round,
@@ -14,7 +14,7 @@ use crate::{
     model::few_rows::FewRows,
     op::{overwrite::overwrite_floats, reading::Reading},
 };
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Int, Tensor};
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     fmt,
@@ -98,13 +98,17 @@ impl GraphCapture {
 
     /// Reads as many tokens of each sequence, `[batch · positions]`.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
-        let count = tokens.len() / cache.batch();
-        let mut may_capture = self.may_capture;
-        let pass = self.prepare(model, cache, tokens);
-        let outputs = pass.run(&mut may_capture);
-        self.replayed = pass.is_captured();
-        self.may_capture = may_capture;
+        let count = self.prepare(model, cache, tokens);
+        let outputs = self.run_pass(count);
         cache.advance_by(count);
+        outputs
+    }
+
+    /// Runs the pass of so many positions, which there is.
+    fn run_pass(&mut self, count: usize) -> Outputs {
+        let pass = self.passes.get_mut(&count).expect("it is prepared");
+        let outputs = pass.run(&mut self.may_capture);
+        self.replayed = pass.is_captured();
         outputs
     }
 
@@ -152,11 +156,7 @@ impl GraphCapture {
         }
         let pass = self.passes.get_mut(&1)?;
         pass.computation.inputs.go_on(chosen.numbers.clone());
-        let mut may_capture = self.may_capture;
-        let outputs = pass.run(&mut may_capture);
-        self.replayed = pass.is_captured();
-        self.may_capture = may_capture;
-        Some(Reading::begin(outputs.chosen.tokens()))
+        Some(Reading::begin(self.run_pass(1).chosen.tokens()))
     }
 
     pub fn step_by_parts(
@@ -166,62 +166,74 @@ impl GraphCapture {
         tokens: &[u32],
         after: &mut dyn FnMut(Part),
     ) -> Outputs {
-        let count = tokens.len() / cache.batch();
-        let pass = self.prepare(model, cache, tokens);
+        let count = self.prepare(model, cache, tokens);
+        let pass = self.passes.get(&count).expect("it is prepared");
         let outputs = pass.computation.compute_by_parts(after);
         cache.advance_by(count);
         outputs
     }
 
-    /// Guesses `count` tokens after one of each sequence, which were chosen by what `hidden`, `[batch, hidden]`, became.
+    /// Guesses `count` tokens after one of each sequence, which were chosen by what the `streams` became.
     pub fn guess(
         &mut self,
         drafter: &Drafter,
         model: &Gemma4Model,
         cache: &mut Cache,
         tokens: &[u32],
-        hidden: Tensor<2>,
+        streams: &Streams,
         count: usize,
     ) -> Guesses {
-        self.ahead = None;
-        let device = model.device();
-        let inputs = Uploaded::new(cache, tokens, &device);
         // The guesses' own position is the next one.
         self.make_room(cache, 1);
-        cache.turn();
-        let hidden = flat(hidden);
-        let mut may_capture = self.may_capture;
-        let round = match self.rounds.entry(count) {
-            Entry::Occupied(round) => {
-                let round = round.into_mut();
-                round.computation.inputs.overwrite(inputs);
-                overwrite_floats(round.computation.hidden.clone(), hidden);
-                round
-            }
-            Entry::Vacant(place) => {
-                let hidden = own(hidden);
-                place.insert(Recorded::new(Round::new(
-                    drafter,
-                    model,
-                    cache,
-                    Inputs::new(inputs),
-                    hidden,
-                    count,
-                )))
-            }
-        };
-        let guesses = round.run(&mut may_capture);
-        self.may_capture = may_capture;
+        let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses
     }
 
-    /// The computation, with the tokens and their positions on the device and room for their keys and values.
-    fn prepare(
+    /// [`guess`](Self::guess), and reads the tokens and their guesses, all of which are on the device before the guesses are on the host.
+    pub fn guess_and_read(
         &mut self,
+        drafter: &Drafter,
         model: &Gemma4Model,
         cache: &mut Cache,
         tokens: &[u32],
-    ) -> &mut Recorded<Position> {
+        streams: &Streams,
+        count: usize,
+    ) -> (Reading, Outputs) {
+        self.make_room(cache, 1 + count);
+        let (guesses, begun) = self.run_round(drafter, model, cache, tokens, streams, count);
+        let on_the_way = Reading::begin(guesses.tokens.clone());
+        let read = 1 + count;
+        let pass = self.pass(model, cache, read, None);
+        pass.computation.inputs.take_guesses(begun, guesses.tokens);
+        let outputs = self.run_pass(read);
+        cache.advance_by(read);
+        (on_the_way, outputs)
+    }
+
+    /// What a round guesses, and what it began with. There is room for its position.
+    fn run_round(
+        &mut self,
+        drafter: &Drafter,
+        model: &Gemma4Model,
+        cache: &mut Cache,
+        tokens: &[u32],
+        streams: &Streams,
+        count: usize,
+    ) -> (Guesses, [Tensor<1, Int>; 3]) {
+        self.ahead = None;
+        let begun = Begun::new(cache, tokens, streams, &model.device());
+        cache.turn();
+        let round = self.rounds.entry(count);
+        let round =
+            round.or_insert_with(|| Recorded::new(Round::new(drafter, model, cache, count)));
+        let inputs = &round.computation.inputs;
+        inputs.begin_round(begun, round.computation.hidden.clone());
+        let begun = inputs.all();
+        (round.run(&mut self.may_capture), begun)
+    }
+
+    /// Sees to the pass, with the tokens and their positions on the device and room for their keys and values: how many positions it is of.
+    fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> usize {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
         let device = model.device();
@@ -230,10 +242,22 @@ impl GraphCapture {
         self.make_room(cache, count);
         // No pass holds buffers that are still to be turned: what turns them back has released them.
         cache.turn();
+        let pass = self.pass(model, cache, count, from_host);
+        pass.computation.inputs.overwrite(inputs);
+        count
+    }
+
+    /// The computation after what the cache holds, whose tokens are still to be written.
+    fn pass(
+        &mut self,
+        model: &Gemma4Model,
+        cache: &Cache,
+        count: usize,
+        from_host: Option<Tensor<1>>,
+    ) -> &mut Recorded<Position> {
         match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
-                pass.computation.inputs.overwrite(inputs);
                 if let (Some(own), Some(rows)) = (&pass.computation.from_host, from_host) {
                     overwrite_floats(own.clone(), rows);
                 }
@@ -244,7 +268,7 @@ impl GraphCapture {
                 let sampler = self.sampler.clone().filter(|_| count == 1);
                 let position = Position {
                     sampler,
-                    ..position(model, cache, Inputs::new(inputs), from_host, &device)
+                    ..position(model, cache, count, from_host)
                 };
                 place.insert(Recorded::new(position))
             }
@@ -278,21 +302,21 @@ fn own(numbers: Tensor<1>) -> Tensor<1> {
 fn position(
     model: &Gemma4Model,
     cache: &Cache,
-    inputs: Inputs,
+    count: usize,
     from_host: Option<Tensor<1>>,
-    device: &Device,
 ) -> Position {
+    let (device, batch) = (model.device(), cache.batch());
     let positions = cache.room();
-    let tables = |kind| model.rope.tables(kind, positions, model.dtype(), device);
+    let tables = |kind| model.rope.tables(kind, positions, model.dtype(), &device);
     Position {
         targets: cache.targets(),
-        batch: cache.batch(),
+        batch,
         is_ragged: cache.is_padded() || cache.may_be_ragged(),
-        ring: cache.ring(device),
+        ring: cache.ring(),
         sliding: tables(LayerType::Sliding),
         full: tables(LayerType::Full),
         model: model.clone(),
-        inputs,
+        inputs: Inputs::empty(count * batch, batch, &device),
         from_host,
         sampler: None,
     }

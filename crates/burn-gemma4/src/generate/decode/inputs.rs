@@ -1,9 +1,9 @@
 //! Tokens and their positions on the device, where computations that are captured once read them anew.
 
-use super::integers;
+use super::{Streams, integers};
 use crate::{
     Cache,
-    op::overwrite::{go_on_with, overwrite_three},
+    op::overwrite::{begin_round_with, go_on_with, overwrite_three, take_guesses_of},
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
@@ -18,16 +18,14 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    pub fn new(uploaded: Uploaded) -> Self {
-        let source = &uploaded.numbers;
-        let own = |count| Tensor::empty([count], (&source.device(), source.dtype()));
-        let inputs = Self {
-            tokens: own(uploaded.rows),
-            positions: own(uploaded.rows),
-            lengths: own(uploaded.batch),
-        };
-        inputs.overwrite(uploaded);
-        inputs
+    /// Of so many rows of so many sequences, which nobody has written yet.
+    pub fn empty(rows: usize, batch: usize, device: &Device) -> Self {
+        let own = |count| Tensor::empty([count], (device, DType::I32));
+        Self {
+            tokens: own(rows),
+            positions: own(rows),
+            lengths: own(batch),
+        }
     }
 
     /// Takes as many others.
@@ -40,7 +38,18 @@ impl Inputs {
         go_on_with(self.all(), chosen);
     }
 
-    fn all(&self) -> [Tensor<1, Int>; 3] {
+    /// Takes what a round begins with, and writes the streams before it over `hidden`, `[batch, columns]`.
+    pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
+        begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
+    }
+
+    /// Takes what a round began with, and its guesses, one step's after the other.
+    pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
+        take_guesses_of(self.all(), first, guesses);
+    }
+
+    /// The three tensors.
+    pub fn all(&self) -> [Tensor<1, Int>; 3] {
         [&self.tokens, &self.positions, &self.lengths].map(Tensor::clone)
     }
 
@@ -54,12 +63,9 @@ impl Inputs {
     }
 }
 
-/// Tokens that come after what a cache holds, with their positions and the lengths.
+/// Tokens that come after what a cache holds, with their positions and the lengths, one after the other.
 pub(super) struct Uploaded {
-    /// One after the other.
     numbers: Tensor<1, Int>,
-    rows: usize,
-    batch: usize,
 }
 
 impl Uploaded {
@@ -75,8 +81,28 @@ impl Uploaded {
         let numbers = TensorData::new(numbers, [2 * rows + batch]);
         Self {
             numbers: Tensor::from_data(numbers, (device, DType::I32)),
-            rows,
-            batch,
+        }
+    }
+}
+
+/// What a round begins with: a token of each sequence, its position, and the stream before it.
+pub(super) struct Begun {
+    /// Tokens, positions, lengths, rows of the streams, as many of each.
+    numbers: Tensor<1, Int>,
+    streams: Tensor<2>,
+}
+
+impl Begun {
+    pub fn new(cache: &Cache, tokens: &[u32], streams: &Streams, device: &Device) -> Self {
+        let mut numbers = integers(tokens);
+        let first: Vec<_> = cache.next_positions().collect();
+        numbers.extend(first.iter().map(|first| *first as i32));
+        numbers.extend(first.iter().map(|first| (first + 1) as i32));
+        numbers.extend(streams.of.iter().map(|row| *row as i32));
+        let numbers = TensorData::new(numbers, [4 * tokens.len()]);
+        Self {
+            numbers: Tensor::from_data(numbers, (device, DType::I32)),
+            streams: streams.rows.clone(),
         }
     }
 }

@@ -4,6 +4,7 @@
 mod ahead;
 #[cfg(feature = "cube")]
 mod graph;
+mod guessed;
 #[cfg(feature = "cube")]
 mod inputs;
 mod next;
@@ -26,6 +27,8 @@ use crate::{
 use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use graph::GraphCapture;
+pub use guessed::GuessedTokens;
+pub(crate) use guessed::Streams;
 pub use next::Next;
 use std::marker::PhantomData;
 
@@ -179,15 +182,19 @@ impl<'a> Decoder<'a> {
         self.check_vocabulary(tokens)?;
         let count = tokens.len() / self.cache.batch();
         #[cfg(feature = "cube")]
-        if let Some(graph) = &mut self.graph
-            && self.cache.has_begun()
+        if self.cache.has_begun()
+            && self.fits_kernels(self.cache.batch(), count)
+            && let Some(graph) = &mut self.graph
         {
-            // Kernels write all tokens before any of them looks: a ring must have slots for those after the first.
-            if tokens.len() <= MOST_ROWS && count <= 1 + self.cache.spare() {
-                return Ok(graph.step(self.model, self.cache, tokens).into());
-            }
+            return Ok(graph.step(self.model, self.cache, tokens).into());
         }
         self.plain_step(tokens, count)
+    }
+
+    /// Whether kernels take so many tokens of each sequence. They write all before any of them looks: a ring must have slots for those after the first.
+    #[cfg(feature = "cube")]
+    fn fits_kernels(&self, batch: usize, count: usize) -> bool {
+        batch * count <= MOST_ROWS && count <= 1 + self.cache.spare()
     }
 
     /// With a drafter for [`guess`](Self::guess).
@@ -243,15 +250,79 @@ impl<'a> Decoder<'a> {
         count: usize,
     ) -> Result<Guesses, Gemma4Error> {
         let drafter = self.drafter()?;
-        drafter.check_call(self.cache, token, &hidden, count)?;
-        self.guess_each(&[token], hidden, count)
+        drafter.check_call(self.cache, token, hidden.dims(), count)?;
+        let streams = Streams {
+            rows: hidden,
+            of: vec![0],
+        };
+        self.guess_each(&[token], &streams, count)
+    }
+
+    /// [`guess`](Self::guess)es, and [`read`](Self::read)s the token and the guesses in one pass, which finds them on the device: the host waits for both at once.
+    /// `hidden`, `[rows, hidden]`, has in its row `row` what the token's logits were made of.
+    ///
+    /// # Errors
+    /// As [`guess`](Self::guess), and where the row is not there.
+    pub fn guess_and_read(
+        &mut self,
+        token: u32,
+        hidden: Tensor<2>,
+        row: usize,
+        count: usize,
+    ) -> Result<(GuessedTokens, Next<'_>), Gemma4Error> {
+        let [rows, columns] = hidden.dims();
+        let drafter = self.drafter()?;
+        drafter.check_call(self.cache, token, [1, columns], count)?;
+        if row >= rows {
+            return Err(Gemma4Error::Argument {
+                argument: "row",
+                reason: format!("is {row}, but there are {rows} rows"),
+            });
+        }
+        let streams = Streams {
+            rows: hidden,
+            of: vec![row],
+        };
+        self.guess_and_read_each(&[token], &streams, count)
+    }
+
+    /// [`guess_and_read`](Self::guess_and_read) of all sequences, a token of each: the guesses are one step's after the other, what comes next one sequence's after
+    /// the other.
+    pub(crate) fn guess_and_read_each(
+        &mut self,
+        tokens: &[u32],
+        streams: &Streams,
+        count: usize,
+    ) -> Result<(GuessedTokens, Next<'_>), Gemma4Error> {
+        #[cfg(feature = "cube")]
+        {
+            let drafter = self.drafter()?;
+            // Rows of a table on the host are found by tokens on the host.
+            let reads_guesses = self.has_drafter_kernels
+                && self.model.host_table.is_none()
+                && self.cache.has_begun()
+                && self.fits_kernels(tokens.len(), 1 + count);
+            if reads_guesses && let Some(graph) = &mut self.graph {
+                let (guesses, next) =
+                    graph.guess_and_read(drafter, self.model, self.cache, tokens, streams, count);
+                return Ok((GuessedTokens::on_the_way(guesses), next.into()));
+            }
+        }
+        let guesses = self.guess_each(tokens, streams, count)?.tokens()?;
+        let mut read = Vec::with_capacity(tokens.len() * (1 + count));
+        for (row, token) in tokens.iter().enumerate() {
+            read.push(*token);
+            read.extend(guesses[row..].iter().step_by(tokens.len()));
+        }
+        let next = self.read_each(&read)?;
+        Ok((GuessedTokens::known(guesses), next))
     }
 
     /// [`guess`](Self::guess) of all sequences, after a token of each: as [`Drafter::guess`].
-    pub(crate) fn guess_each(
+    fn guess_each(
         &mut self,
         tokens: &[u32],
-        hidden: Tensor<2>,
+        streams: &Streams,
         count: usize,
     ) -> Result<Guesses, Gemma4Error> {
         let drafter = self.drafter()?;
@@ -259,7 +330,8 @@ impl<'a> Decoder<'a> {
         {
             if let Some(graph) = &mut self.graph {
                 if self.has_drafter_kernels {
-                    return Ok(graph.guess(drafter, self.model, self.cache, tokens, hidden, count));
+                    let (model, cache) = (self.model, &mut *self.cache);
+                    return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
                     // Its buffers are to be turned back.
@@ -268,7 +340,7 @@ impl<'a> Decoder<'a> {
             }
             self.cache.turn_back();
         }
-        Ok(drafter.guess(self.model, self.cache, tokens, hidden, count))
+        Ok(drafter.guess(self.model, self.cache, tokens, streams.of_each(), count))
     }
 
     fn drafter(&self) -> Result<&'a Drafter, Gemma4Error> {

@@ -153,14 +153,13 @@ impl Position {
             // Of a ring that is full the last query sees all there is.
             return self.written();
         }
-        let queries = self.inputs.positions.clone();
-        let queries = queries.reshape([self.batch, self.count()]);
-        let queries = match self.is_ragged {
-            true => queries,
-            false => queries.narrow(0, 0, 1),
+        // One sequence stands for all that are at the same positions.
+        let sequences = match self.is_ragged {
+            true => self.batch,
+            false => 1,
         };
-        let last = queries.clone().narrow(1, self.count() - 1, 1);
-        self.ring.visible(queries, last)
+        let queries = [sequences, self.count()];
+        self.ring.visible(queries, self.inputs.positions.clone())
     }
 
     /// All that is there.

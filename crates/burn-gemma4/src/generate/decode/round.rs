@@ -31,34 +31,28 @@ pub(super) struct Round {
     full: RotationTables,
     /// A token of each sequence, and their positions, which the cache does not hold yet.
     pub inputs: Inputs,
-    /// `[batch · hidden]`: what the tokens' logits were made of.
-    pub hidden: Tensor<1>,
+    /// `[batch, hidden]`: what the tokens' logits were made of.
+    pub hidden: Tensor<2>,
     count: usize,
 }
 
 impl Round {
-    /// Of `count` tokens of each sequence after what the cache holds, and as far as it has room.
-    pub fn new(
-        drafter: &Drafter,
-        target: &Gemma4Model,
-        cache: &Cache,
-        inputs: Inputs,
-        hidden: Tensor<1>,
-        count: usize,
-    ) -> Self {
-        let device = target.device();
+    /// Of `count` tokens of each sequence after what the cache holds, and as far as it has room. What it begins with is still to be written.
+    pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, count: usize) -> Self {
+        let (device, batch) = (target.device(), cache.batch());
+        let hidden = [batch, target.config().hidden_size];
         let (rope, dtype) = (&drafter.model.rope, drafter.model.dtype());
         let tables = |kind| rope.tables(kind, cache.room(), dtype, &device);
         Self {
             last_sliding: cache.last_target(LayerType::Sliding),
             last_full: cache.last_target(LayerType::Full),
-            ring: cache.ring(&device),
+            ring: cache.ring(),
             sliding: tables(LayerType::Sliding),
             full: tables(LayerType::Full),
             drafter: drafter.clone(),
             target: target.clone(),
-            inputs,
-            hidden,
+            inputs: Inputs::empty(batch, batch, &device),
+            hidden: Tensor::empty(hidden, (&device, dtype)),
             count,
         }
     }
@@ -68,12 +62,10 @@ impl Computation for Round {
     type Outputs = Guesses;
 
     fn compute(&self) -> Guesses {
-        let (batch, [numbers]) = (self.inputs.rows(), self.hidden.dims());
-        let token = self.inputs.tokens.clone();
         let position = self.inputs.positions.clone();
         // The position's own key is not there yet.
-        let query = position.clone().reshape([batch, 1]);
-        let in_ring = self.ring.visible(query.clone(), query - 1);
+        let in_ring = [self.inputs.rows(), 1];
+        let in_ring = self.ring.visible_before(in_ring, position.clone());
         let in_full = Visible {
             lengths: Some(position.clone()),
             lengths_ahead: true,
@@ -89,18 +81,17 @@ impl Computation for Round {
             }
         }
         let mut operators = FewRows {
-            batch,
+            batch: self.inputs.rows(),
             positions: position,
             sliding: self.sliding.clone(),
             full: self.full.clone(),
             targets: None,
             after: &mut |_| (),
         };
-        let hidden = self.hidden.clone().reshape([batch, numbers / batch]);
         self.drafter.steps(
             &self.target,
-            token,
-            hidden,
+            self.inputs.tokens.clone(),
+            self.hidden.clone(),
             &mut shared,
             &mut operators,
             self.count,

@@ -10,9 +10,10 @@ mod pace;
 
 use super::{
     GenerateOptions, OnToken,
+    decode::Streams,
     sequence::{Chosen, Sequence},
 };
-use crate::{Decoder, Drafter, Gemma4Error, op::flat_rows};
+use crate::{Decoder, Drafter, Gemma4Error, GuessedTokens, Next, op::flat_rows};
 use burn::tensor::Tensor;
 use lookup::Lookup;
 use pace::{Cost, Pace};
@@ -86,8 +87,16 @@ pub(super) fn check(
     }
 }
 
+/// Who guesses for sequences.
+pub(super) struct Guessers {
+    /// One a sequence; none where it is nobody.
+    of_sequences: Vec<Guesser>,
+    /// What the sequences' last tokens were chosen by.
+    streams: Streams,
+}
+
 /// Who guesses for a sequence.
-pub(super) struct Guesser {
+struct Guesser {
     source: Source,
     pace: Pace,
 }
@@ -98,20 +107,14 @@ enum Source {
         /// Tokens of the sequence's text that it knows.
         known: usize,
     },
-    /// The decoder's drafter, with what the last token's logits were made of, `[1, hidden]`.
-    Drafter(Tensor<2>),
+    /// The decoder's drafter.
+    Drafter,
 }
 
-impl Guesser {
-    /// Whom the options ask for, one a sequence, after prompts whose last positions left `hidden`, `[batch, 1, hidden]`; none where it is
-    /// nobody.
-    pub fn of(
-        options: &GenerateOptions,
-        sequences: &[Sequence<'_>],
-        hidden: Tensor<3>,
-    ) -> Vec<Self> {
-        let hidden = flat_rows(hidden);
-        let of_sequence = |(row, sequence): (usize, &Sequence<'_>)| {
+impl Guessers {
+    /// Whom the options ask for, after prompts whose last positions left `hidden`, `[batch, 1, hidden]`.
+    pub fn of(options: &GenerateOptions, sequences: &[Sequence<'_>], hidden: Tensor<3>) -> Self {
+        let of_sequence = |sequence: &Sequence<'_>| {
             let (source, cost) = match options.drafts {
                 Drafts::None => return None,
                 Drafts::Lookup => {
@@ -119,80 +122,134 @@ impl Guesser {
                     lookup.read(&sequence.prompt);
                     (Source::Lookup { lookup, known: 0 }, Cost::LOOKUP)
                 }
-                Drafts::Drafter => {
-                    let hidden = hidden.clone().narrow(0, row, 1);
-                    (Source::Drafter(hidden), Cost::DRAFTER)
-                }
+                Drafts::Drafter => (Source::Drafter, Cost::DRAFTER),
             };
-            Some(Self {
+            Some(Guesser {
                 source,
                 pace: Pace::new(options.draft_tokens, cost, sequences.len()),
             })
         };
-        sequences
-            .iter()
-            .enumerate()
-            .filter_map(of_sequence)
-            .collect()
+        Self {
+            of_sequences: sequences.iter().filter_map(of_sequence).collect(),
+            streams: Streams {
+                rows: flat_rows(hidden),
+                of: (0..sequences.len()).collect(),
+            },
+        }
     }
 
-    /// Takes note of a pass that gave `taken` tokens for so many guesses, and of what its logits were made of, from row `first` on.
-    fn learn(&mut self, drafted: usize, taken: usize, found: Option<&Tensor<2>>, first: usize) {
-        self.pace.learn(drafted, taken - 1);
-        if let (Source::Drafter(hidden), Some(found)) = (&mut self.source, found) {
-            *hidden = found.clone().narrow(0, first + taken - 1, 1);
+    /// Whether nobody guesses.
+    pub fn is_empty(&self) -> bool {
+        self.of_sequences.is_empty()
+    }
+
+    /// Has what may come after each sequence's last token guessed, which the cache does not hold yet, and reads both: the guesses, and what comes after each token
+    /// that was read, as many of each sequence.
+    fn guess_and_read<'a>(
+        &mut self,
+        sequences: &[Sequence<'_>],
+        decoder: &'a mut Decoder<'_>,
+        limits: Limits,
+    ) -> Result<(Guessed, Next<'a>), Gemma4Error> {
+        let both = sequences.iter().zip(&self.of_sequences);
+        let counts: Vec<usize> = both
+            .map(|(sequence, guesser)| match sequence.finished {
+                // The pass gives one token more than are drafted.
+                None => {
+                    let most = limits.max_tokens - sequence.tokens.len() - 1;
+                    guesser.pace.next().min(most)
+                }
+                Some(_) => 0,
+            })
+            .collect();
+        let most = counts.iter().copied().max().unwrap_or(0);
+        let last: Vec<u32> = sequences.iter().map(|one| last(one, limits)).collect();
+        let by_drafter = |guesser: &Guesser| matches!(guesser.source, Source::Drafter);
+        if most > 0 && self.of_sequences.iter().all(by_drafter) {
+            // A drafter guesses for all sequences at once.
+            let (tokens, next) = decoder.guess_and_read_each(&last, &self.streams, most)?;
+            let guessed = Guessed::ByDrafter {
+                tokens,
+                counts,
+                most,
+            };
+            return Ok((guessed, next));
+        }
+        let both = sequences.iter().zip(&mut self.of_sequences).zip(counts);
+        let drafts: Vec<Vec<u32>> = both
+            .map(|((sequence, guesser), count)| guesser.look_up(sequence, count))
+            .collect();
+        let count = 1 + drafts.iter().map(Vec::len).max().unwrap_or(0);
+        let mut read = Vec::with_capacity(count * sequences.len());
+        for (last, drafts) in last.into_iter().zip(&drafts) {
+            let end = read.len() + count;
+            read.push(last);
+            read.extend(drafts);
+            read.resize(end, limits.pad);
+        }
+        let next = decoder.read_each(&read)?;
+        Ok((Guessed::LookedUp { drafts, count }, next))
+    }
+
+    /// Takes note of a pass that gave a sequence `taken` tokens for so many guesses, from row `first` on.
+    fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
+        self.of_sequences[sequence].pace.learn(drafted, taken - 1);
+        self.streams.of[sequence] = first + taken - 1;
+    }
+}
+
+impl Guesser {
+    /// What the text itself says of the next tokens, if it is asked.
+    fn look_up(&mut self, sequence: &Sequence<'_>, count: usize) -> Vec<u32> {
+        match &mut self.source {
+            Source::Lookup { lookup, known } => {
+                lookup.read(&sequence.tokens[*known..]);
+                *known = sequence.tokens.len();
+                lookup.draft(count)
+            }
+            Source::Drafter => Vec::new(),
         }
     }
 }
 
-/// What may come after each sequence's last token, which the cache does not hold yet.
-fn guesses(
-    sequences: &[Sequence<'_>],
-    decoder: &mut Decoder<'_>,
-    guessers: &mut [Guesser],
-    limits: Limits,
-) -> Result<Vec<Vec<u32>>, Gemma4Error> {
-    let both = sequences.iter().zip(guessers.iter());
-    let counts: Vec<usize> = both
-        .map(|(sequence, guesser)| match sequence.finished {
-            // The pass gives one token more than are drafted.
-            None => {
-                let most = limits.max_tokens - sequence.tokens.len() - 1;
-                guesser.pace.next().min(most)
-            }
-            Some(_) => 0,
-        })
-        .collect();
-    let (mut drafts, mut hidden) = (Vec::new(), Vec::new());
-    for ((sequence, guesser), count) in sequences.iter().zip(guessers).zip(&counts) {
-        match &mut guesser.source {
-            Source::Lookup { lookup, known } => {
-                lookup.read(&sequence.tokens[*known..]);
-                *known = sequence.tokens.len();
-                drafts.push(lookup.draft(*count));
-            }
-            Source::Drafter(of_sequence) => hidden.push(of_sequence.clone()),
+/// Guesses that are being read.
+enum Guessed {
+    LookedUp {
+        drafts: Vec<Vec<u32>>,
+        /// Tokens that are read of each sequence.
+        count: usize,
+    },
+    ByDrafter {
+        tokens: GuessedTokens,
+        /// Of each sequence, how many count of those that were guessed for all.
+        counts: Vec<usize>,
+        most: usize,
+    },
+}
+
+impl Guessed {
+    /// Tokens that are read of each sequence.
+    fn read(&self) -> usize {
+        match self {
+            Self::LookedUp { count, .. } => *count,
+            Self::ByDrafter { most, .. } => 1 + most,
         }
     }
-    let most = counts.iter().copied().max().unwrap_or(0);
-    if hidden.is_empty() || most == 0 {
-        drafts.resize(sequences.len(), Vec::new());
-        return Ok(drafts);
+
+    /// Those of each sequence.
+    fn of_sequences(self) -> Result<Vec<Vec<u32>>, Gemma4Error> {
+        let (tokens, counts) = match self {
+            Self::LookedUp { drafts, .. } => return Ok(drafts),
+            Self::ByDrafter { tokens, counts, .. } => (tokens.tokens()?, counts),
+        };
+        let rows = counts.iter().enumerate();
+        Ok(rows
+            .map(|(row, count)| {
+                let of_row = tokens[row..].iter().step_by(counts.len());
+                of_row.take(*count).copied().collect()
+            })
+            .collect())
     }
-    // A drafter guesses for all sequences at once.
-    let last: Vec<u32> = sequences.iter().map(|one| last(one, limits)).collect();
-    let hidden = match hidden.len() {
-        1 => hidden.remove(0),
-        _ => Tensor::cat(hidden, 0),
-    };
-    let found = decoder.guess_each(&last, hidden, most)?.tokens()?;
-    let rows = counts.iter().enumerate();
-    Ok(rows
-        .map(|(row, count)| {
-            let of_row = found[row..].iter().step_by(sequences.len());
-            of_row.take(*count).copied().collect()
-        })
-        .collect())
 }
 
 /// The token that a sequence reads next. One that has ended goes along until the others have.
@@ -210,33 +267,33 @@ pub(super) struct Limits {
     pub pad: u32,
 }
 
-/// Goes on with the sequences, whose last tokens have not been read yet, until they end. A pass reads as many tokens of each, those that have
-/// fewer guesses filled up; each takes its own number of them.
+/// Goes on with the sequences, whose last tokens have not been read yet, until they end. A pass reads as many tokens of each, whoever has fewer guesses; each takes
+/// its own number of them.
 pub(super) fn decode(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,
-    guessers: &mut [Guesser],
+    guessers: &mut Guessers,
     options: &GenerateOptions,
     limits: Limits,
     on_token: &mut OnToken<'_>,
 ) -> Result<(), Gemma4Error> {
     while !options.is_cancelled() && sequences.iter().any(|one| one.finished.is_none()) {
-        let drafts = guesses(sequences, decoder, guessers, limits)?;
-        let count = 1 + drafts.iter().map(Vec::len).max().unwrap_or(0);
-        let mut read = Vec::with_capacity(count * sequences.len());
-        for (sequence, drafts) in sequences.iter().zip(&drafts) {
-            let end = read.len() + count;
-            read.push(last(sequence, limits));
-            read.extend(drafts);
-            read.resize(end, limits.pad);
+        let (guessed, next) = guessers.guess_and_read(sequences, decoder, limits)?;
+        let count = guessed.read();
+        if let Some(hidden) = next.hidden() {
+            guessers.streams.rows = hidden;
         }
-        let next = decoder.read_each(&read)?;
-        let hidden = next.hidden();
         let chosen = Chosen::of(next, sequences, options)?;
+        // They are there before what was chosen after them is.
+        let drafts = guessed.of_sequences()?;
         let mut forgotten = vec![count - 1; sequences.len()];
-        let going = sequences.iter_mut().zip(guessers.iter_mut()).enumerate();
-        for (index, (sequence, guesser)) in going.filter(|(_, (one, _))| one.finished.is_none()) {
-            let (first, drafts) = (index * count, &drafts[index]);
+        for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {
+            let first = index * count;
+            if sequence.finished.is_some() {
+                // What is guessed for it does not count, but must be made of something.
+                guessers.streams.of[index] = first;
+                continue;
+            }
             let mut taken = 0;
             for (row, drafted) in drafts.iter().map(Some).chain([None]).enumerate() {
                 let token = chosen.token(first + row, sequence, options)?;
@@ -251,7 +308,7 @@ pub(super) fn decode(
             sequence.drafts.passes += 1;
             sequence.drafts.drafted += drafts.len();
             sequence.drafts.accepted += taken - 1;
-            guesser.learn(drafts.len(), taken, hidden.as_ref(), first);
+            guessers.learn(index, drafts.len(), taken, first);
         }
         decoder.forget_each(&forgotten)?;
     }

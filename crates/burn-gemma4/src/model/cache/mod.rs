@@ -404,8 +404,8 @@ impl Cache {
 
     /// What queries see in sliding layers.
     #[cfg(feature = "cube")]
-    pub(crate) fn ring(&self, device: &Device) -> Ring {
-        Ring::new(self.ring_slots(), self.window, device)
+    pub(crate) fn ring(&self) -> Ring {
+        Ring::new(self.ring_slots(), self.window)
     }
 
     /// Columns of the past that a sliding layer's next queries may still see.

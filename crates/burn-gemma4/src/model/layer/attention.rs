@@ -1,6 +1,8 @@
 //! Attention of one layer, through `fused_attention`, or `quantized_attention` where keys and values are quantized.
 
 use super::{Linear, RmsNorm};
+#[cfg(feature = "cube")]
+use crate::op::{self, linear::few_rows::MOST_ROWS, rows_of_heads::rows_of_heads};
 use crate::{
     Gemma4Config, LayerType,
     model::cache::{
@@ -104,6 +106,10 @@ impl Attention {
             Some(compact) => compact.channels(read),
             None => read,
         };
+        #[cfg(feature = "cube")]
+        if positions > 1 && batch * positions <= MOST_ROWS && op::serve(&read) {
+            return rows_of_heads(read);
+        }
         read.swap_dims(1, 2)
             .reshape([batch * positions, heads * head_dim])
     }

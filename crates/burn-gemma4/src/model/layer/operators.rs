@@ -217,7 +217,7 @@ impl Stream {
 }
 
 /// Some columns of a matrix of rows.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub(crate) struct Columns {
     pub rows: Tensor<2>,
     /// The first column.

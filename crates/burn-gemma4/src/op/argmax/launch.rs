@@ -21,15 +21,19 @@ use cubecl::prelude::CubeDim;
 impl ArgmaxBackend for CubeBackend {
     fn argmax(logits: FloatTensor<Self>) -> IntTensor<Self> {
         let rows = logits.meta.shape()[0];
-        let columns = logits.meta.shape()[1];
-        let stretches = columns.div_ceil(HELD * UNITS);
-        let [largest, numbers] = launch(logits, None, stretches);
-        let numbers = match stretches {
+        let [largest, numbers] = of_stretches(logits);
+        let numbers = match largest.meta.shape()[1] {
             1 => numbers,
             _ => launch(largest, Some(numbers), 1)[1].clone(),
         };
         burn_cubecl::ops::reshape(numbers, Shape::new([rows]))
     }
+}
+
+/// The largest of each stretch of a row, and their columns, `[rows, stretches]` each.
+pub(in crate::op) fn of_stretches(logits: CubeTensor) -> [CubeTensor; 2] {
+    let stretches = logits.meta.shape()[1].div_ceil(HELD * UNITS);
+    launch(logits, None, stretches)
 }
 
 fn launch(

@@ -3,7 +3,7 @@
 #[cfg(feature = "cube")]
 mod kernel;
 #[cfg(feature = "cube")]
-mod launch;
+pub(super) mod launch;
 
 use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cube")]

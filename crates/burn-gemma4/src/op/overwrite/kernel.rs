@@ -1,4 +1,4 @@
-//! Copies numbers over others, and goes on from tokens to the next ones.
+//! Copies numbers over others, goes on from tokens to the next ones, and to guesses and back.
 
 use cubecl::prelude::*;
 
@@ -63,5 +63,73 @@ pub(super) fn go_on<I: Int>(
         tokens[ABSOLUTE_POS] = max(chosen[ABSOLUTE_POS], I::new(0));
         positions[ABSOLUTE_POS] += I::new(1);
         lengths[ABSOLUTE_POS] += I::new(1);
+    }
+}
+
+/// Where a row's numbers are, and how many.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Rows {
+    pub count: u32,
+    pub columns: u32,
+    /// From a row of the source to the next, and of the target.
+    pub stride: u32,
+    pub target_stride: u32,
+}
+
+/// Of numbers, as many of each, tokens, positions and lengths over those before them, and then those rows of the streams over the ones that a round begins with.
+#[cube(launch_unchecked)]
+pub(super) fn begin_round<E: Float, I: Int>(
+    numbers: &Tensor<I>,
+    streams: &Tensor<E>,
+    tokens: &mut Tensor<I>,
+    positions: &mut Tensor<I>,
+    lengths: &mut Tensor<I>,
+    hidden: &mut Tensor<E>,
+    rows: Rows,
+    #[define(E)] _element: ElemType,
+    #[define(I)] _integer: ElemType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < rows.count * rows.columns {
+        let row = at / rows.columns;
+        let column = at % rows.columns;
+        let from = u32::cast_from(numbers[(3u32 * rows.count + row) as usize]);
+        let place = from * rows.stride + column;
+        hidden[(row * rows.target_stride + column) as usize] = streams[place as usize];
+    }
+    if at < rows.count {
+        tokens[at as usize] = numbers[at as usize];
+        positions[at as usize] = numbers[(rows.count + at) as usize];
+        lengths[at as usize] = numbers[(2u32 * rows.count + at) as usize];
+    }
+}
+
+/// Of each sequence the token that a round began with and its guesses, with their positions and the lengths after them. A round's guesses are one step's after the
+/// other, as many as there are sequences.
+#[cube(launch_unchecked)]
+pub(super) fn take_guesses<I: Int>(
+    first_tokens: &Tensor<I>,
+    first_positions: &Tensor<I>,
+    guesses: &Tensor<I>,
+    tokens: &mut Tensor<I>,
+    positions: &mut Tensor<I>,
+    lengths: &mut Tensor<I>,
+    batch: u32,
+    count: u32,
+    #[define(I)] _integer: ElemType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < batch * count {
+        let sequence = at / count;
+        let step = at % count;
+        let first = first_positions[sequence as usize];
+        positions[at as usize] = first + I::cast_from(step);
+        if step == 0u32 {
+            tokens[at as usize] = first_tokens[sequence as usize];
+            lengths[sequence as usize] = first + I::cast_from(count);
+        } else {
+            tokens[at as usize] = guesses[((step - 1u32) * batch + sequence) as usize];
+        }
     }
 }

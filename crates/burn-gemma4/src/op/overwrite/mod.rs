@@ -2,6 +2,7 @@
 
 mod kernel;
 
+use crate::op::launch::rows_of;
 use burn::{
     backend::{
         Backend, Dispatch, ExtensionType, backend_extension,
@@ -13,7 +14,7 @@ use burn::{
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::exact_cube_count;
 use cubecl::prelude::CubeDim;
-use kernel::{CountsLaunch, copy, go_on};
+use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, go_on, take_guesses};
 
 /// Writes integers over those of three vectors, one after the other, which every handle to them sees.
 pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, Int>) {
@@ -23,6 +24,33 @@ pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, In
 /// Puts the tokens `chosen` in the place of the first of three vectors, as many, and adds one to each number of the others: positions, lengths.
 pub(crate) fn go_on_with(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::go_on_with(three(inputs), chosen.into_dispatch());
+}
+
+/// Writes what a round begins with over what the one before began with: of `numbers`, as many of each, tokens, positions and lengths, and over `hidden`,
+/// `[rows, columns]`, the rows of `streams`, `[…, columns]`, whose numbers come last.
+pub(crate) fn begin_round_with(
+    inputs: [Tensor<1, Int>; 3],
+    hidden: Tensor<2>,
+    streams: Tensor<2>,
+    numbers: Tensor<1, Int>,
+) {
+    let _: Three<Dispatch> = Dispatch::begin_round_with(
+        three(inputs),
+        hidden.into_dispatch(),
+        streams.into_dispatch(),
+        numbers.into_dispatch(),
+    );
+}
+
+/// Puts into `inputs`, tokens, positions and lengths, what a round began with, which are `first`, and the tokens that it has guessed after them, one step's after
+/// the other: of each sequence its own, with their positions.
+pub(crate) fn take_guesses_of(
+    inputs: [Tensor<1, Int>; 3],
+    first: [Tensor<1, Int>; 3],
+    guesses: Tensor<1, Int>,
+) {
+    let _: Three<Dispatch> =
+        Dispatch::take_guesses_of(three(inputs), three(first), guesses.into_dispatch());
 }
 
 fn three(vectors: [Tensor<1, Int>; 3]) -> Three<Dispatch> {
@@ -65,6 +93,23 @@ pub trait OverwriteBackend: Backend {
     #[fusion(meta = |three, _chosen| three.clone())]
     fn go_on_with(#[extension_type] three: Three<Self>, chosen: IntTensor<Self>) -> Three<Self>;
 
+    /// See [`begin_round_with`].
+    #[fusion(meta = |three, _hidden, _streams, _numbers| three.clone())]
+    fn begin_round_with(
+        #[extension_type] three: Three<Self>,
+        hidden: FloatTensor<Self>,
+        streams: FloatTensor<Self>,
+        numbers: IntTensor<Self>,
+    ) -> Three<Self>;
+
+    /// See [`take_guesses_of`].
+    #[fusion(meta = |three, _first, _guesses| three.clone())]
+    fn take_guesses_of(
+        #[extension_type] three: Three<Self>,
+        #[extension_type] first: Three<Self>,
+        guesses: IntTensor<Self>,
+    ) -> Three<Self>;
+
     /// See [`overwrite_floats`].
     #[fusion(meta = |target, _source| target.clone())]
     fn overwrite_floats(target: FloatTensor<Self>, source: FloatTensor<Self>) -> FloatTensor<Self>;
@@ -98,6 +143,92 @@ impl OverwriteBackend for CubeBackend {
                 positions,
                 lengths,
                 rows as u32,
+                integer,
+            );
+        }
+        three
+    }
+
+    fn begin_round_with(
+        three: Three<Self>,
+        hidden: FloatTensor<Self>,
+        streams: FloatTensor<Self>,
+        numbers: IntTensor<Self>,
+    ) -> Three<Self> {
+        let client = numbers.client.clone();
+        let streams = rows_of(streams);
+        let count = |tensor: &CubeTensor| tensor.meta.shape().num_elements();
+        let (rows, columns) = (count(&three.first), streams.meta.shape()[1]);
+        let vectors = [&three.first, &three.second, &three.third];
+        for vector in vectors {
+            assert_eq!(count(vector), rows, "one for each");
+            assert_eq!(vector.dtype, numbers.dtype, "of one dtype");
+        }
+        assert_eq!(count(&numbers), 4 * rows, "four for each");
+        assert_eq!(count(&hidden), rows * columns, "a stream for each");
+        assert_eq!(hidden.dtype, streams.dtype, "of one dtype");
+        let [tokens, positions, lengths] = vectors.map(|vector| vector.clone().into_tensor_arg());
+        let stride = |rows: &CubeTensor| rows.meta.strides()[0] as u32;
+        let strides = [stride(&streams), stride(&hidden)];
+        let element = dtype_to_storage_type(hidden.dtype);
+        let integer = dtype_to_storage_type(numbers.dtype);
+        // SAFETY: the vectors have `rows` numbers side by side, the source four times as many, whose last are rows that the streams have. Streams lie by their strides.
+        unsafe {
+            begin_round::launch_unchecked(
+                &client,
+                exact_cube_count(&client, (rows * columns).div_ceil(UNITS)),
+                CubeDim::new_1d(UNITS as u32),
+                into_contiguous(numbers).into_tensor_arg(),
+                streams.into_tensor_arg(),
+                tokens,
+                positions,
+                lengths,
+                hidden.into_tensor_arg(),
+                RowsLaunch::new(rows as u32, columns as u32, strides[0], strides[1]),
+                element,
+                integer,
+            );
+        }
+        three
+    }
+
+    fn take_guesses_of(
+        three: Three<Self>,
+        first: Three<Self>,
+        guesses: IntTensor<Self>,
+    ) -> Three<Self> {
+        let client = guesses.client.clone();
+        let count = |tensor: &CubeTensor| tensor.meta.shape().num_elements();
+        let (rows, batch) = (count(&three.first), count(&first.first));
+        let all = [
+            (&three.first, rows),
+            (&three.second, rows),
+            (&three.third, batch),
+            (&first.first, batch),
+            (&first.second, batch),
+            (&guesses, rows - batch),
+        ];
+        for (vector, expected) in all {
+            assert_eq!(count(vector), expected, "a token, and guesses after it");
+            assert_eq!(vector.dtype, guesses.dtype, "of one dtype");
+        }
+        let integer = dtype_to_storage_type(guesses.dtype);
+        let [tokens, positions, lengths] =
+            [&three.first, &three.second, &three.third].map(|vector| vector.clone());
+        // SAFETY: all have the numbers of `batch` sequences, of which each has as many rows, side by side.
+        unsafe {
+            take_guesses::launch_unchecked(
+                &client,
+                exact_cube_count(&client, rows.div_ceil(UNITS)),
+                CubeDim::new_1d(UNITS as u32),
+                first.first.into_tensor_arg(),
+                first.second.into_tensor_arg(),
+                into_contiguous(guesses).into_tensor_arg(),
+                tokens.into_tensor_arg(),
+                positions.into_tensor_arg(),
+                lengths.into_tensor_arg(),
+                batch as u32,
+                (rows / batch) as u32,
                 integer,
             );
         }
