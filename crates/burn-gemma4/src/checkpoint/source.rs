@@ -7,7 +7,7 @@ use crate::{
         layout::Layout,
         packed::Packed,
         quantize::Target,
-        rows::{dequantized, numbers, packed},
+        rows::{dequantized, numbers, packed, rounded, write_rows},
     },
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -209,38 +209,60 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Rows of a matrix, in any order and any of them several times, in `dtype`.
+    /// Writes rows of a matrix into `bytes`, in any order and any of them several times, in `dtype`, which is f32, f16 or bf16.
     ///
     /// # Panics
     /// For a row that the matrix does not have.
-    pub fn gathered(&self, rows: &[u32], dtype: DType) -> TensorData {
-        let shape = vec![rows.len(), self.shape[1]];
+    pub fn gather(&self, rows: &[u32], dtype: DType, bytes: &mut [u8]) {
+        let columns = self.shape[1];
+        let row_bytes = columns * dtype.size();
+        let dequantized = |bytes: &mut [u8], dequantize: &(dyn Fn(usize, &mut [f32]) + Sync)| {
+            let space = || vec![0.0; columns];
+            write_rows(
+                bytes,
+                0..rows.len(),
+                row_bytes,
+                space,
+                |index, numbers, bytes| {
+                    dequantize(rows[index] as usize, numbers);
+                    rounded(numbers, dtype, bytes);
+                },
+            );
+        };
         match &self.numbers {
             Numbers::Floats {
                 dtype: written,
-                bytes,
+                bytes: all,
             } => {
-                let mut found = Vec::with_capacity(rows.len() * self.shape[1] * written.size());
-                for row in rows {
-                    let row = *row as usize;
-                    found.extend_from_slice(part(bytes, self.shape[0], row..row + 1));
-                }
-                TensorData::from_bytes_vec(found, shape, *written).convert_dtype(dtype)
-            }
-            Numbers::Blocks { format, bytes } => {
-                dequantized(0..rows.len(), shape, dtype, |index, numbers| {
+                let row = |index: usize| {
                     let row = rows[index] as usize;
-                    format.dequantize(part(bytes, self.shape[0], row..row + 1), numbers);
-                })
+                    part(all, self.shape[0], row..row + 1)
+                };
+                let write = |index: usize, bytes: &mut [u8]| match *written == dtype {
+                    true => bytes.copy_from_slice(row(index)),
+                    false => rounded(&numbers(row(index), *written), dtype, bytes),
+                };
+                write_rows(
+                    bytes,
+                    0..rows.len(),
+                    row_bytes,
+                    || (),
+                    |index, (), bytes| {
+                        write(index, bytes);
+                    },
+                );
             }
-            Numbers::Packed(packed) => {
-                dequantized(0..rows.len(), shape, dtype, |index, numbers| {
-                    packed.dequantize(rows[index] as usize, numbers);
-                })
-            }
+            Numbers::Blocks { format, bytes: all } => dequantized(bytes, &|row, numbers| {
+                format.dequantize(part(all, self.shape[0], row..row + 1), numbers);
+            }),
+            Numbers::Packed(packed) => dequantized(bytes, &|row, numbers| {
+                packed.dequantize(row, numbers);
+            }),
             Numbers::Joined(_) | Numbers::Stacked(_) => {
-                let of_row = |row: &u32| self.slices(*row as usize..*row as usize + 1, dtype);
-                in_a_row(rows.iter().map(of_row), shape, dtype)
+                for (row, bytes) in rows.iter().zip(bytes.chunks_exact_mut(row_bytes)) {
+                    let row = *row as usize;
+                    bytes.copy_from_slice(self.slices(row..row + 1, dtype).as_bytes());
+                }
             }
         }
     }

@@ -10,6 +10,8 @@ pub(crate) mod columns;
 pub(crate) mod dequantize;
 pub(crate) mod gate;
 pub(crate) mod linear;
+#[cfg(feature = "cube")]
+pub(crate) mod mlp;
 pub(crate) mod norm;
 #[cfg(feature = "cube")]
 pub(crate) mod overwrite;

@@ -3,8 +3,10 @@
 use super::Weight;
 use crate::op::{
     flat_rows,
-    linear::{Matrix, rows, with_adapter},
+    linear::{Matrix, adapted, rows},
 };
+#[cfg(feature = "cube")]
+use burn::module::LoraAdapter;
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -39,9 +41,17 @@ impl Linear {
     /// there, nor is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         match self.weight.adapter() {
-            Some(adapter) => with_adapter(rows(input.clone(), self.weight.base()), input, adapter),
+            Some(adapter) => adapted(input, self.weight.base(), adapter),
             None => rows(input, self.weight.matrix()),
         }
+    }
+
+    /// The matrix beneath an adapter, where it is not trained itself, and the adapter.
+    #[cfg(feature = "cube")]
+    pub(super) fn adapted(&self) -> Option<(Matrix, &LoraAdapter)> {
+        let adapter = self.weight.adapter()?;
+        let base = self.weight.base();
+        base.tracked().is_none().then_some((base, adapter))
     }
 
     /// [`rows`](Self::rows) by another product, for inference.
@@ -118,5 +128,25 @@ mod tests {
             panic!("a whole matrix")
         };
         assert!(base.grad(&found).is_none());
+    }
+
+    /// Where it is trained beside its adapter.
+    #[test]
+    fn what_is_beneath_has_its_gradient() {
+        let device = Device::flex().autodiff();
+        let random = |shape| Tensor::<2>::random(shape, Distribution::Default, &device);
+        let [input, base] = [[4, 5], [7, 5]].map(|shape| random(shape).require_grad());
+        let linear = Linear::new(5, 7, 1.0, &device).apply_lora(Lora::new(3, 6.0));
+        let linear = linear.map(&mut Drawn);
+        let adapter = linear.weight.adapter().expect("an adapter");
+        let found = adapted(input.clone(), base.clone().into(), adapter);
+        let product = adapter.a.val().matmul(adapter.b.val()) * adapter.scale;
+        let expected = rows(input.clone(), base.clone() + product);
+        let weighted = |output: Tensor<2>| (output.clone().tanh() * output).sum().backward();
+        let [found, expected] = [found, expected].map(weighted);
+        for (what, leaf) in [("input", input), ("base", base)] {
+            let [found, expected] = [&found, &expected].map(|gradients| leaf.grad(gradients));
+            close(found.expect("one"), expected.expect("one"), what);
+        }
     }
 }
