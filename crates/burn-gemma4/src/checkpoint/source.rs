@@ -216,55 +216,44 @@ impl<'a> Source<'a> {
     pub fn gather(&self, rows: &[u32], dtype: DType, bytes: &mut [u8]) {
         let columns = self.shape[1];
         let row_bytes = columns * dtype.size();
-        let dequantized = |bytes: &mut [u8], dequantize: &(dyn Fn(usize, &mut [f32]) + Sync)| {
-            let space = || vec![0.0; columns];
-            write_rows(
-                bytes,
-                0..rows.len(),
-                row_bytes,
-                space,
-                |index, numbers, bytes| {
-                    dequantize(rows[index] as usize, numbers);
-                    rounded(numbers, dtype, bytes);
-                },
-            );
+        let row = |all: &'a [u8], index: usize| {
+            let row = rows[index] as usize;
+            part(all, self.shape[0], row..row + 1)
         };
-        match &self.numbers {
-            Numbers::Floats {
-                dtype: written,
-                bytes: all,
-            } => {
-                let row = |index: usize| {
-                    let row = rows[index] as usize;
-                    part(all, self.shape[0], row..row + 1)
-                };
-                let write = |index: usize, bytes: &mut [u8]| match *written == dtype {
-                    true => bytes.copy_from_slice(row(index)),
-                    false => rounded(&numbers(row(index), *written), dtype, bytes),
-                };
-                write_rows(
-                    bytes,
-                    0..rows.len(),
-                    row_bytes,
-                    || (),
-                    |index, (), bytes| {
-                        write(index, bytes);
-                    },
-                );
-            }
-            Numbers::Blocks { format, bytes: all } => dequantized(bytes, &|row, numbers| {
-                format.dequantize(part(all, self.shape[0], row..row + 1), numbers);
-            }),
-            Numbers::Packed(packed) => dequantized(bytes, &|row, numbers| {
-                packed.dequantize(row, numbers);
-            }),
-            Numbers::Joined(_) | Numbers::Stacked(_) => {
-                for (row, bytes) in rows.iter().zip(bytes.chunks_exact_mut(row_bytes)) {
-                    let row = *row as usize;
-                    bytes.copy_from_slice(self.slices(row..row + 1, dtype).as_bytes());
-                }
-            }
+        if let Numbers::Floats {
+            dtype: own,
+            bytes: all,
+        } = self.numbers
+            && own == dtype
+        {
+            let copy =
+                |index, (): &mut (), bytes: &mut [u8]| bytes.copy_from_slice(row(all, index));
+            return write_rows(bytes, 0..rows.len(), row_bytes, || (), copy);
         }
+        let space = || vec![0.0; columns];
+        write_rows(
+            bytes,
+            0..rows.len(),
+            row_bytes,
+            space,
+            |index, space, bytes| {
+                match &self.numbers {
+                    Numbers::Floats { dtype, bytes: all } => {
+                        space.copy_from_slice(&numbers(row(all, index), *dtype));
+                    }
+                    Numbers::Blocks { format, bytes: all } => {
+                        format.dequantize(row(all, index), space)
+                    }
+                    Numbers::Packed(packed) => packed.dequantize(rows[index] as usize, space),
+                    Numbers::Joined(_) | Numbers::Stacked(_) => {
+                        let row = rows[index] as usize;
+                        let found = self.slices(row..row + 1, DType::F32);
+                        *space = found.iter().collect();
+                    }
+                }
+                rounded(space, dtype, bytes);
+            },
+        );
     }
 
     /// A part of the slowest dimension, in `dtype`.
