@@ -81,9 +81,11 @@ pub struct StepArguments {
 /// The values of `--checkpointing`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum Checkpointing {
-    /// Nothing: all activations are kept.
+    /// Nothing that takes a matrix product.
     #[default]
     None,
+    /// Of an adapter on a GPU what is inside the dense networks, two of a layer's products: less than half of the activations are kept.
+    Mlp,
     /// Burn's: what is bound by memory, such as norms and activations; matrix products are kept.
     Operations,
     /// Layers: what goes into each is kept, and the activations of one at a time.
@@ -96,9 +98,14 @@ impl Checkpointing {
     /// The device with autodiff.
     pub fn tracked(self, device: Device) -> Device {
         match self {
-            Self::None | Self::Layers => device.autodiff(),
+            Self::None | Self::Mlp | Self::Layers => device.autodiff(),
             Self::Operations | Self::Both => device.autodiff().gradient_checkpointing(),
         }
+    }
+
+    /// Whether what is inside the dense networks is multiplied anew.
+    pub fn is_of_mlp(self) -> bool {
+        self == Self::Mlp
     }
 
     /// Whether layers are computed anew.

@@ -76,7 +76,7 @@ impl Trainee {
             largest_norm: (arguments.clip > 0.0).then_some(arguments.clip),
             devices: 1,
             averaging: None,
-            model,
+            model: model.with_mlp_anew(arguments.checkpointing.is_of_mlp()),
         }
     }
 

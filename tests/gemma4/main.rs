@@ -10,6 +10,7 @@ use attention_workspace::testing::devices;
 
 mod fixture;
 
+mod adapters;
 mod cache;
 mod computation;
 mod configurations;

@@ -94,7 +94,7 @@ impl ModuleVisitor for Found<'_> {
 }
 
 /// With an adapter of its own of which nothing is zero.
-fn adapted(model: Gemma4Model) -> Gemma4Model {
+pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     let mut drawn = Drawn::default();
     let model = Adapter::new(2, 4.0).attach(model).expect("an adapter");
     let model = model.map(&mut drawn);
@@ -103,7 +103,7 @@ fn adapted(model: Gemma4Model) -> Gemma4Model {
 }
 
 /// A loss and the gradients of the factors: by a backward as a whole, or by layers.
-fn learned(
+pub fn learned(
     model: &Gemma4Model,
     device: &Device,
     by_layer: bool,

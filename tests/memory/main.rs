@@ -1,11 +1,17 @@
-//! What generation keeps on a device. A test of its own, since the device counts what the whole process keeps.
+//! What generation and training keep on a device. Tests of their own, one at a time, since the device counts what the whole process keeps.
 //!
 //! The devices are those of the enabled features; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
 #![cfg(feature = "flex")]
 
+mod training;
+
 use attention_workspace::testing::devices::devices;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_gemma4::{Cache, Gemma4Config, Gemma4Model, LayerType, Logits};
+use std::sync::{Mutex, PoisonError};
+
+/// Held by the test that runs.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 const PROMPT: usize = 24;
 const WINDOW: usize = 16;
@@ -46,6 +52,7 @@ fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64>
 /// The rings stay as they are, and what a token needs is free again after it.
 #[test]
 fn long_texts_keep_only_their_full_layers_keys() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     for device in devices() {
         let model = model(&device.device);
         let mut cache = model.cache(vec![0]);

@@ -1,7 +1,10 @@
 //! The table of per-layer embeddings where it was written: in the checkpoint's files, mapped into memory, of which a token takes a row.
 
-use super::source::{PORTION, Source, Weights};
-use burn::tensor::{DType, Device, Tensor};
+use super::{
+    source::{PORTION, Source, Weights},
+    spare::Spare,
+};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::{fmt, sync::Arc};
 
 /// The path of the table, as of a parameter.
@@ -13,6 +16,8 @@ pub(crate) struct HostTable {
     weights: Arc<dyn Weights>,
     /// Tokens and columns.
     shape: [usize; 2],
+    /// What rows are gathered into on their way to the device.
+    spare: Spare,
 }
 
 impl fmt::Debug for HostTable {
@@ -28,7 +33,11 @@ impl HostTable {
     pub(super) fn of(weights: Arc<dyn Weights>) -> Self {
         let source = found(&*weights);
         let shape = [source.shape[0], source.shape[1]];
-        Self { weights, shape }
+        Self {
+            weights,
+            shape,
+            spare: Spare::default(),
+        }
     }
 
     /// `[tokens, columns]` on `device`: a row of each, about a portion of them on the host at a time.
@@ -43,7 +52,14 @@ impl HostTable {
         let source = found(&*self.weights);
         let [_, columns] = self.shape;
         let at_once = (portion / (columns * dtype.size())).max(1);
-        let upload = |tokens| Tensor::from_data(source.gathered(tokens, dtype), (device, dtype));
+        let upload = |tokens: &[u32]| {
+            let length = tokens.len() * columns * dtype.size();
+            let bytes = self
+                .spare
+                .filled(length, |bytes| source.gather(tokens, dtype, bytes));
+            let data = TensorData::from_bytes(bytes, [tokens.len(), columns], dtype);
+            Tensor::from_data(data, (device, dtype))
+        };
         if tokens.len() <= at_once {
             return upload(tokens);
         }

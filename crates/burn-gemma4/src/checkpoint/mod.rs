@@ -16,6 +16,7 @@ pub(crate) mod placement;
 mod quantize;
 mod save;
 mod source;
+mod spare;
 
 pub use export::{QuantizedCheckpoint, quantize_checkpoint};
 pub(crate) use files::map;

@@ -7,7 +7,7 @@ use crate::{
         layout::Layout,
         packed::Packed,
         quantize::Target,
-        rows::{dequantized, numbers, packed},
+        rows::{dequantized, numbers, packed, rounded, write_rows},
     },
 };
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -209,40 +209,51 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Rows of a matrix, in any order and any of them several times, in `dtype`.
+    /// Writes rows of a matrix into `bytes`, in any order and any of them several times, in `dtype`, which is f32, f16 or bf16.
     ///
     /// # Panics
     /// For a row that the matrix does not have.
-    pub fn gathered(&self, rows: &[u32], dtype: DType) -> TensorData {
-        let shape = vec![rows.len(), self.shape[1]];
-        match &self.numbers {
-            Numbers::Floats {
-                dtype: written,
-                bytes,
-            } => {
-                let mut found = Vec::with_capacity(rows.len() * self.shape[1] * written.size());
-                for row in rows {
-                    let row = *row as usize;
-                    found.extend_from_slice(part(bytes, self.shape[0], row..row + 1));
-                }
-                TensorData::from_bytes_vec(found, shape, *written).convert_dtype(dtype)
-            }
-            Numbers::Blocks { format, bytes } => {
-                dequantized(0..rows.len(), shape, dtype, |index, numbers| {
-                    let row = rows[index] as usize;
-                    format.dequantize(part(bytes, self.shape[0], row..row + 1), numbers);
-                })
-            }
-            Numbers::Packed(packed) => {
-                dequantized(0..rows.len(), shape, dtype, |index, numbers| {
-                    packed.dequantize(rows[index] as usize, numbers);
-                })
-            }
-            Numbers::Joined(_) | Numbers::Stacked(_) => {
-                let of_row = |row: &u32| self.slices(*row as usize..*row as usize + 1, dtype);
-                in_a_row(rows.iter().map(of_row), shape, dtype)
-            }
+    pub fn gather(&self, rows: &[u32], dtype: DType, bytes: &mut [u8]) {
+        let columns = self.shape[1];
+        let row_bytes = columns * dtype.size();
+        let row = |all: &'a [u8], index: usize| {
+            let row = rows[index] as usize;
+            part(all, self.shape[0], row..row + 1)
+        };
+        if let Numbers::Floats {
+            dtype: own,
+            bytes: all,
+        } = self.numbers
+            && own == dtype
+        {
+            let copy =
+                |index, (): &mut (), bytes: &mut [u8]| bytes.copy_from_slice(row(all, index));
+            return write_rows(bytes, 0..rows.len(), row_bytes, || (), copy);
         }
+        let space = || vec![0.0; columns];
+        write_rows(
+            bytes,
+            0..rows.len(),
+            row_bytes,
+            space,
+            |index, space, bytes| {
+                match &self.numbers {
+                    Numbers::Floats { dtype, bytes: all } => {
+                        space.copy_from_slice(&numbers(row(all, index), *dtype));
+                    }
+                    Numbers::Blocks { format, bytes: all } => {
+                        format.dequantize(row(all, index), space)
+                    }
+                    Numbers::Packed(packed) => packed.dequantize(rows[index] as usize, space),
+                    Numbers::Joined(_) | Numbers::Stacked(_) => {
+                        let row = rows[index] as usize;
+                        let found = self.slices(row..row + 1, DType::F32);
+                        *space = found.iter().collect();
+                    }
+                }
+                rounded(space, dtype, bytes);
+            },
+        );
     }
 
     /// A part of the slowest dimension, in `dtype`.

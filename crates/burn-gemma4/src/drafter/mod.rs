@@ -222,6 +222,7 @@ impl Drafter {
             window: self.model.config().sliding_window,
             segments: None,
             cache: None,
+            mlp_anew: false,
             observer: &mut (),
         };
         self.steps(target, token, hidden, &mut shared, &mut operators, count)

@@ -22,6 +22,7 @@ use crate::op::linear::side_by_side;
 use crate::op::{
     self,
     gate::{GateColumns, gated_columns},
+    mlp::adapted_mlp,
     rope::heads::{LayerColumns, OwnShape},
 };
 use crate::{
@@ -44,6 +45,8 @@ pub(crate) struct AnyRows<'a, O> {
     pub segments: Option<Tensor<2, Int>>,
     /// Where a layer's own keys and values go, behind those of earlier calls; without, to its queries alone.
     pub cache: Option<(&'a mut Cache, Call)>,
+    /// Whether the backward of an adapter multiplies what is inside the dense networks anew.
+    pub mlp_anew: bool,
     pub observer: &'a mut O,
 }
 
@@ -187,6 +190,12 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
             && let [gate, through] = both.as_slice()
         {
             return self.project(gated_by(gate, through), &mlp.down_proj);
+        }
+        #[cfg(feature = "cube")]
+        if op::runs(&input.device(), input.dtype())
+            && let Some(matrices) = mlp.adapted()
+        {
+            return adapted_mlp(input, matrices, self.mlp_anew);
         }
         flat_rows(mlp.forward(self.of_text(input)))
     }

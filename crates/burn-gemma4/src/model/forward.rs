@@ -82,6 +82,7 @@ impl Gemma4Model {
                 let call = cache.call(count, &device);
                 (cache, call)
             }),
+            mlp_anew: self.mlp_anew,
             observer,
         };
         let mut shared = SharedKeyValues::default();

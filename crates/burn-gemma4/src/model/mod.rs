@@ -98,6 +98,9 @@ pub struct Gemma4Model {
     pub norm: RmsNorm,
     /// To logits, where that is not the embedding's table.
     pub lm_head: Option<Linear>,
+    /// Whether the backward of an adapter multiplies what is inside the dense networks anew.
+    #[module(skip)]
+    pub(crate) mlp_anew: bool,
     #[module(skip)]
     pub(crate) config: Arc<Gemma4Config>,
     #[module(skip)]
@@ -174,6 +177,7 @@ impl Gemma4Model {
             lm_head: (!config.tie_word_embeddings)
                 .then(|| Linear::new(hidden, config.vocab_size, deviation, device)),
             rope: Rope::new(config),
+            mlp_anew: false,
             config: Arc::new(config.clone()),
         }
     }

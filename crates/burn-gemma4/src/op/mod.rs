@@ -14,6 +14,8 @@ pub(crate) mod gate;
 #[cfg(feature = "cube")]
 pub(crate) mod guess;
 pub(crate) mod linear;
+#[cfg(feature = "cube")]
+pub(crate) mod mlp;
 pub(crate) mod norm;
 #[cfg(feature = "cube")]
 pub(crate) mod overwrite;

@@ -57,6 +57,18 @@ pub(crate) fn written<S>(
     write: impl Fn(usize, &mut S, &mut [u8]) + Sync,
 ) -> Vec<u8> {
     let mut bytes = vec![0; rows.len() * row_bytes];
+    write_rows(&mut bytes, rows, row_bytes, space, write);
+    bytes
+}
+
+/// Writes rows into `bytes`, as many as there are, by `write` and `space` as [`written`] does.
+pub(crate) fn write_rows<S>(
+    bytes: &mut [u8],
+    rows: Range<usize>,
+    row_bytes: usize,
+    space: impl Fn() -> S + Sync,
+    write: impl Fn(usize, &mut S, &mut [u8]) + Sync,
+) {
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
     let threads = (bytes.len() / WORTH).clamp(1, cores);
     let rows_of_thread = rows.len().div_ceil(threads).max(1);
@@ -77,7 +89,6 @@ pub(crate) fn written<S>(
             }
         }),
     }
-    bytes
 }
 
 /// The numbers of a row that is written in `dtype`.
@@ -96,7 +107,7 @@ fn each<const SIZE: usize>(bytes: &[u8], number: impl Fn([u8; SIZE]) -> f32) -> 
 }
 
 /// Writes numbers in `dtype`.
-fn rounded(numbers: &[f32], dtype: DType, bytes: &mut [u8]) {
+pub(crate) fn rounded(numbers: &[f32], dtype: DType, bytes: &mut [u8]) {
     match dtype {
         DType::F16 => {
             for (number, bytes) in numbers.iter().zip(bytes.as_chunks_mut().0) {

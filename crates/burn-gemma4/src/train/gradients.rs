@@ -113,6 +113,9 @@ impl Gemma4Model {
             of_embeddings.extend(of_embedding.map(|gradient| pass.padded(gradient, pass.count)));
         }
 
+        if !self.trains_embeddings() {
+            return Ok((loss.detach(), sum));
+        }
         let Tokens { ids, on_host } = &tokens;
         let stream = flat_rows(self.embed_tokens.forward(ids.clone()));
         let from_host = self.host_rows(on_host, &stream.device());
@@ -122,11 +125,28 @@ impl Gemma4Model {
             of_embeddings.reverse();
             objective = attach(objective, embeddings, Tensor::cat(of_embeddings, 1));
         }
-        // With frozen tables, nothing is left to be trained.
-        if objective.is_tracked() {
-            add(&mut sum, objective.backward(), self);
-        }
+        add(&mut sum, objective.backward(), self);
         Ok((loss.detach(), sum))
+    }
+
+    /// Whether something is trained of what the layers' input is made of.
+    fn trains_embeddings(&self) -> bool {
+        let mut trained = Trained(false);
+        self.embed_tokens.visit(&mut trained);
+        self.embed_tokens_per_layer.visit(&mut trained);
+        self.split_table.visit(&mut trained);
+        self.per_layer_model_projection.visit(&mut trained);
+        self.per_layer_projection_norm.visit(&mut trained);
+        trained.0
+    }
+}
+
+/// Whether a module has a parameter that is trained.
+struct Trained(bool);
+
+impl ModuleVisitor for Trained {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0 |= param.base().is_require_grad();
     }
 }
 
@@ -273,6 +293,8 @@ impl<'a> Pass<'a> {
             window: model.config().sliding_window,
             segments: self.segments.clone(),
             cache: None,
+            // A layer that is computed anew has all of it for a moment only.
+            mlp_anew: false,
             observer: &mut (),
         };
         let (stream, own) = model.layers[layer].forward(

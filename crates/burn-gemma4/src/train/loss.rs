@@ -114,8 +114,8 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
     }
 }
 
-/// Logits that are in memory at once: 512 MB in f32.
-const LOGITS_AT_ONCE: usize = 1 << 27;
+/// Logits that are in memory at once: 256 MB in f32, of which there are up to four beside all that a step keeps.
+const LOGITS_AT_ONCE: usize = 1 << 26;
 
 /// The mean cross entropy of `targets` `[rows]` under the logits `hidden · headᵀ`, softcapped, in f32. `hidden` is
 /// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.

@@ -2,5 +2,6 @@
 
 pub(crate) mod packing;
 
+mod anew;
 mod gradients;
 mod loss;

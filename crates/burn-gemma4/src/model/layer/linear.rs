@@ -3,8 +3,10 @@
 use super::Weight;
 use crate::op::{
     flat_rows,
-    linear::{Matrix, rows, with_adapter},
+    linear::{Matrix, adapted, rows},
 };
+#[cfg(feature = "cube")]
+use burn::module::LoraAdapter;
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -39,9 +41,17 @@ impl Linear {
     /// there, nor is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         match self.weight.adapter() {
-            Some(adapter) => with_adapter(rows(input.clone(), self.weight.base()), input, adapter),
+            Some(adapter) => adapted(input, self.weight.base(), adapter),
             None => rows(input, self.weight.matrix()),
         }
+    }
+
+    /// The matrix beneath an adapter, where it is not trained itself, and the adapter.
+    #[cfg(feature = "cube")]
+    pub(super) fn adapted(&self) -> Option<(Matrix, &LoraAdapter)> {
+        let adapter = self.weight.adapter()?;
+        let base = self.weight.base();
+        base.tracked().is_none().then_some((base, adapter))
     }
 
     /// [`rows`](Self::rows) by another product, for inference.
@@ -118,5 +128,71 @@ mod tests {
             panic!("a whole matrix")
         };
         assert!(base.grad(&found).is_none());
+    }
+
+    /// Factors in f32 are rounded to the dtype of rows, and their gradients are in f32 again.
+    #[cfg(feature = "cube")]
+    #[test]
+    fn factors_in_f32_serve_rows_of_halves() {
+        use burn::tensor::DType;
+        let device = Device::default();
+        for (dtype, rounding) in [(DType::F16, 1e-3), (DType::BF16, 8e-3)] {
+            if !crate::op::runs(&device, dtype) {
+                continue;
+            }
+            let device = device.clone().autodiff();
+            let random = |shape: [usize; 2]| {
+                let drawn = Tensor::<2>::random(shape, Distribution::Default, &device);
+                drawn.cast(dtype)
+            };
+            let (input, base) = (random([24, 32]), random([40, 32]));
+            let linear = Linear::new(32, 40, 1.0, &device).apply_lora(Lora::new(8, 4.0));
+            let linear = linear.map(&mut Drawn);
+            let adapter = linear.weight.adapter().expect("an adapter");
+            let found = adapted(input.clone(), base.clone().into(), adapter);
+            let product = adapter.a.val().matmul(adapter.b.val()) * adapter.scale;
+            let whole = base.cast(DType::F32) + product;
+            let expected = rows(input.cast(DType::F32), whole);
+            let [found, expected] = [found.cast(DType::F32), expected].map(|output| {
+                let gradients = output.clone().sum().backward();
+                let of = |factor: Tensor<2>| factor.grad(&gradients).expect("one");
+                let numbers = [output.inner(), of(adapter.a.val()), of(adapter.b.val())];
+                numbers.map(|tensor| {
+                    assert_eq!(tensor.dtype(), DType::F32);
+                    tensor.into_data().iter::<f32>().collect::<Vec<_>>()
+                })
+            });
+            for (found, expected) in found.iter().zip(&expected) {
+                let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+                for (found, expected) in found.iter().zip(expected) {
+                    let error = (found - expected).abs();
+                    // A number of each factor, of their product and of the sum is rounded.
+                    assert!(
+                        error <= 4.0 * rounding * largest,
+                        "{dtype:?}: {found}, not {expected}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Where it is trained beside its adapter.
+    #[test]
+    fn what_is_beneath_has_its_gradient() {
+        let device = Device::flex().autodiff();
+        let random = |shape| Tensor::<2>::random(shape, Distribution::Default, &device);
+        let [input, base] = [[4, 5], [7, 5]].map(|shape| random(shape).require_grad());
+        let linear = Linear::new(5, 7, 1.0, &device).apply_lora(Lora::new(3, 6.0));
+        let linear = linear.map(&mut Drawn);
+        let adapter = linear.weight.adapter().expect("an adapter");
+        let found = adapted(input.clone(), base.clone().into(), adapter);
+        let product = adapter.a.val().matmul(adapter.b.val()) * adapter.scale;
+        let expected = rows(input.clone(), base.clone() + product);
+        let weighted = |output: Tensor<2>| (output.clone().tanh() * output).sum().backward();
+        let [found, expected] = [found, expected].map(weighted);
+        for (what, leaf) in [("input", input), ("base", base)] {
+            let [found, expected] = [&found, &expected].map(|gradients| leaf.grad(gradients));
+            close(found.expect("one"), expected.expect("one"), what);
+        }
     }
 }

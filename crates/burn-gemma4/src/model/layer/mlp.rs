@@ -2,6 +2,10 @@
 
 use super::Linear;
 use crate::op::gate::gated;
+#[cfg(feature = "cube")]
+use crate::op::linear::Matrix;
+#[cfg(feature = "cube")]
+use burn::module::LoraAdapter;
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
@@ -25,6 +29,16 @@ impl Mlp {
             up_proj: Linear::new(hidden, intermediate, deviation, device),
             down_proj: Linear::new(intermediate, hidden, deviation, device),
         }
+    }
+
+    /// Its matrices with their adapters, where each has one and is not trained itself: gate, up and down.
+    #[cfg(feature = "cube")]
+    pub(crate) fn adapted(&self) -> Option<[(Matrix, &LoraAdapter); 3]> {
+        Some([
+            self.gate_proj.adapted()?,
+            self.up_proj.adapted()?,
+            self.down_proj.adapted()?,
+        ])
     }
 
     /// `[batch, positions, hidden]` to the same.

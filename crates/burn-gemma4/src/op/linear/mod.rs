@@ -1,10 +1,10 @@
 //! Matrix products with the weights of a checkpoint.
 
+pub(in crate::op) mod adapted;
 #[cfg(feature = "cube")]
 pub(crate) mod few_rows;
 #[cfg(feature = "cube")]
 pub(crate) mod grouped;
-mod low_rank;
 mod matrix;
 #[cfg(any(feature = "cuda", all(test, feature = "flex")))]
 mod product;
@@ -12,7 +12,7 @@ mod quantized;
 #[cfg(feature = "cuda")]
 mod sides;
 
-pub(crate) use low_rank::with_adapter;
+pub(crate) use adapted::adapted;
 #[cfg(feature = "cube")]
 pub(crate) use matrix::Matrices;
 pub(crate) use matrix::{Matrix, QuantizedMatrix};

@@ -138,7 +138,7 @@ impl QuantizedProductBackend for burn_cubecl::CubeBackend {
         layout: Layout,
     ) -> FloatTensor<Self> {
         let product = super::product_of_cube;
-        columns_in_slices::<Self>(gradient, words, layout, SLICE_NUMBERS, product)
+        columns_in_slices::<Self>(gradient, words, layout, product)
     }
 }
 
@@ -151,13 +151,45 @@ impl QuantizedProductBackend for burn::backend::Flex {
     ) -> FloatTensor<Self> {
         use burn::backend::ops::FloatTensorOps;
         let product = Self::float_matmul;
-        columns_in_slices::<Self>(gradient, words, layout, SLICE_NUMBERS, product)
+        columns_in_slices::<Self>(gradient, words, layout, product)
     }
+}
+
+/// [`rows`] by a backend's product.
+pub(super) fn rows_in_slices<B: DequantizeBackend>(
+    input: FloatTensor<B>,
+    words: IntTensor<B>,
+    layout: Layout,
+    product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    let part = |slice: Range<usize>| {
+        let of_words = [Slice::from(slice), Slice::from(0..layout.words())];
+        let words = B::int_slice(words.clone(), &of_words);
+        let weight = <B as DequantizeBackend>::dequantize(words, layout, input.dtype());
+        product(input.clone(), B::float_transpose(weight))
+    };
+    let mut parts: Vec<_> = slices(words.shape()[0], layout, SLICE_NUMBERS)
+        .map(part)
+        .collect();
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => B::float_cat(parts, 1),
+    }
+}
+
+/// [`columns`] by a backend's product.
+pub(super) fn columns_in_slices<B: DequantizeBackend>(
+    gradient: FloatTensor<B>,
+    words: IntTensor<B>,
+    layout: Layout,
+    product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
+) -> FloatTensor<B> {
+    columns_by_slices::<B>(gradient, words, layout, SLICE_NUMBERS, product)
 }
 
 /// [`columns`] by a backend's product, with at most so many numbers of the weight at once, but for the rows of one tile. Several slices are
 /// added up in f32.
-fn columns_in_slices<B: DequantizeBackend>(
+fn columns_by_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,
     layout: Layout,
@@ -445,7 +477,7 @@ mod tests {
                 for numbers in [1, TILE * layout.columns, 2 * TILE * layout.columns] {
                     let gradient = gradient.clone().try_into_primitive::<Flex>();
                     let words = matrix.words.clone().try_into_primitive::<Flex>();
-                    let part = columns_in_slices::<Flex>(
+                    let part = columns_by_slices::<Flex>(
                         gradient.expect("of the processor"),
                         words.expect("of the processor"),
                         layout,

@@ -1,6 +1,6 @@
 //! Launches the end of a block and the beginning of the next.
 
-use super::{Residual, ResidualBackend, kernel::residual_overlapped};
+use super::{AddNormedBackend, Residual, ResidualBackend, Scalar, kernel::residual_overlapped};
 use crate::op::launch::{team, vector_size};
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
@@ -40,6 +40,22 @@ impl ResidualBackend for CubeBackend {
     ) -> Residual<Self> {
         let next = Some(next_weight);
         launch(stream, added, weight, Some(scalar), next, epsilon)
+    }
+}
+
+impl AddNormedBackend for CubeBackend {
+    fn add_normed(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        scalar: Scalar<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self> {
+        let scalar = match scalar {
+            Scalar::Absent => None,
+            Scalar::Present(scalar) => Some(scalar),
+        };
+        launch(stream, added, weight, scalar, None, epsilon).stream
     }
 }
 

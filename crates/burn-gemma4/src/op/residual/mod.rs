@@ -1,10 +1,14 @@
 //! The end of a block and the beginning of the next: sums of the residual stream and their norms.
 
 #[cfg(feature = "cube")]
+mod autodiff;
+#[cfg(feature = "cube")]
 mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
 
+#[cfg(feature = "cube")]
+use super::norm::NormBackend;
 use super::norm::norm;
 #[cfg(feature = "cube")]
 use burn::backend::{
@@ -46,7 +50,39 @@ pub(crate) fn residual(added: Added) -> Tensor<2> {
             added.epsilon,
         ));
     }
-    added.stream + norm(added.added, added.weight, added.epsilon)
+    scaled(added, None)
+}
+
+/// `(stream + norm(added)) · scalar`, with gradients.
+fn scaled(added: Added, scalar: Option<Tensor<1>>) -> Tensor<2> {
+    #[cfg(feature = "cube")]
+    if runs(&added, scalar.as_ref()) {
+        let scalar = match scalar {
+            Some(scalar) => Scalar::Present(scalar.into_dispatch()),
+            None => Scalar::Absent,
+        };
+        return Tensor::from_dispatch(Dispatch::add_normed(
+            added.stream.into_dispatch(),
+            added.added.into_dispatch(),
+            added.weight.into_dispatch(),
+            scalar,
+            added.epsilon,
+        ));
+    }
+    let stream = added.stream + norm(added.added, added.weight, added.epsilon);
+    match scalar {
+        Some(scalar) => stream * scalar.unsqueeze::<2>(),
+        None => stream,
+    }
+}
+
+/// Whether the kernel that has gradients serves: it reads all in one dtype, and the scalar is not trained.
+#[cfg(feature = "cube")]
+fn runs(added: &Added, scalar: Option<&Tensor<1>>) -> bool {
+    let dtype = added.stream.dtype();
+    super::runs(&added.stream.device(), dtype)
+        && added.weight.dtype() == dtype
+        && scalar.is_none_or(|scalar| scalar.dtype() == dtype && !scalar.is_tracked())
 }
 
 /// `stream' = (stream + norm(added)) · scalar` and, where kernels serve them all, `norm(stream')`.
@@ -65,12 +101,7 @@ pub(crate) fn residual_before(added: Added, next: Next) -> (Tensor<2>, Option<Te
         return (stream, Some(normed));
     }
     let _ = next_weight;
-    let stream = residual(added);
-    let stream = match scalar {
-        Some(scalar) => stream * scalar.unsqueeze::<2>(),
-        None => stream,
-    };
-    (stream, None)
+    (scaled(added, scalar), None)
 }
 
 /// [`residual_before`] in one launch.
@@ -110,6 +141,31 @@ fn residual_and_norm(
 pub struct Residual<B: Backend> {
     pub stream: FloatTensor<B>,
     pub normed: FloatTensor<B>,
+}
+
+/// The factor of the stream, where it has one.
+#[cfg(feature = "cube")]
+#[derive(ExtensionType, Debug, Clone)]
+#[extension_type(fusion)]
+pub enum Scalar<B: Backend> {
+    Absent,
+    /// `[1]`.
+    Present(FloatTensor<B>),
+}
+
+/// The stream's sum as an operator of a backend with gradients.
+#[cfg(feature = "cube")]
+#[backend_extension(Cube, Autodiff, Fusion)]
+pub trait AddNormedBackend: NormBackend {
+    /// `(stream + norm(added)) · scalar`.
+    #[fusion(meta = |stream, _added, _weight, _scalar, _epsilon| stream.clone())]
+    fn add_normed(
+        stream: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        weight: FloatTensor<Self>,
+        #[extension_type] scalar: Scalar<Self>,
+        epsilon: f64,
+    ) -> FloatTensor<Self>;
 }
 
 /// What Burn's fusion must know of the results before they exist.

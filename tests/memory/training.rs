@@ -1,0 +1,88 @@
+//! What the backward of an adapter keeps, by the table in `docs/adapters.md`.
+
+use super::ONE_AT_A_TIME;
+use attention_workspace::testing::devices::devices;
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn_gemma4::{Adapter, Gemma4Config, Gemma4Model, LayerType, Logits};
+use std::sync::PoisonError;
+
+const POSITIONS: usize = 128;
+const HIDDEN: usize = 256;
+const INSIDE: usize = 1024;
+const HEADS: usize = 4;
+const HEAD_DIM: usize = 64;
+const LAYERS: usize = 2;
+
+fn model(device: &Device) -> Gemma4Model {
+    let config = Gemma4Config {
+        vocab_size: 128,
+        vocab_size_per_layer_input: 128,
+        hidden_size: HIDDEN,
+        intermediate_size: INSIDE,
+        layer_types: vec![LayerType::Full; LAYERS],
+        num_attention_heads: HEADS,
+        sliding_head_dim: HEAD_DIM,
+        global_head_dim: HEAD_DIM,
+        num_kv_shared_layers: 0,
+        hidden_size_per_layer_input: 0,
+        ..Gemma4Config::e2b()
+    };
+    let model = Gemma4Model::new(&config, device);
+    Adapter::new(2, 4.0).attach(model).expect("an adapter")
+}
+
+/// Bytes in use between a forward and its backward, less those before.
+fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
+    let in_use = || {
+        device.sync().expect("a device");
+        device.memory_pool_usage().map(|usage| usage.bytes_in_use)
+    };
+    let tokens = TensorData::new(
+        (0..POSITIONS as i32).map(|at| at % 128).collect(),
+        [1, POSITIONS],
+    );
+    let tokens = Tensor::<2, Int>::from_data(tokens, &model.device());
+    let before = in_use()?;
+    let hidden = model.hidden(tokens, Logits::All).expect("tokens within");
+    let kept = in_use()?.checked_sub(before)?;
+    // Burn keeps a graph until its backward.
+    drop(hidden.sum().backward());
+    Some(kept as usize)
+}
+
+#[test]
+fn of_dense_networks_what_is_inside_or_nothing() {
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    for device in devices() {
+        if device.name == "flex" {
+            continue;
+        }
+        let model = model(&device.device.clone().autodiff());
+        let numbers = LAYERS * POSITIONS * DType::F32.size();
+        let inside = numbers * 2 * INSIDE;
+        // Queries, keys and values before and after their norms, and what queries read, by attention and by the projection back.
+        let heads = numbers * HEAD_DIM * (2 * HEADS + 2 * 2 + 2 * HEADS);
+        // What goes into a layer and into its network, each before and after the norm, and what attention and the network add.
+        let streams = numbers * 6 * HIDDEN;
+        let mut found = Vec::new();
+        for anew in [false, true] {
+            let model = model.clone().with_mlp_anew(anew);
+            // Kernels are compiled, and weights are drawn.
+            let _ = kept(&model, &device.device);
+            let Some(kept) = kept(&model, &device.device) else {
+                continue;
+            };
+            let expected = heads + streams + if anew { 0 } else { inside };
+            println!(
+                "{}, anew: {anew}: {kept} bytes, {expected} by the table",
+                device.name
+            );
+            // What factors read, rotations, logsumexps and the states.
+            assert!(kept <= expected + expected / 8, "{}: {kept}", device.name);
+            found.push(kept);
+        }
+        if let [kept, anew] = found[..] {
+            assert!(kept - anew >= inside, "{}: {kept} and {anew}", device.name);
+        }
+    }
+}
