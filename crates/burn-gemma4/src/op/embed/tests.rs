@@ -62,7 +62,7 @@ fn rows_and_their_norm_are_those_of_two_operators() {
             let (table, scale) = (table(columns, &device, dtype), (columns as f64).sqrt());
             let NormWeight { weight, epsilon } = weight(columns, &device, dtype);
             let expected = table.clone().select(0, tokens(rows, &device)) * scale;
-            let expected_norm = bits(norm(expected.clone(), weight.clone(), epsilon));
+            let expected_norm = numbers(norm(expected.clone(), weight.clone(), epsilon));
             let expected = bits(expected);
             for origin in [Origin::Parameters, Origin::Computed] {
                 dirty([rows, columns], &device, dtype);
@@ -76,8 +76,13 @@ fn rows_and_their_norm_are_those_of_two_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                let normed = bits(normed);
-                assert_eq!(normed, expected_norm, "{columns} columns in {dtype:?}");
+                // Compilers contract sums of squares as they like.
+                let rounding = dtype.finfo().expect("floats").epsilon;
+                for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
+                    let error = f64::from((found - expected).abs());
+                    let most = 2.0 * rounding * f64::from(expected.abs());
+                    assert!(error <= most, "{found}, not {expected}, in {dtype:?}");
+                }
             }
         }
     }
@@ -144,16 +149,20 @@ fn per_layer_embeddings_are_as_exact_as_their_dtype() {
                     scale,
                 })
             };
-            let there = found(OfTokens::there(of_tokens));
             let rounding = dtype.finfo().expect("floats").epsilon;
-            for (found, exact) in there.iter().zip(&exact) {
-                let error = (f64::from(*found) - exact).abs();
-                // Half a unit in the last place, and some of f32's.
-                let most = (0.51 * rounding).max(4e-7) * exact.abs().max(1.0);
-                assert!(error <= most, "{found}, not {exact}, in {dtype:?}");
-            }
-            for origin in [Origin::Parameters, Origin::Computed] {
-                assert_eq!(found(in_table(origin)), there, "{columns} in {dtype:?}");
+            for of_tokens in [
+                OfTokens::there(of_tokens),
+                in_table(Origin::Parameters),
+                in_table(Origin::Computed),
+            ] {
+                let found = found(of_tokens);
+                assert_eq!(found.len(), exact.len());
+                for (found, exact) in found.into_iter().zip(&exact) {
+                    let error = (f64::from(found) - exact).abs();
+                    // Half a unit in the last place, and some of f32's.
+                    let most = (0.51 * rounding).max(1e-6) * exact.abs().max(1.0);
+                    assert!(error <= most, "{found}, not {exact}, in {dtype:?}");
+                }
             }
         }
     }
