@@ -93,12 +93,14 @@ impl Layouts {
     pub fn contiguous(problem: &AttentionProblem) -> Self {
         let dots = problem.head_dim.is_multiple_of(8);
         let values = problem.value_dim.is_multiple_of(8);
+        // Numbers of 16 bytes of keys and values.
+        let piece = if problem.quantized { 16 } else { 8 };
         Self {
             vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
             tma: Operands {
                 query: dots,
-                key: dots,
-                value: values,
+                key: problem.head_dim.is_multiple_of(piece),
+                value: problem.value_dim.is_multiple_of(piece),
                 output_gradient: values,
             },
             tma_bias: problem.kv_len.is_multiple_of(8),

@@ -1,8 +1,12 @@
 //! CubeCL devices: says how a problem's tensors lie, and hands them to the engine that [`select`](crate::select) chose.
 
 use super::*;
-use crate::arguments::{is_in_vectors, is_tma_readable, tma_operands};
+use crate::arguments::{
+    BROADCAST_KEYS, BROADCAST_QUERIES, is_in_vectors, is_tma_readable, tma_operands,
+};
 use crate::device::DeviceProfile;
+#[cfg(feature = "cuda")]
+use crate::engine::mma::Mma;
 use crate::engine::{Engine, Kernel, Plan};
 use crate::passes::quantize::{dequantized, quantized};
 use crate::select::{BackwardRequest, Layouts, Operands, Pass, select};
@@ -105,33 +109,50 @@ fn in_words(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
 ) -> Result<AttentionOutput<CubeBackend>, Box<QuantizedInputs<CubeBackend>>> {
-    let query = untile(inputs.query.clone());
-    let layouts = Layouts {
-        vectors: is_in_vectors(&query, 4),
-        tma: Operands::default(),
-        tma_bias: false,
-    };
-    let device = DeviceProfile::of_client(&query.client);
-    let (Kernel::Cmma(Plan::Forward(plan)) | Kernel::Unit(Plan::Forward(plan))) =
-        choose(&device, problem, layouts, Pass::Forward)
-    else {
-        return Err(Box::new(inputs));
-    };
     let scales = Scales {
         key: untile(inputs.key.scales.clone()),
         value: untile(inputs.value.scales.clone()),
     };
-    let inputs = AttentionInputs {
-        query,
-        // On this backend a tensor is one of any elements.
-        ..inputs.read(|rows| rows_in_order(rows.words))
+    let query = untile(inputs.query.clone());
+    // On this backend a tensor is one of any elements.
+    let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
+    let layouts = Layouts {
+        vectors: is_in_vectors(&query, 4),
+        tma: Operands {
+            query: is_tma_readable(&query, BROADCAST_QUERIES),
+            key: is_tma_readable(&key, BROADCAST_KEYS),
+            value: is_tma_readable(&value, BROADCAST_KEYS),
+            output_gradient: false,
+        },
+        tma_bias: false,
     };
-    Ok(launch(inputs, Some(scales), problem, plan))
+    let device = DeviceProfile::of_client(&query.client);
+    match choose(&device, problem, layouts, Pass::Forward) {
+        #[cfg(feature = "cuda")]
+        Kernel::Mma(Plan::Forward(plan)) => {
+            let words = AttentionInputs {
+                query,
+                key,
+                value,
+                ..inputs.read(|rows| rows.words)
+            };
+            Ok(Mma::forward_of_words(plan, words, scales, problem))
+        }
+        Kernel::Cmma(Plan::Forward(plan)) | Kernel::Unit(Plan::Forward(plan)) => {
+            let words = AttentionInputs {
+                query,
+                key: rows_in_order(key),
+                value: rows_in_order(value),
+                ..inputs.read(|rows| rows.words)
+            };
+            Ok(launch(words, Some(scales), problem, plan))
+        }
+        _ => Err(Box::new(inputs)),
+    }
 }
 
 /// Rows whose elements lie together.
 fn rows_in_order(tensor: CubeTensor) -> CubeTensor {
-    let tensor = untile(tensor);
     match tensor.meta.strides()[3] == 1 || tensor.meta.shape()[3] == 1 {
         true => tensor,
         false => into_contiguous(tensor),

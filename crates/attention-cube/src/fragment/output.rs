@@ -268,31 +268,93 @@ pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
     #[comptime] width: usize,
 ) {
     if row.exists {
-        let base = row.part as usize * output.stride(0)
-            + row.head as usize * output.stride(1)
-            + row.position as usize * output.stride(2);
-        let vector = output.vector_size();
-        let end = comptime!(width as u32);
+        let base = row_start::<O, N>(output, row);
         #[unroll]
         for tile in 0..columns / 8 {
             let column = first_column + comptime!(8 * tile as u32) + UNIT_POS % 4u32 * 2u32;
             let register = comptime!(4 * tile + 2 * which);
-            let low = O::cast_from(o.extract(register) * factor);
-            let high = O::cast_from(o.extract(comptime!(register + 1)) * factor);
-            if comptime!(vector == 2) {
-                if column < end {
-                    let mut both = Vector::<O, N>::cast_from(low);
-                    both.insert(1usize, high);
-                    output[(base + column as usize) / 2] = both;
-                }
-            } else {
-                if column < end {
-                    output[base + column as usize] = Vector::cast_from(low);
-                }
-                if column + 1u32 < end {
-                    output[base + column as usize + 1] = Vector::cast_from(high);
-                }
+            write_pair::<O, N>(
+                o.extract(register) * factor,
+                o.extract(comptime!(register + 1)) * factor,
+                output,
+                base,
+                column,
+                width,
+            );
+        }
+    }
+}
+
+/// Writes 16 columns of the thread's rows from `first_column` on, as far as the tensor's `width` goes, of which it has four neighbours: the
+/// first and the third in its lower registers, the others in the upper ones.
+#[cube]
+pub(crate) fn write_fours<O: Float, N: Size>(
+    written: OutputPart<Const<STEP_REGISTERS>>,
+    output: &mut Tensor<Vector<O, N>>,
+    rows: &OutputRows,
+    first_column: u32,
+    #[comptime] width: usize,
+) {
+    #[unroll]
+    for which in 0..2usize {
+        let (row, factor) = if comptime!(which == 0) {
+            (rows.first, written.factors.first)
+        } else {
+            (rows.second, written.factors.second)
+        };
+        if row.exists {
+            let base = row_start::<O, N>(output, row);
+            #[unroll]
+            for pair in 0..2usize {
+                let column = first_column + UNIT_POS % 4u32 * 4u32 + comptime!(2 * pair as u32);
+                let register = comptime!(2 * which + pair);
+                write_pair::<O, N>(
+                    written.o.extract(register) * factor,
+                    written.o.extract(comptime!(register + STEP_REGISTERS / 2)) * factor,
+                    output,
+                    base,
+                    column,
+                    width,
+                );
             }
+        }
+    }
+}
+
+/// Where a row starts in the output.
+#[cube]
+fn row_start<O: Float, N: Size>(output: &mut Tensor<Vector<O, N>>, row: OutputRow) -> usize {
+    row.part as usize * output.stride(0)
+        + row.head as usize * output.stride(1)
+        + row.position as usize * output.stride(2)
+}
+
+/// Writes an even column of a row that starts at `base`, and the next, as far as the tensor's `width` goes.
+#[cube]
+fn write_pair<O: Float, N: Size>(
+    low: f32,
+    high: f32,
+    output: &mut Tensor<Vector<O, N>>,
+    base: usize,
+    column: u32,
+    #[comptime] width: usize,
+) {
+    let vector = output.vector_size();
+    let end = comptime!(width as u32);
+    let low = O::cast_from(low);
+    let high = O::cast_from(high);
+    if comptime!(vector == 2) {
+        if column < end {
+            let mut both = Vector::<O, N>::cast_from(low);
+            both.insert(1usize, high);
+            output[(base + column as usize) / 2] = both;
+        }
+    } else {
+        if column < end {
+            output[base + column as usize] = Vector::cast_from(low);
+        }
+        if column + 1u32 < end {
+            output[base + column as usize + 1] = Vector::cast_from(high);
         }
     }
 }

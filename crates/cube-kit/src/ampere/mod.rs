@@ -19,6 +19,8 @@ pub mod exchange;
 pub mod few_rows;
 #[cfg(feature = "cuda")]
 pub mod product;
+#[cfg(feature = "cuda")]
+pub mod words;
 
 /// Rows of a product's left operand, and so of an accumulator's fragment.
 pub const FRAGMENT_ROWS: usize = 16;

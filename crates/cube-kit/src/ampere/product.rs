@@ -110,7 +110,7 @@ impl SharedSums {
 }
 
 /// The product of a fragment and 8 columns: names of the sums, the left and the right registers.
-fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
+pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
     let half = half.ptx();
     format!(
         "mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 {{{sum}}}, {{{left}}}, {{{right}}}, {{{before}}};\n"
@@ -118,7 +118,7 @@ fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> Str
 }
 
 /// Registers `name`0 to `name``count - 1`, as an operand lists them.
-fn named(name: &str, first: usize, count: usize) -> String {
+pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     let names: Vec<_> = (first..first + count)
         .map(|i| format!("{name}{i}"))
         .collect();
@@ -127,7 +127,13 @@ fn named(name: &str, first: usize, count: usize) -> String {
 
 /// Loads four matrices of the step `within` a subtile to `name`0 to 3: `offset` bytes from the lane's address, which is permuted for
 /// each of a subtile's steps in `address`0 to 3.
-fn load(name: &str, address: &str, within: usize, offset: usize, transposed: bool) -> String {
+pub(super) fn load(
+    name: &str,
+    address: &str,
+    within: usize,
+    offset: usize,
+    transposed: bool,
+) -> String {
     let transposed = if transposed { ".trans" } else { "" };
     format!(
         "ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{{}}}, [{address}{within}+{offset}];\n",
@@ -136,7 +142,7 @@ fn load(name: &str, address: &str, within: usize, offset: usize, transposed: boo
 }
 
 /// The lane's address for each of a subtile's steps of columns.
-fn addresses(name: &str, address: &str) -> String {
+pub(super) fn addresses(name: &str, address: &str) -> String {
     (0..SUBTILE_STEPS)
         .map(|step| format!("xor.b32 {name}{step}, {address}, {};\n", step * STEP_BYTES))
         .collect()

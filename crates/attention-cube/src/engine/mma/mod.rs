@@ -28,6 +28,8 @@ use crate::passes::aligned::{aligned, aligned_inputs};
 #[cfg(feature = "cuda")]
 use crate::select::BackwardRequest;
 use crate::select::{Layouts, Pass, Refusal, Warning};
+#[cfg(feature = "cuda")]
+use crate::tiled::launch::forward::Scales;
 use burn::tensor::DType;
 #[cfg(feature = "cuda")]
 use burn_cubecl::CubeBackend;
@@ -39,6 +41,8 @@ pub struct Mma;
 impl AttentionEngine for Mma {
     type Forward = ForwardPlan;
     type Backward = BackwardPlan;
+
+    const READS_WORDS: bool = true;
 
     fn plan_forward(
         problem: &AttentionProblem,
@@ -75,6 +79,20 @@ impl AttentionEngine for Mma {
 }
 
 #[cfg(feature = "cuda")]
+impl Mma {
+    /// The output and the logsumexp of a problem whose keys and values are words of int8 with `scales`.
+    pub(crate) fn forward_of_words(
+        plan: ForwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        scales: Scales,
+        problem: &AttentionProblem,
+    ) -> AttentionOutput<CubeBackend> {
+        let inputs = aligned_inputs(inputs, plan.copies);
+        launch::forward(inputs, Some(scales), problem, plan)
+    }
+}
+
+#[cfg(feature = "cuda")]
 impl Launch for Mma {
     fn forward(
         plan: ForwardPlan,
@@ -82,7 +100,7 @@ impl Launch for Mma {
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend> {
         let inputs = aligned_inputs(inputs, plan.copies);
-        launch::forward(inputs, problem, plan)
+        launch::forward(inputs, None, problem, plan)
     }
 
     fn backward(

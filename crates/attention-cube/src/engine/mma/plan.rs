@@ -8,6 +8,7 @@ pub mod split_d;
 pub mod split_m;
 pub mod split_n;
 pub mod warp;
+mod words;
 
 pub(crate) use self::few_rows::few_rows_tiles;
 use self::few_rows::sums_as_backward;
@@ -21,6 +22,7 @@ use self::shape::{Shape, split_d, split_m, without_queries};
 use self::split_d::SplitDTiles;
 use self::split_m::SplitMTiles;
 use self::split_n::SplitNTiles;
+pub(crate) use self::words::word_tiles;
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
 use crate::division::{check_sizes, heads_of_tile, query_tiles, splits, splits_in_rounds};
@@ -179,7 +181,10 @@ pub(super) fn forward(
     } = *problem;
     let limits = [device.shared_memory, device.units_per_cube];
     let rows = problem.q_len * problem.group().max(1);
-    let few_rows = few_rows_tiles(rows, head_dim, value_dim, half, limits);
+    let few_rows = match problem.quantized {
+        true => Some(tiles_of_words(rows, problem, half, limits)?),
+        false => few_rows_tiles(rows, head_dim, value_dim, half, limits),
+    };
     let few_rows = few_rows.filter(|tiles| !as_backward || sums_as_backward(tiles));
     let tiles = match few_rows {
         Some(tiles) => tiles,
@@ -202,6 +207,24 @@ pub(super) fn forward(
         together: query_tiles.together,
         copies: layouts.tma.others(Pass::Forward),
     })
+}
+
+/// The tiles that read keys and values of int8 where they lie.
+fn tiles_of_words(
+    rows: usize,
+    problem: &AttentionProblem,
+    half: Half,
+    limits: [usize; 2],
+) -> Result<ForwardTiles, Refusal> {
+    if half == Half::F16 {
+        return Err(Refusal::Quantized(
+            "a probability times its value's scale may be too large or too small for F16",
+        ));
+    }
+    let tiles = word_tiles(rows, [problem.head_dim, problem.value_dim], limits);
+    tiles.ok_or(Refusal::Quantized(
+        "it has no tiles for so many rows of such a width",
+    ))
 }
 
 /// The tiles for operands of this width that fit so many bytes of shared memory and units of a cube.

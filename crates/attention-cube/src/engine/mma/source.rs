@@ -6,7 +6,7 @@ use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
 use super::forward::split_n::forward_split_n_overlapped::ForwardSplitNOverlapped;
 use super::plan::gradient_tiles;
-use super::plan::{ForwardTiles, GradientTiles, few_rows_tiles, forward_tiles};
+use super::plan::{ForwardTiles, GradientTiles, few_rows_tiles, forward_tiles, word_tiles};
 use crate::division::HeldTiles;
 use crate::fragment::bias::BiasReads;
 use crate::fragment::work_tile::TileKind;
@@ -15,6 +15,7 @@ use crate::source::nvidia::{ELEMENT, MASK_PLACES, SCHEDULE, properties, save};
 use crate::source::{ARGUMENTS, EXTENT, GRID, Wanted, optional, settings, tensor};
 use crate::testing::card;
 use cube_kit::hopper::Half;
+use cubecl::ir::{ElemType, UIntKind};
 use cubecl::{CubeKernel, prelude::*};
 use std::{path::Path, sync::Arc};
 
@@ -26,13 +27,14 @@ fn write() {
         |wanted, folder, name| {
             let pass = name.split('-').next().unwrap_or_default();
             let rows_of = |kind: &str| pass.strip_prefix(kind)?.parse().ok();
-            match (pass, rows_of("decode"), rows_of("rows")) {
+            match (pass, rows_of("decode"), rows_of("rows"), rows_of("words")) {
                 ("forward", ..) => forward(wanted, folder, name),
                 ("backward", ..) => backward(wanted, folder, name),
-                (_, Some(rows), _) => few_rows(wanted, folder, name, rows, true),
-                (_, _, Some(rows)) => few_rows(wanted, folder, name, rows, false),
+                (_, Some(rows), ..) => few_rows(wanted, folder, name, rows, true),
+                (_, _, Some(rows), _) => few_rows(wanted, folder, name, rows, false),
+                (.., Some(rows)) => rows_of_words(wanted, folder, name, rows),
                 _ => panic!(
-                    "{name} begins with none of forward, backward, decode and rows, the last two with a number of rows"
+                    "{name} begins with none of forward, backward, decode, rows and words, the last three with a number of rows"
                 ),
             }
         },
@@ -89,10 +91,22 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
     write_forward(wanted, folder, name, tiles, kind);
 }
 
+/// The forward for so many rows of eight heads that share a tile, whose keys are split, and are int8 like the values.
+fn rows_of_words(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
+    let widths = [wanted.head_dim, wanted.value_dim];
+    let tiles = word_tiles(rows, widths, [shared_memory(), 1024]).expect("tiles");
+    let kind = TileKind {
+        heads: 8,
+        split: true,
+        ..kind(wanted, Side::Queries)
+    };
+    write_forward(wanted, folder, name, tiles, kind);
+}
+
 fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles, kind: TileKind) {
     println!("{name}: {tiles:?}");
     macro_rules! definition {
-        ($kernel:ident, $tiles:expr $(, $overlaps:expr)?) => {
+        ($kernel:ident, $tiles:expr $(, $key_scales:expr, $value_scales:expr, $key_element:expr, $overlaps:expr)?) => {
             $kernel::new(
                 settings(tiles.units()),
                 properties(),
@@ -100,6 +114,7 @@ fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles
                 tensor(),
                 tensor(),
                 tensor(),
+                $($key_scales, $value_scales,)?
                 optional!(wanted.structure.mask),
                 optional!(wanted.score.bias),
                 optional!(wanted.structure.segments || wanted.structure.lengths),
@@ -117,6 +132,7 @@ fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles
                 kind,
                 $($overlaps,)?
                 ELEMENT,
+                $($key_element,)?
                 ELEMENT,
                 ELEMENT,
                 ELEMENT,
@@ -129,7 +145,20 @@ fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles
     }
     let definition = match tiles {
         ForwardTiles::SplitM(tiles) => definition!(ForwardSplitM, tiles),
-        ForwardTiles::SplitN(tiles) => definition!(ForwardSplitNOverlapped, tiles, true),
+        ForwardTiles::SplitN(tiles) => {
+            let key_element = match tiles.reads_words {
+                true => ElemType::UInt(UIntKind::U32),
+                false => ELEMENT,
+            };
+            definition!(
+                ForwardSplitNOverlapped,
+                tiles,
+                optional!(tiles.reads_words),
+                optional!(tiles.reads_words),
+                key_element,
+                true
+            )
+        }
         ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
     };
     save(folder, name, tiles.shared_memory(), definition);

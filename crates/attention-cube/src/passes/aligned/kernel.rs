@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 /// Copies `vectors` vectors of `target`, whose rows follow each other and have `row_vectors` of them; what a row of `columns`
 /// columns leaves of its last one becomes zero.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn align_rows<E: Float, N: Size, M: Size>(
+pub(crate) fn align_rows<E: Numeric, N: Size, M: Size>(
     source: &Tensor<Vector<E, N>>,
     target: &mut Tensor<Vector<E, M>>,
     heads: u32,

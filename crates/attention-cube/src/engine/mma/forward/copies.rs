@@ -2,6 +2,7 @@
 
 use crate::fragment::work_tile::{Tile, TileKind};
 use cube_kit::ampere::copy::{PIECE, PIECE_BYTES, copy_piece, half_address, piece_address};
+use cube_kit::hopper::ptx::element_address;
 use cube_kit::hopper::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
@@ -202,13 +203,21 @@ pub(crate) struct HeadSource {
     pub end: i32,
 }
 
-/// Where the rows of a head lie.
+/// Where the rows of a head lie, whatever their elements are.
 #[cube]
-pub(crate) fn head_source<E: Float>(source: &Tensor<E>, head: HeadRows) -> HeadSource {
+pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> HeadSource {
     let start = head.batch as usize * source.stride(0) + head.head as usize * source.stride(1);
+    let element = elem_type_of::<E>();
+    let bytes = comptime!(element.size());
+    // SAFETY: only the address is taken.
+    let address = element_address::<E>(
+        unsafe { source.as_slice().as_ptr_unchecked() },
+        start as u64,
+        bytes,
+    );
     HeadSource {
-        address: half_address::<E>(source, start as u64),
-        row_bytes: source.stride(2) as u64 * 2u64,
+        address,
+        row_bytes: source.stride(2) as u64 * comptime!(bytes as u64),
         first: head.first,
         end: head.end,
     }
@@ -294,7 +303,7 @@ pub(crate) fn copy_section(
     }
 }
 
-/// A warp's part of a block of an operand.
+/// A warp's part of a block of an operand. Of codes of 8 bits, two columns count as one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WarpSection {
     /// Rows, also of its subtiles in shared memory.

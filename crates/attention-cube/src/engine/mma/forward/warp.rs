@@ -14,6 +14,7 @@ use crate::fragment::visits::TilePosition;
 use crate::fragment::work_tile::{Tile, TileKind, row_pair};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::product::{Scores, Sums, add_product};
+use cube_kit::ampere::words::add_word_product;
 use cube_kit::hopper::accumulator::{is_second, pair};
 use cube_kit::hopper::ptx::pack;
 use cubecl::prelude::*;
@@ -120,10 +121,14 @@ pub(crate) struct Weights<AP: Size> {
     pub states: WarpStates,
 }
 
-/// P of a block's dots.
+/// What a lane's columns of a block are multiplied by, two of every 8: as many as the largest block has.
+pub(crate) type ColumnScales = Vector<f32, Const<8>>;
+
+/// P of a block's dots. Where keys and values are int8, a probability is multiplied by its value's scale before it is rounded.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
+    value_scales: ColumnScales,
     before: WarpStates,
     block: i32,
     seen: &WarpViews,
@@ -154,6 +159,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size
         };
         let made = fragment_weights::<F, NB, NS, NP>(
             fragment_of::<AS, NS>(s, fragment),
+            value_scales,
             before,
             block,
             &own_seen,
@@ -188,6 +194,7 @@ struct FragmentWeights<NP: Size> {
 #[cube]
 fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
+    value_scales: ColumnScales,
     before: SoftmaxState,
     block: i32,
     seen: &View,
@@ -225,8 +232,13 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
         let part = numerators::<NS>(made.s, made.row_max.shift, power, step, false);
         #[unroll]
         for i in 0..4usize {
-            let first = part.values.extract(comptime!(2 * i));
-            let second = part.values.extract(comptime!(2 * i + 1));
+            let mut first = part.values.extract(comptime!(2 * i));
+            let mut second = part.values.extract(comptime!(2 * i + 1));
+            if comptime!(warp.reads_words) {
+                let column = comptime!(4 * step + i / 2 * 2);
+                first = times_scale(first, value_scales.extract(column));
+                second = times_scale(second, value_scales.extract(comptime!(column + 1)));
+            }
             p.insert(comptime!(4 * step + i), pack(first, second, warp.half));
         }
         sum_0 += part.sums.first;
@@ -236,6 +248,12 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
         p,
         state: softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1)),
     }
+}
+
+/// A probability by its value's scale, which may be no number where nobody sees the value.
+#[cube]
+fn times_scale(probability: f32, scale: f32) -> f32 {
+    select(probability == 0.0f32, 0.0f32, probability * scale)
 }
 
 /// O by its rows' new references, where these moved.
@@ -271,7 +289,7 @@ pub(crate) fn rescaled_fragments<AO: Size>(
     o
 }
 
-/// O with a block's values by P. Where there may be keys that nobody sees, their values are multiplied as zeros.
+/// O with a block's values by P. Where there may be keys that nobody sees, their values are multiplied as zeros; codes are always numbers.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -286,7 +304,9 @@ pub(crate) fn with_values<AO: Size, AP: Size>(
     #[comptime] kind: TileKind,
 ) -> Vector<f32, AO> {
     let product = comptime!(sum_product(warp, false));
-    if comptime!(kind.leaves_masked()) {
+    if comptime!(warp.reads_words) {
+        add_word_product::<AO, AP>(o, p, values, product)
+    } else if comptime!(kind.leaves_masked()) {
         if may_have_masked {
             let used = used_by_warp::<AP>(p, warp.keys, warp.fragments);
             add_product::<AO, AP>(o, p, values, used, comptime!(sum_product(warp, true)))

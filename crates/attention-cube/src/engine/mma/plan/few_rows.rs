@@ -52,7 +52,24 @@ pub(crate) fn few_rows_tiles(
     half: Half,
     [shared_memory, units]: [usize; 2],
 ) -> Option<ForwardTiles> {
-    FEW_ROWS
+    first_that_fits(
+        FEW_ROWS,
+        rows,
+        [head_dim, value_dim],
+        half,
+        [shared_memory, units],
+    )
+}
+
+/// The first tiles of a table that have the rows, are wide enough and fit.
+pub(super) fn first_that_fits(
+    table: &[Shape],
+    rows: usize,
+    [head_dim, value_dim]: [usize; 2],
+    half: Half,
+    [shared_memory, units]: [usize; 2],
+) -> Option<ForwardTiles> {
+    table
         .iter()
         .filter(|shape| shape.is_for(head_dim, value_dim))
         .map(|shape| (shape, shape.tiles(head_dim, value_dim, half)))
@@ -73,7 +90,7 @@ pub(super) const fn sums_as_backward(tiles: &ForwardTiles) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::device::{DeviceProfile, Feature};
     use crate::division::NARROWEST;
@@ -115,7 +132,7 @@ mod tests {
         }
     }
 
-    fn check(tiles: &SplitNTiles) {
+    pub(in super::super) fn check(tiles: &SplitNTiles) {
         let context = format!("{tiles:?}");
         assert!(matches!(tiles.fragments, 1 | 2), "{context}");
         assert!(matches!(tiles.column_groups, 1 | 2), "{context}");
@@ -148,7 +165,7 @@ mod tests {
     }
 
     /// An H200, which serves the engine's problems.
-    fn h200() -> DeviceProfile {
+    pub(in super::super) fn h200() -> DeviceProfile {
         DeviceProfile {
             dtypes: vec![DType::BF16],
             multiprocessors: Some(132),

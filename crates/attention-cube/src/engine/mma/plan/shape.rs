@@ -88,6 +88,7 @@ pub(super) struct SplitNShape {
     stages: usize,
     /// Cubes that a multiprocessor has room for, where the tiles are chosen.
     cubes: usize,
+    reads_words: bool,
 }
 
 pub(super) const fn split_n(
@@ -104,7 +105,23 @@ pub(super) const fn split_n(
         keys,
         stages,
         cubes,
+        reads_words: false,
     })
+}
+
+/// The same, for keys and values of int8.
+pub(super) const fn split_n_of_words(
+    widest: [usize; 2],
+    warps: [usize; 3],
+    blocks: [usize; 3],
+) -> Shape {
+    match split_n(widest, warps, blocks) {
+        Shape::N(shape) => Shape::N(SplitNShape {
+            reads_words: true,
+            ..shape
+        }),
+        other => other,
+    }
 }
 
 /// Tiles of any kind.
@@ -143,6 +160,7 @@ impl Shape {
                 column_groups: shape.column_groups,
                 keys: shape.keys,
                 stages: shape.stages,
+                reads_words: shape.reads_words,
             }),
             Self::D(shape) => ForwardTiles::SplitD(shape.tiles(head_dim, value_dim, half)),
         }

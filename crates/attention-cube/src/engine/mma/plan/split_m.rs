@@ -45,6 +45,7 @@ impl SplitMTiles {
             depth: self.head_dim,
             columns: self.value_dim.next_multiple_of(STEP),
             half: self.half,
+            reads_words: false,
         }
     }
 

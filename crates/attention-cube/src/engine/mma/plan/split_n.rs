@@ -15,8 +15,10 @@ pub struct SplitNTiles {
     pub head_dim: usize,
     /// Columns of values.
     pub value_dim: usize,
-    /// Their precision.
+    /// The precision of queries and output, and of keys and values where these are none of int8.
     pub half: Half,
+    /// Whether keys and values are [int8](crate::quantized).
+    pub reads_words: bool,
     /// Fragments of 16 rows that the tile has: 1 or 2.
     pub fragments: usize,
     /// Groups of warps, which take turns at the blocks of keys.
@@ -63,7 +65,21 @@ impl SplitNTiles {
             depth: self.key_columns(),
             columns: self.value_columns(),
             half: self.half,
+            reads_words: self.reads_words,
         }
+    }
+
+    /// So many columns of keys or values, counted in halves.
+    pub const fn in_halves(&self, columns: usize) -> usize {
+        match self.reads_words {
+            true => columns / 2,
+            false => columns,
+        }
+    }
+
+    /// Bytes of a warp's part of a block of an operand.
+    const fn block_bytes(&self, columns: usize) -> usize {
+        self.keys * self.in_halves(columns).div_ceil(SUBTILE) * ROW_BYTES
     }
 
     /// Bytes of the queries' columns that a warp has.
@@ -73,12 +89,12 @@ impl SplitNTiles {
 
     /// Bytes of a warp's columns of a block of keys.
     pub const fn key_bytes(&self) -> usize {
-        self.keys * self.key_columns().div_ceil(SUBTILE) * ROW_BYTES
+        self.block_bytes(self.key_columns())
     }
 
     /// Bytes of a warp's columns of a block of values.
     pub const fn value_bytes(&self) -> usize {
-        self.keys * self.value_columns().div_ceil(SUBTILE) * ROW_BYTES
+        self.block_bytes(self.value_columns())
     }
 
     /// Bytes of a stage: the keys of a block, and behind them its values.

@@ -17,6 +17,8 @@ pub struct WarpTiles {
     pub columns: usize,
     /// The precision of the operands.
     pub half: Half,
+    /// Whether keys and values are [int8](crate::quantized), with scales of their own.
+    pub reads_words: bool,
 }
 
 impl WarpTiles {

@@ -2,8 +2,8 @@
 
 use crate::engine::mma::forward::copies::{HeadRows, Sources, copy_queries, copy_rows};
 use crate::engine::mma::forward::warp::{
-    Attended, WarpRows, empty_states, rescaled_fragments, score_product, warp_views, weights,
-    with_values,
+    Attended, ColumnScales, WarpRows, empty_states, rescaled_fragments, score_product, warp_views,
+    weights, with_values,
 };
 use crate::engine::mma::plan::split_m::SplitMTiles;
 use crate::fragment::scoring::Scoring;
@@ -98,6 +98,7 @@ pub(super) fn attend<
         );
         let made = weights::<F, NB, NS, NP, AS, AP>(
             s,
+            ColumnScales::zeroed(),
             states,
             block,
             &seen,

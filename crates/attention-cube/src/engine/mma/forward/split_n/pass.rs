@@ -1,6 +1,7 @@
 //! A warp's pass over the blocks that are its group's of those that its tile visits.
 
-use super::stages::{Operands, Roles, fill};
+use super::scales::{column_scales, lane_scales, with_scales};
+use super::stages::{Operands, Roles, fill, order_all_queries};
 use crate::engine::mma::forward::warp::{
     Attended, WarpRows, empty_states, rescaled_fragments, score_product, warp_views, weights,
     with_values,
@@ -12,6 +13,7 @@ use crate::fragment::work_tile::{AssignedTile, TileKind};
 use cube_kit::ampere::copy::await_copies;
 use cube_kit::ampere::exchange::{exchange_address, load_registers, store_registers};
 use cube_kit::ampere::product::{left_address, right_address, scores};
+use cube_kit::ampere::words::word_scores;
 use cube_kit::hopper::ptx::named_barrier;
 use cubecl::prelude::*;
 
@@ -24,7 +26,7 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size,
     scoring: &Scoring<F, NB>,
     operands: &Operands,
     roles: &Roles,
-    exchange: u32,
+    start: u32,
     power: f32,
     #[comptime] tiles: SplitNTiles,
     #[comptime] kind: TileKind,
@@ -49,8 +51,14 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size,
         fill(operands, roles, ahead, u32::new(stage as i64), tiles);
         ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
     }
+    let mut scales = lane_scales(&operands.scales, block, tiles);
     await_copies(comptime!(2 * (tiles.stages - 1)));
     sync_cube();
+    if comptime!(tiles.reads_words) {
+        order_all_queries(start, tiles);
+        sync_cube();
+    }
+    let exchange = start + comptime!(tiles.exchange_at() as u32);
     let mut stage = 0u32;
     let mut turn = 0u32;
     while block < end {
@@ -59,18 +67,31 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size,
         sync_plane();
         fill(operands, roles, ahead, last_stage(stage, tiles), tiles);
         let seen = warp_views(&position, rows, block, masking, warp, kind);
+        let next = next_block_in_steps(tile, block + step, masking, groups, kind);
+        let next_scales = lane_scales(&operands.scales, next, tiles);
         let offset = stage * comptime!(tiles.stage_bytes() as u32);
-        let mut s = scores::<AS>(
-            query_at,
-            key_at + offset,
-            comptime!(score_product(warp, tiles.rows())),
-        );
+        let product = comptime!(score_product(warp, tiles.rows()));
+        let mut s = if comptime!(tiles.reads_words) {
+            word_scores::<AS>(query_at, key_at + offset, product)
+        } else {
+            scores::<AS>(query_at, key_at + offset, product)
+        };
         if comptime!(tiles.column_groups == 2) {
             s = summed::<AS>(s, roles, exchange, turn, tiles);
             turn = 1u32 - turn;
         }
+        s = with_scales::<AS>(s, column_scales(scales.key, tiles), tiles);
         let made = weights::<F, NB, NS, NP, AS, AP>(
-            s, states, block, &seen, rows, scoring, power, warp, kind,
+            s,
+            column_scales(scales.value, tiles),
+            states,
+            block,
+            &seen,
+            rows,
+            scoring,
+            power,
+            warp,
+            kind,
         );
         states = made.states;
         o = rescaled_fragments::<AO>(o, &states, warp);
@@ -84,7 +105,8 @@ pub(super) fn attend<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size,
             warp,
             kind,
         );
-        block = next_block_in_steps(tile, block + step, masking, groups, kind);
+        block = next;
+        scales = next_scales;
         ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
         stage = next_stage(stage, tiles);
     }

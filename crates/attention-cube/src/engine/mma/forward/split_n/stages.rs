@@ -1,12 +1,15 @@
 //! What each warp has of the tile, and how its operands come to it.
 
+use super::scales::ScaleSources;
 use crate::engine::mma::forward::copies::{
     Columns, HeadSource, WarpSection, copy_query_columns, copy_warp_section,
 };
 use crate::engine::mma::plan::split_n::SplitNTiles;
 use crate::fragment::work_tile::{Tile, TileKind};
-use cube_kit::ampere::copy::commit_copies;
+use cube_kit::ampere::copy::{commit_copies, piece_address};
+use cube_kit::ampere::words::order_columns;
 use cube_kit::hopper::ptx::uniform;
+use cube_kit::hopper::wgmma::STEP;
 use cubecl::prelude::*;
 
 /// A warp's parts.
@@ -76,12 +79,30 @@ pub(super) fn copy_all_queries<E: Float>(
     commit_copies();
 }
 
+/// Brings the queries of all warps, which are there, into the order of the codes that they meet.
+#[cube]
+pub(super) fn order_all_queries(start: u32, #[comptime] tiles: SplitNTiles) {
+    let steps = comptime!(tiles.key_columns() / STEP);
+    let of_group = comptime!((tiles.rows() * steps) as u32);
+    let mut index = UNIT_POS;
+    while index < comptime!(tiles.column_groups as u32) * of_group {
+        let group = index / of_group;
+        let step = index % of_group / comptime!(tiles.rows() as u32);
+        let row = index % comptime!(tiles.rows() as u32);
+        let at = start + group * comptime!(tiles.query_bytes() as u32);
+        order_columns(piece_address(at, row, 2u32 * step, tiles.rows()));
+        index += comptime!(tiles.units() as u32);
+    }
+}
+
 /// The keys and values of the tile's head.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
     pub keys: HeadSource,
     pub values: HeadSource,
+    /// Where these are int8.
+    pub scales: ScaleSources,
     /// One past the last block.
     pub end_block: i32,
 }
@@ -102,7 +123,7 @@ pub(super) fn fill(
         copy_warp_section(
             operands.keys,
             first_row,
-            roles.key_column,
+            in_halves(roles.key_column, tiles),
             keys_at,
             comptime!(section(tiles, tiles.key_columns(), tiles.head_dim)),
         );
@@ -112,7 +133,7 @@ pub(super) fn fill(
         copy_warp_section(
             operands.values,
             first_row,
-            roles.value_column,
+            in_halves(roles.value_column, tiles),
             keys_at + comptime!(tiles.key_bytes() as u32),
             comptime!(section(tiles, tiles.value_columns(), tiles.value_dim)),
         );
@@ -120,12 +141,22 @@ pub(super) fn fill(
     commit_copies();
 }
 
+/// So many columns of keys or values, as copies count them.
+#[cube]
+fn in_halves(columns: u32, #[comptime] tiles: SplitNTiles) -> u32 {
+    if comptime!(tiles.reads_words) {
+        columns / 2u32
+    } else {
+        columns
+    }
+}
+
 /// A warp's columns of a block of an operand of this width.
 const fn section(tiles: SplitNTiles, columns: usize, width: usize) -> WarpSection {
     WarpSection {
         rows: tiles.keys,
-        columns,
-        width,
+        columns: tiles.in_halves(columns),
+        width: tiles.in_halves(width),
         is_whole: columns * tiles.column_groups == width,
     }
 }
