@@ -3,6 +3,7 @@
 //! scales included; rows with NaN or infinity; what the quantizer errs; the query's gradient; what is refused.
 
 mod case;
+mod matrix_units;
 
 use crate::case::{Case, FULL, seed};
 use crate::dense::{Dense, Layout, read};

@@ -7,6 +7,7 @@ use crate::dense::{Dense, read};
 use crate::devices::{TestDevice, devices};
 use crate::inputs::{Extras, Inputs};
 use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
+use attention_cube::{AttentionProblem, Explanation, explain};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -84,6 +85,18 @@ impl Quantized {
     /// these where it must not matter.
     pub fn check(&self, given_key: &Rows, given_value: &Rows) {
         self.check_on(&devices(), given_key, given_value);
+    }
+
+    /// The choice for contiguous words.
+    pub fn explain_on(&self, TestDevice { device, .. }: &TestDevice) -> Explanation {
+        let extras = untracked(&self.inputs, device, self.case.extras_dtype());
+        let problem = AttentionProblem::quantized(
+            &self.inputs.query.tensor(device, self.case.dtype),
+            &self.key.on(device),
+            &self.value.on(device),
+            &self.case.options(extras),
+        );
+        explain(&problem.expect("it fits"), device)
     }
 
     pub fn check_on(&self, devices: &[TestDevice], given_key: &Rows, given_value: &Rows) {

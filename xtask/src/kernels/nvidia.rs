@@ -51,6 +51,7 @@ const WIDTHS: &[(&str, &str)] = &[
     ("decode16", "128-128"),
     ("decode16", "512-512"),
     ("decode64", "256-256"),
+    ("words16", "512-512"),
 ];
 
 const TABLE: &str = "docs/mma-compiled.md";

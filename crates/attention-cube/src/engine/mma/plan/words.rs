@@ -44,6 +44,7 @@ pub(crate) fn word_tiles(
 mod tests {
     use super::super::few_rows::tests::{check, h200};
     use super::*;
+    use crate::device::Feature;
     use crate::division::NARROWEST;
     use crate::select::{Layouts, Refusal};
     use crate::testing::{SHARED_MEMORY, problem};
@@ -128,8 +129,10 @@ mod tests {
             problem.dtype = DType::F16;
             let mut device = h200();
             device.dtypes.push(DType::F16);
+            let features = [Feature::Mma(DType::F16), Feature::LoadMatrix(DType::F16)];
+            device.features.extend(features);
             let refusal = super::super::forward(&problem, &device, layouts, false);
-            assert!(refusal.is_err(), "{sizes:?}");
+            assert!(matches!(refusal, Err(Refusal::Quantized(_))), "{refusal:?}");
         }
     }
 }
