@@ -18,6 +18,7 @@ pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTe
 /// The launch of `cubes` cubes, which may be more than fit one dimension.
 pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     let limit = client.properties().hardware.max_cube_count.0 as usize;
+    let cubes = cubes.max(1);
     let rows = cubes.div_ceil(limit);
     CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }

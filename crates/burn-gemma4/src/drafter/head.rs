@@ -18,7 +18,7 @@ use crate::{
 };
 use burn::{
     module::Module,
-    tensor::{Device, Int, Tensor, TensorData},
+    tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
 /// A head that first chooses among groups of tokens, each by its centroid, and looks only at the tokens of the best.
@@ -48,7 +48,8 @@ impl MaskedEmbedding {
         let groups = TensorData::new(groups.to_vec(), shape);
         Self {
             centroids,
-            token_ordering: Tensor::from_data(groups, device),
+            // As kernels take them, whatever the device's integers are.
+            token_ordering: Tensor::from_data(groups, (device, DType::I32)),
             numbers: numbers(ordered.num_centroids, device),
             top_k: ordered.top_k,
         }
@@ -116,7 +117,7 @@ pub(super) fn token(logits: Tensor<2>) -> Tensor<1, Int> {
 /// `0..count` on the device.
 fn numbers(count: usize, device: &Device) -> Tensor<1, Int> {
     let numbers: Vec<i32> = (0..count as i32).collect();
-    Tensor::from_data(TensorData::new(numbers, [count]), device)
+    Tensor::from_data(TensorData::new(numbers, [count]), (device, DType::I32))
 }
 
 /// The places of the `count` largest of `[all]` scores, the largest first, of equal ones the first. By counting for each how many are

@@ -192,7 +192,8 @@ impl<O: Observer> Operators for AnyRows<'_, O> {
             return self.project(gated_by(gate, through), &mlp.down_proj);
         }
         #[cfg(feature = "cube")]
-        if op::runs(&input.device(), input.dtype())
+        if input.device().is_autodiff()
+            && op::runs(&input.device(), input.dtype())
             && let Some(matrices) = mlp.adapted()
         {
             return adapted_mlp(input, matrices, self.mlp_anew);

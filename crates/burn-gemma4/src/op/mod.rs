@@ -71,7 +71,11 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
 #[cfg(feature = "cube")]
 pub(crate) fn overlap_launches(device: &Device) {
     #[cfg(feature = "cuda")]
-    if let DispatchDevice::Cube(burn::backend::CubeDevice::Cuda(device)) = device.as_dispatch() {
+    if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
+        device.as_dispatch()
+        // Kernels of older cards have the same names, and do not wait.
+        && cube_kit::overlap::overlaps(&cube.client())
+    {
         let count = cube_kit::overlap::graph::overlap_launches(device);
         log::debug!("decode: {count} launches begin before the ones before them have ended");
     }

@@ -125,7 +125,9 @@ impl Gemma4Model {
             of_embeddings.reverse();
             objective = attach(objective, embeddings, Tensor::cat(of_embeddings, 1));
         }
-        add(&mut sum, objective.backward(), self);
+        if objective.is_tracked() {
+            add(&mut sum, objective.backward(), self);
+        }
         Ok((loss.detach(), sum))
     }
 

@@ -182,7 +182,7 @@ pub(super) fn forward(
     let limits = [device.shared_memory, device.units_per_cube];
     let rows = problem.q_len * problem.group().max(1);
     let few_rows = match problem.quantized {
-        true => Some(tiles_of_words(rows, problem, half, limits)?),
+        true => Some(tiles_of_words(rows, problem, layouts, half, limits)?),
         false => few_rows_tiles(rows, head_dim, value_dim, half, limits),
     };
     let few_rows = few_rows.filter(|tiles| !as_backward || sums_as_backward(tiles));
@@ -213,9 +213,16 @@ pub(super) fn forward(
 fn tiles_of_words(
     rows: usize,
     problem: &AttentionProblem,
+    layouts: Layouts,
     half: Half,
     limits: [usize; 2],
 ) -> Result<ForwardTiles, Refusal> {
+    // A copy of all of them costs more than another engine, which reads them as they lie.
+    if !layouts.tma.key || !layouts.tma.value {
+        return Err(Refusal::Quantized(
+            "its rows of words are none of whole pieces of 16 bytes",
+        ));
+    }
     if half == Half::F16 {
         return Err(Refusal::Quantized(
             "a probability times its value's scale may be too large or too small for F16",

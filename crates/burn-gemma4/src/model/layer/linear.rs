@@ -40,9 +40,13 @@ impl Linear {
     /// What a low-rank adapter adds goes through its factors, in the dtype of the rows: their product, of the weight's size, is never
     /// there, nor is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
-        match self.weight.adapter() {
-            Some(adapter) => adapted(input, self.weight.base(), adapter),
-            None => rows(input, self.weight.matrix()),
+        let Some(adapter) = self.weight.adapter() else {
+            return rows(input, self.weight.matrix());
+        };
+        match self.weight.base() {
+            // A product of few rows reads words as they lie; the operator makes them whole.
+            Matrix::Quantized(_) if !input.device().is_autodiff() => self.rows_by(input, rows),
+            base => adapted(input, base, adapter),
         }
     }
 
