@@ -16,15 +16,15 @@ use attention_cube::{
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Key and value widths: every row of the tile table, and widths that fill neither a step, a piece, nor a subtile.
+/// Key and value widths: every row of the tile table, and widths that fill neither a tile nor a subtile, in whole pieces of 16 codes.
 const WIDTHS: [(usize, usize); 9] = [
-    (40, 24),
+    (48, 32),
     (64, 64),
-    (72, 100),
+    (80, 112),
     (128, 128),
     (144, 256),
     (256, 256),
-    (272, 36),
+    (272, 48),
     (512, 512),
     (576, 512),
 ];
@@ -81,7 +81,7 @@ fn widths_and_groups() {
 
 #[test]
 fn two_fragments() {
-    for (head_dim, value_dim) in [(40, 24), (128, 128), (144, 68), (256, 256)] {
+    for (head_dim, value_dim) in [(48, 32), (128, 128), (144, 64), (256, 256)] {
         check(causal([1, 8, 1, 4, 90, head_dim, value_dim]));
         check(causal([2, 4, 2, 9, 150, head_dim, value_dim]));
     }
