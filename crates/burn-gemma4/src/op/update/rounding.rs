@@ -37,7 +37,7 @@ pub(super) fn neighbour(weight: f32, place: u32) -> f32 {
     }
     let (kept, share) = (bits >> LOST, bits & LOST_BITS);
     let next = u32::from(share > threshold(kept, place));
-    f32::from_bits(kept + next << LOST)
+    f32::from_bits((kept + next) << LOST)
 }
 
 /// [`threshold`] on the device.
