@@ -78,26 +78,36 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     let mut found_columns = Shared::<[u32]>::new_slice(UNITS);
     found[UNIT_POS as usize] = best;
     found_columns[UNIT_POS as usize] = best_column;
-    let mut half = comptime!(UNITS as u32 / 2).runtime();
-    while half > 0u32 {
-        sync_cube();
-        if UNIT_POS < half {
-            let other = found[(UNIT_POS + half) as usize];
-            let other_column = found_columns[(UNIT_POS + half) as usize];
-            let own = found[UNIT_POS as usize];
-            let own_column = found_columns[UNIT_POS as usize];
-            if other > own || (other == own && other_column < own_column) {
-                found[UNIT_POS as usize] = other;
-                found_columns[UNIT_POS as usize] = other_column;
-            }
-        }
-        half /= 2u32;
-    }
+    bring_best_first(&mut found, &mut found_columns, UNITS);
     if UNIT_POS == 0 {
         largest[CUBE_POS] = found[0];
         let column = found_columns[0];
         let missing = column == u32::MAX;
         let place = I::cast_from(select(missing, 0u32, column));
         columns_of_largest[CUBE_POS] = select(missing, I::new(-1), place);
+    }
+}
+
+/// Brings the largest of so many values, a power of two, and the smallest column that has it, to the first place, where unit 0 finds them. Syncs first.
+#[cube]
+pub(crate) fn bring_best_first(
+    values: &mut Shared<[f32]>,
+    columns: &mut Shared<[u32]>,
+    #[comptime] count: usize,
+) {
+    let mut half = comptime!(count as u32 / 2).runtime();
+    while half > 0u32 {
+        sync_cube();
+        if UNIT_POS < half {
+            let other = values[(UNIT_POS + half) as usize];
+            let other_column = columns[(UNIT_POS + half) as usize];
+            let own = values[UNIT_POS as usize];
+            let own_column = columns[UNIT_POS as usize];
+            if other > own || (other == own && other_column < own_column) {
+                values[UNIT_POS as usize] = other;
+                columns[UNIT_POS as usize] = other_column;
+            }
+        }
+        half /= 2u32;
     }
 }

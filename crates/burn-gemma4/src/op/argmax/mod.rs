@@ -1,7 +1,7 @@
 //! The likeliest token of each row of logits.
 
 #[cfg(feature = "cube")]
-mod kernel;
+pub(super) mod kernel;
 #[cfg(feature = "cube")]
 pub(super) mod launch;
 

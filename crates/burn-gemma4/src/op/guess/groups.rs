@@ -6,7 +6,7 @@
 //!
 //! Groups are chosen by counting for each how many come before it, which any number of cubes do at once: to sort them, one cube would take longer.
 
-use super::kernel::bring_best_first;
+use crate::op::argmax::kernel::bring_best_first;
 use crate::op::sums::{Team, part_of_sum};
 use cube_kit::overlap::{take_turn, was_written};
 use cubecl::prelude::*;

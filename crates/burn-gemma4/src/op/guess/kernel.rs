@@ -3,6 +3,7 @@
 //! Budget: 8 bytes a unit in shared memory, in registers one vector or one number and its token. Bound by latency: rows of a few kilobytes. Reads that
 //! wait for each other behind the launch before: the token and by it the row of the table; of the guess none.
 
+use crate::op::argmax::kernel::bring_best_first;
 use cube_kit::overlap::{take_turn, was_written};
 use cubecl::prelude::*;
 
@@ -105,29 +106,5 @@ pub(super) fn place_guess_overlapped<I: Int>(
         let token = tokens[0];
         let is_missing = token == u32::MAX;
         guesses[(first + row) as usize] = I::cast_from(select(is_missing, 0u32, token));
-    }
-}
-
-/// Brings the largest of so many values, a power of two, and the smallest token that has it, to the first place, where unit 0 finds them. Syncs first.
-#[cube]
-pub(super) fn bring_best_first(
-    values: &mut Shared<[f32]>,
-    tokens: &mut Shared<[u32]>,
-    #[comptime] count: usize,
-) {
-    let mut half = comptime!(count as u32 / 2).runtime();
-    while half > 0u32 {
-        sync_cube();
-        if UNIT_POS < half {
-            let other = values[(UNIT_POS + half) as usize];
-            let other_token = tokens[(UNIT_POS + half) as usize];
-            let own = values[UNIT_POS as usize];
-            let own_token = tokens[UNIT_POS as usize];
-            if other > own || (other == own && other_token < own_token) {
-                values[UNIT_POS as usize] = other;
-                tokens[UNIT_POS as usize] = other_token;
-            }
-        }
-        half /= 2u32;
     }
 }
