@@ -137,12 +137,17 @@ impl Adapter {
         }
         let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
         let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
-        let mut lora = lora.set_param_group(ParamGroup::from_paths(paths));
-        let mut model = model.apply_lora(lora.clone());
-        for (path, weight) in model.weights_mut() {
-            weight.attach(&path, &mut lora);
-        }
-        Ok(model)
+        let lora = lora.set_param_group(ParamGroup::from_paths(paths));
+        // Factors stay while steps come and go: apart from these, they are not looked through for each place that a step needs.
+        let device = model.device();
+        Ok(device.memory_persistent_allocations(model, move |model| {
+            let mut lora = lora.clone();
+            let mut model = model.apply_lora(lora.clone());
+            for (path, weight) in model.weights_mut() {
+                weight.attach(&path, &mut lora);
+            }
+            model
+        }))
     }
 
     fn adapts(&self, path: &str) -> bool {
