@@ -5,7 +5,7 @@ use burn::{
     optim::GradientsParams,
     tensor::{DType, Tensor},
 };
-use burn_gemma4::update::{SumOfSquares, scaled};
+use burn_gemma4::update::SumOfSquares;
 use std::mem;
 
 /// Keeps a norm of 0 from being divided by.
@@ -74,24 +74,4 @@ pub fn clipping(norm: Tensor<1>, largest: f32) -> Tensor<1> {
         .recip()
         .mul_scalar(largest)
         .clamp_max(1.0)
-}
-
-/// Multiplies all gradients by `factor` `[1]`, in f32; each keeps its dtype.
-pub fn scale(gradients: &mut GradientsParams, factor: Tensor<1>, module: &impl Module) {
-    module.visit(&mut Scale { gradients, factor });
-}
-
-struct Scale<'a> {
-    gradients: &'a mut GradientsParams,
-    factor: Tensor<1>,
-}
-
-impl ModuleVisitor for Scale<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(gradient) = self.gradients.remove::<D>(param.id) else {
-            return;
-        };
-        let scaled = scaled(gradient, self.factor.clone());
-        self.gradients.register(param.id, scaled);
-    }
 }

@@ -4,7 +4,7 @@
 //! is most of them. So the optimizer keeps each weight in f32, updates that, and rounds it for the model (Micikevicius et al.
 //! 2018, arXiv:1710.03740), by [`rounded`]. Its moments are in f32, too.
 
-use super::{arguments::OptimizerName, gradients::leaf};
+use super::{arguments::OptimizerName, factor, gradients::leaf};
 use burn::{
     module::{Module, ModuleMapper, ModuleVisitor, Param},
     optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource, join_path},
@@ -51,7 +51,8 @@ impl<O: Optimizer> Optimizer for InF32<O> {
             None => (None, None),
         };
         let dtype = tensor.dtype();
-        let gradient = gradient.cast(DType::F32);
+        let factor = factor::of_this_step(&gradient.device());
+        let gradient = gradient.cast(DType::F32) * factor.reshape([1; D]);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));
         let (master, inner) = self.0.step(rate, master, gradient, inner);
         let tensor = rounded(master.clone(), dtype);

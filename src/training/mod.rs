@@ -15,6 +15,7 @@ pub mod conversations;
 pub mod corpus;
 pub mod documents;
 pub mod evaluation;
+pub mod factor;
 pub mod gradients;
 pub mod lines;
 pub mod loader;

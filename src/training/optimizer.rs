@@ -2,6 +2,7 @@
 
 use super::{
     arguments::{OptimizerName, StepArguments},
+    factor,
     masters::{InF32, MasterState},
 };
 use burn::{
@@ -81,7 +82,8 @@ impl Optimizer for AdamWInF32 {
             square,
         };
         let time = time + 1;
-        let (tensor, trained) = optimizer.step(time, rate, gradient, trained, dtype);
+        let factor = factor::of_this_step(&gradient.device());
+        let (tensor, trained) = optimizer.step(time, rate, gradient, factor, trained, dtype);
         let means = AdaptiveMomentumState::new(time, trained.mean, trained.square);
         let state = MasterState {
             master: (dtype != DType::F32).then_some(trained.weight),

@@ -3,7 +3,8 @@
 use super::{
     arguments::{StepArguments, TrainingArguments},
     averaging::Averaging,
-    gradients::{add, clipping, norm, scale},
+    factor,
+    gradients::{add, clipping, norm},
     loader::{Batch, Step},
     loss_scale::LossScale,
 };
@@ -186,14 +187,14 @@ impl TrainStep for Trainee {
         mut self,
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
-        mut gradients: GradientsParams,
+        gradients: GradientsParams,
     ) -> Self {
         let scaled_norm = match self.scale.is_some() || self.largest_norm.is_some() {
             true => norm(&gradients, &self),
             false => None,
         };
+        let mut factor = Tensor::ones([1], (&self.model.device().inner(), DType::F32));
         if let Some(scaled_norm) = scaled_norm {
-            let mut factor = scaled_norm.ones_like();
             let mut norm = scaled_norm;
             if let Some(loss_scale) = self.scale.take() {
                 let scale = loss_scale.value();
@@ -208,14 +209,13 @@ impl TrainStep for Trainee {
             if let Some(largest) = self.largest_norm {
                 factor = factor * clipping(norm, largest);
             }
-            scale(&mut gradients, factor, &self);
         }
         let averaging = self.averaging.clone();
         let Some(world) = averaging.as_ref().and_then(Averaging::in_parts) else {
-            return optimizer.step(rate, self, gradients);
+            return factor::during(factor, || optimizer.step(rate, self, gradients));
         };
         let own = world.own_gradients(gradients, &self);
-        let updated = optimizer.step(rate, self, own);
+        let updated = factor::during(factor, || optimizer.step(rate, self, own));
         let device = updated.model.device();
         world.of_owners(updated, &device)
     }

@@ -60,5 +60,5 @@ pub mod update {
     //! What a step of training does with each parameter, in one launch on a GPU: a share of the norm of all gradients, their factor,
     //! AdamW in f32.
 
-    pub use crate::op::update::{AdamW, SumOfSquares, Trained, rounded, scaled};
+    pub use crate::op::update::{AdamW, SumOfSquares, Trained, rounded};
 }

@@ -1,4 +1,4 @@
-//! What a step does with the numbers of one parameter: their part of the norm of all gradients, the gradient's factor, AdamW.
+//! What a step does with the numbers of one parameter: their part of the norm of all gradients, and AdamW.
 //!
 //! Budget: a vector of each operand in registers; for the norm a float a part of the cube in shared memory. Bound by memory's rate:
 //! every number is read once and written once, so that AdamW is 30 bytes a weight in half precision.
@@ -31,23 +31,6 @@ pub(super) fn add_squares<E: Float, N: Size>(
     }
 }
 
-/// The gradient times a factor, in its place. Most steps have nothing to clip, and a factor of 1.
-#[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn scale<E: Float, N: Size>(
-    gradient: &mut Tensor<Vector<E, N>>,
-    factor: &Tensor<f32>,
-    vectors: u32,
-    #[define(E)] _element: ElemType,
-    #[define(N)] _vector: usize,
-) {
-    let factor = factor[0];
-    if ABSOLUTE_POS < vectors as usize && factor != 1.0f32 {
-        let factor = Vector::<f32, N>::cast_from(factor);
-        let scaled = Vector::<f32, N>::cast_from(gradient[ABSOLUTE_POS]) * factor;
-        gradient[ABSOLUTE_POS] = Vector::cast_from(scaled);
-    }
-}
-
 /// What a step's formula has beside the tensors, all of it in f32.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct Coefficients {
@@ -66,16 +49,17 @@ pub(super) struct Coefficients {
     pub rate: f32,
 }
 
-/// AdamW of one vector, by the order of Burn's operations.
+/// AdamW of one vector, by the order of Burn's operations. The gradient counts `factor[0]` times, which where nothing is clipped is 1.
 #[cube]
 fn updated<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,
+    factor: &Tensor<f32>,
     weight: &mut Tensor<Vector<f32, N>>,
     mean: &mut Tensor<Vector<f32, N>>,
     square: &mut Tensor<Vector<f32, N>>,
     by: &Coefficients,
 ) -> Vector<f32, N> {
-    let g = Vector::<f32, N>::cast_from(gradient[ABSOLUTE_POS]);
+    let g = Vector::<f32, N>::cast_from(gradient[ABSOLUTE_POS]) * Vector::cast_from(factor[0]);
     let m =
         mean[ABSOLUTE_POS] * Vector::cast_from(by.kept_mean) + g * Vector::cast_from(by.new_mean);
     let v = square[ABSOLUTE_POS] * Vector::cast_from(by.kept_square)
@@ -94,6 +78,7 @@ fn updated<G: Float, N: Size>(
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn adamw<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,
+    factor: &Tensor<f32>,
     weight: &mut Tensor<Vector<f32, N>>,
     mean: &mut Tensor<Vector<f32, N>>,
     square: &mut Tensor<Vector<f32, N>>,
@@ -103,7 +88,7 @@ pub(super) fn adamw<G: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     if ABSOLUTE_POS < vectors as usize {
-        updated(gradient, weight, mean, square, &by);
+        updated(gradient, factor, weight, mean, square, &by);
     }
 }
 
@@ -140,6 +125,7 @@ pub(super) fn round<W: Float, N: Size>(
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn adamw_rounded<G: Float, W: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,
+    factor: &Tensor<f32>,
     weight: &mut Tensor<Vector<f32, N>>,
     mean: &mut Tensor<Vector<f32, N>>,
     square: &mut Tensor<Vector<f32, N>>,
@@ -152,7 +138,7 @@ pub(super) fn adamw_rounded<G: Float, W: Float, N: Size>(
     #[define(N)] _vector: usize,
 ) {
     if ABSOLUTE_POS < vectors as usize {
-        let weight = updated(gradient, weight, mean, square, &by);
+        let weight = updated(gradient, factor, weight, mean, square, &by);
         rounded[ABSOLUTE_POS] = shown(weight, drawn);
     }
 }

@@ -3,7 +3,7 @@
 use super::{
     PARTS, Rounded, UpdateBackend, Updated, drawn,
     formula::Formula,
-    kernel::{CoefficientsLaunch, adamw, adamw_rounded, add_squares, round, scale},
+    kernel::{CoefficientsLaunch, adamw, adamw_rounded, add_squares, round},
 };
 use crate::op::launch::{team, vector_size};
 use burn::{
@@ -102,30 +102,9 @@ impl UpdateBackend for CubeBackend {
         sums
     }
 
-    fn scale(gradient: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self> {
-        let gradient = own(gradient);
-        let client = gradient.client.clone();
-        let (vectors, vector) = vectors(&gradient, gradient.dtype.size());
-        let (count, dim) = grid(&client, vectors);
-        // SAFETY: units read and write vectors below `vectors`, and the factor is one number.
-        unsafe {
-            scale::launch_unchecked(
-                &client,
-                count,
-                dim,
-                address_type([&gradient]),
-                gradient.clone().into_tensor_arg(),
-                into_contiguous(factor).into_tensor_arg(),
-                vectors,
-                dtype_to_storage_type(gradient.dtype),
-                vector,
-            );
-        }
-        gradient
-    }
-
     fn adamw(
         gradient: FloatTensor<Self>,
+        factor: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         mean: FloatTensor<Self>,
         square: FloatTensor<Self>,
@@ -135,7 +114,7 @@ impl UpdateBackend for CubeBackend {
         let client = own.weight.client.clone();
         let (vectors, vector) = vectors(&own.weight, size_of::<f32>());
         let (count, dim) = grid(&client, vectors);
-        // SAFETY: units read and write vectors below `vectors`, which all tensors have.
+        // SAFETY: units read and write vectors below `vectors`, which all tensors have, and the factor is one number.
         unsafe {
             adamw::launch_unchecked(
                 &client,
@@ -143,6 +122,7 @@ impl UpdateBackend for CubeBackend {
                 dim,
                 address_type([&own.weight]),
                 own.gradient.clone().into_tensor_arg(),
+                into_contiguous(factor).into_tensor_arg(),
                 own.weight.clone().into_tensor_arg(),
                 own.mean.clone().into_tensor_arg(),
                 own.square.clone().into_tensor_arg(),
@@ -161,6 +141,7 @@ impl UpdateBackend for CubeBackend {
 
     fn adamw_rounded(
         gradient: FloatTensor<Self>,
+        factor: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         mean: FloatTensor<Self>,
         square: FloatTensor<Self>,
@@ -180,6 +161,7 @@ impl UpdateBackend for CubeBackend {
                 dim,
                 address_type([&own.weight]),
                 own.gradient.clone().into_tensor_arg(),
+                into_contiguous(factor).into_tensor_arg(),
                 own.weight.clone().into_tensor_arg(),
                 own.mean.clone().into_tensor_arg(),
                 own.square.clone().into_tensor_arg(),
@@ -199,6 +181,7 @@ impl UpdateBackend for CubeBackend {
             square: own.square,
         }
     }
+
     fn round(weight: FloatTensor<Self>, dtype: DType) -> FloatTensor<Self> {
         let weight = into_contiguous(weight);
         let client = weight.client.clone();

@@ -70,17 +70,6 @@ impl SumOfSquares {
     }
 }
 
-/// `tensor` times `factor` `[1]`, which is in f32; computed in f32, and in the tensor's dtype.
-pub fn scaled<const D: usize>(tensor: Tensor<D>, factor: Tensor<1>) -> Tensor<D> {
-    #[cfg(feature = "cube")]
-    if super::serve(&tensor) {
-        let scaled = Dispatch::scale(tensor.into_dispatch(), factor.into_dispatch());
-        return Tensor::from_dispatch(scaled);
-    }
-    let dtype = tensor.dtype();
-    (tensor.cast(DType::F32) * factor.reshape([1; D])).cast(dtype)
-}
-
 /// Weights in f32 as a model in `dtype` has them: in bf16, of weights that have gone some share of the way to their next number there,
 /// that share is at the next; in others the nearest numbers. Equal weights in equal places give equal ones, on every device.
 pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
@@ -116,23 +105,25 @@ pub struct Trained<const D: usize> {
 }
 
 impl AdamW {
-    /// The parameter after the step with this number, from 1, with a gradient of any dtype; and in `dtype`, which the model has it in,
-    /// by [`rounded`].
+    /// The parameter after the step with this number, from 1, with a gradient of any dtype, which counts `factor` times, `[1]` in f32;
+    /// and in `dtype`, which the model has it in, by [`rounded`].
     /// Tensors without autodiff, whose memory is written over where nobody else has them.
     pub fn step<const D: usize>(
         &self,
         number: usize,
         rate: f64,
         gradient: Tensor<D>,
+        factor: Tensor<1>,
         trained: Trained<D>,
         dtype: DType,
     ) -> (Tensor<D>, Trained<D>) {
         let formula = self.formula(number, rate);
         #[cfg(feature = "cube")]
         if serve(&gradient.device(), [gradient.dtype(), dtype]) {
-            return by_kernel(gradient, trained, formula, dtype);
+            return by_kernel(gradient, factor, trained, formula, dtype);
         }
-        let trained = by_operators(gradient.cast(DType::F32), trained, formula);
+        let gradient = gradient.cast(DType::F32) * factor.reshape([1; D]);
+        let trained = by_operators(gradient, trained, formula);
         (rounded(trained.weight.clone(), dtype), trained)
     }
 }
@@ -163,6 +154,7 @@ fn serve(device: &Device, dtypes: [DType; 2]) -> bool {
 #[cfg(feature = "cube")]
 fn by_kernel<const D: usize>(
     gradient: Tensor<D>,
+    factor: Tensor<1>,
     trained: Trained<D>,
     formula: Formula,
     dtype: DType,
@@ -174,9 +166,10 @@ fn by_kernel<const D: usize>(
     } = trained;
     let [gradient, weight, mean, square] =
         [gradient, weight, mean, square].map(Tensor::into_dispatch);
+    let factor = factor.into_dispatch();
     let tensor = Tensor::<D>::from_dispatch;
     if dtype == DType::F32 {
-        let updated = Dispatch::adamw(gradient, weight, mean, square, formula);
+        let updated = Dispatch::adamw(gradient, factor, weight, mean, square, formula);
         let trained = Trained {
             weight: tensor(updated.weight),
             mean: tensor(updated.mean),
@@ -184,7 +177,7 @@ fn by_kernel<const D: usize>(
         };
         return (trained.weight.clone(), trained);
     }
-    let updated = Dispatch::adamw_rounded(gradient, weight, mean, square, formula, dtype);
+    let updated = Dispatch::adamw_rounded(gradient, factor, weight, mean, square, formula, dtype);
     let trained = Trained {
         weight: tensor(updated.weight),
         mean: tensor(updated.mean),
@@ -222,22 +215,19 @@ pub trait UpdateBackend: Backend {
     #[fusion(meta = |_gradient, sums| sums.clone())]
     fn add_squares(gradient: FloatTensor<Self>, sums: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// See [`scaled`].
-    #[fusion(meta = |gradient, _factor| gradient.clone())]
-    fn scale(gradient: FloatTensor<Self>, factor: FloatTensor<Self>) -> FloatTensor<Self>;
-
     /// See [`rounded`].
     #[fusion(meta = |weight, dtype| TensorSpec::new(weight.shape.clone(), *dtype))]
     fn round(weight: FloatTensor<Self>, dtype: DType) -> FloatTensor<Self>;
 
     /// See [`AdamW::step`].
-    #[fusion(meta = |_gradient, weight, mean, square, _formula| UpdatedMetadata {
+    #[fusion(meta = |_gradient, _factor, weight, mean, square, _formula| UpdatedMetadata {
         weight: weight.clone(),
         mean: mean.clone(),
         square: square.clone(),
     })]
     fn adamw(
         gradient: FloatTensor<Self>,
+        factor: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         mean: FloatTensor<Self>,
         square: FloatTensor<Self>,
@@ -245,7 +235,7 @@ pub trait UpdateBackend: Backend {
     ) -> Updated<Self>;
 
     /// See [`AdamW::step`].
-    #[fusion(meta = |_gradient, weight, mean, square, _formula, dtype| RoundedMetadata {
+    #[fusion(meta = |_gradient, _factor, weight, mean, square, _formula, dtype| RoundedMetadata {
         rounded: TensorSpec::new(weight.shape.clone(), *dtype),
         weight: weight.clone(),
         mean: mean.clone(),
@@ -253,6 +243,7 @@ pub trait UpdateBackend: Backend {
     })]
     fn adamw_rounded(
         gradient: FloatTensor<Self>,
+        factor: FloatTensor<Self>,
         weight: FloatTensor<Self>,
         mean: FloatTensor<Self>,
         square: FloatTensor<Self>,
@@ -349,8 +340,10 @@ mod tests {
                     };
                     for number in 1..4 {
                         let gradient = random([columns, rows], &device).cast(dtype).transpose();
-                        reference.step(number as i32, 1e-2, &values(gradient.clone()));
-                        (weight, trained) = by.step(number, 1e-2, gradient, trained, dtype);
+                        let counted = values(gradient.clone()).into_iter().map(|g| g * 0.75);
+                        reference.step(number as i32, 1e-2, &counted.collect::<Vec<_>>());
+                        let factor = Tensor::from_data([0.75], (&device, DType::F32));
+                        (weight, trained) = by.step(number, 1e-2, gradient, factor, trained, dtype);
                         assert_eq!(weight.dtype(), dtype);
                         let what = format!("{dtype:?}, {shape:?}, step {number}");
                         let master = values(trained.weight.clone());
@@ -413,12 +406,9 @@ mod tests {
                 mean,
                 square,
             };
-            let (stepped, _) = by.step(1, 1e-2, gradient.clone(), trained, DType::F32);
-            let factor = Tensor::<1>::from_data([0.5], (&device, DType::F32));
-            let halved = scaled(gradient, factor);
+            let factor = Tensor::from_data([1.0], (&device, DType::F32));
+            let (stepped, _) = by.step(1, 1e-2, gradient, factor, trained, DType::F32);
             assert_ne!(values(stepped), before[0]);
-            let halves: Vec<f64> = before[1].iter().map(|value| value / 2.0).collect();
-            assert_eq!(values(halved), halves);
             assert_eq!(held.map(values), before);
         }
     }
