@@ -7,25 +7,67 @@ use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
-/// Each cube adds the squares of its share of `vectors` to its own one of the sums.
-#[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn add_squares<E: Float, N: Size>(
+/// Gradients whose squares one launch adds up: there are hundreds, most of them small.
+pub(super) const AT_ONCE: usize = 8;
+
+/// How many vectors each of the gradients has; none of those that are there to fill the row.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+pub(super) struct Counts {
+    pub first: u32,
+    pub second: u32,
+    pub third: u32,
+    pub fourth: u32,
+    pub fifth: u32,
+    pub sixth: u32,
+    pub seventh: u32,
+    pub eighth: u32,
+}
+
+/// The squares of a cube's share of a gradient.
+#[cube]
+fn squares<E: Float, N: Size>(
     gradient: &Tensor<Vector<E, N>>,
-    sums: &mut Tensor<f32>,
     vectors: u32,
-    #[comptime] team: Team,
-    #[define(E)] _element: ElemType,
-    #[define(N)] _vector: usize,
-) {
-    let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
+    #[comptime] units: usize,
+) -> f32 {
     let mut squares = 0.0f32;
-    let stride = CUBE_COUNT * comptime!(team.units);
-    let mut vector = CUBE_POS * comptime!(team.units) + UNIT_POS as usize;
+    let stride = CUBE_COUNT * units;
+    let mut vector = CUBE_POS * units + UNIT_POS as usize;
     while vector < vectors as usize {
         squares += sum_of_squares(gradient[vector]);
         vector += stride;
     }
-    let sum = cube_sum(squares, &mut partial, team);
+    squares
+}
+
+/// Each cube adds the squares of its share of all gradients to its own one of the sums.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn add_squares<E: Float, N: Size>(
+    first: &Tensor<Vector<E, N>>,
+    second: &Tensor<Vector<E, N>>,
+    third: &Tensor<Vector<E, N>>,
+    fourth: &Tensor<Vector<E, N>>,
+    fifth: &Tensor<Vector<E, N>>,
+    sixth: &Tensor<Vector<E, N>>,
+    seventh: &Tensor<Vector<E, N>>,
+    eighth: &Tensor<Vector<E, N>>,
+    sums: &mut Tensor<f32>,
+    counts: Counts,
+    #[comptime] team: Team,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let units = comptime!(team.units);
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
+    let mut sum = squares(first, counts.first, units);
+    sum += squares(second, counts.second, units);
+    sum += squares(third, counts.third, units);
+    sum += squares(fourth, counts.fourth, units);
+    sum += squares(fifth, counts.fifth, units);
+    sum += squares(sixth, counts.sixth, units);
+    sum += squares(seventh, counts.seventh, units);
+    sum += squares(eighth, counts.eighth, units);
+    let sum = cube_sum(sum, &mut partial, team);
     if UNIT_POS == 0 {
         sums[CUBE_POS] += sum;
     }

@@ -1,9 +1,9 @@
 //! Launches what a step does with a parameter.
 
 use super::{
-    PARTS, Rounded, UpdateBackend, Updated, drawn,
+    PARTS, Rounded, SquaredGradients, UpdateBackend, Updated, drawn,
     formula::Formula,
-    kernel::{CoefficientsLaunch, adamw, adamw_rounded, add_squares, round},
+    kernel::{AT_ONCE, CoefficientsLaunch, CountsLaunch, adamw, adamw_rounded, add_squares, round},
 };
 use crate::op::launch::{team, vector_size};
 use burn::{
@@ -78,24 +78,71 @@ fn coefficients(formula: Formula) -> CoefficientsLaunch {
 }
 
 impl UpdateBackend for CubeBackend {
-    fn add_squares(gradient: FloatTensor<Self>, sums: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (gradient, sums) = (into_contiguous(gradient), own(sums));
-        let client = gradient.client.clone();
-        let (vectors, vector) = vectors(&gradient, gradient.dtype.size());
-        let team = team(&client, vectors as usize);
-        let cubes = (vectors as usize).div_ceil(team.units).clamp(1, PARTS);
-        // SAFETY: cubes read vectors below `vectors`, and each writes one of `PARTS` sums.
+    fn add_squares(
+        gradients: SquaredGradients<Self>,
+        count: usize,
+        sums: FloatTensor<Self>,
+    ) -> FloatTensor<Self> {
+        let SquaredGradients {
+            first,
+            second,
+            third,
+            fourth,
+            fifth,
+            sixth,
+            seventh,
+            eighth,
+        } = gradients;
+        let gradients =
+            [first, second, third, fourth, fifth, sixth, seventh, eighth].map(into_contiguous);
+        let sums = own(sums);
+        let client = sums.client.clone();
+        let dtype = gradients[0].dtype;
+        let sizes = gradients
+            .each_ref()
+            .map(|gradient| gradient.meta.num_elements());
+        let vector = vector_size(&client, dtype.size(), &sizes);
+        let vectors = sizes.map(|size| size / vector);
+        let most = vectors.into_iter().max().unwrap_or(0);
+        let team = team(&client, most);
+        let cubes = most.div_ceil(team.units).clamp(1, PARTS);
+        let address = address_type(gradients.each_ref());
+        let mut counts = (0..AT_ONCE).map(|place| match place < count {
+            true => u32::try_from(vectors[place]).expect("a parameter that a device holds"),
+            false => 0,
+        });
+        let mut next = || counts.next().unwrap_or(0);
+        let counts = CountsLaunch::new(
+            next(),
+            next(),
+            next(),
+            next(),
+            next(),
+            next(),
+            next(),
+            next(),
+        );
+        let [first, second, third, fourth, fifth, sixth, seventh, eighth] =
+            gradients.map(CubeTensor::into_tensor_arg);
+        // SAFETY: cubes read vectors below each gradient's count, and each writes one of `PARTS` sums.
         unsafe {
             add_squares::launch_unchecked(
                 &client,
                 exact_cube_count(&client, cubes),
                 CubeDim::new_1d(team.units as u32),
-                address_type([&gradient]),
-                gradient.clone().into_tensor_arg(),
+                address,
+                first,
+                second,
+                third,
+                fourth,
+                fifth,
+                sixth,
+                seventh,
+                eighth,
                 sums.clone().into_tensor_arg(),
-                vectors,
+                counts,
                 team,
-                dtype_to_storage_type(gradient.dtype),
+                dtype_to_storage_type(dtype),
                 vector,
             );
         }

@@ -14,12 +14,14 @@ use burn::tensor::{DType, Tensor, TensorData, bf16};
 #[cfg(feature = "cube")]
 use burn::{
     backend::{
-        Backend, Dispatch, ExtensionType, backend_extension, fusion::custom::TensorSpec,
-        tensor::FloatTensor,
+        Backend, Dispatch, ExtensionType, TensorMetadata, backend_extension,
+        fusion::custom::TensorSpec, tensor::FloatTensor,
     },
     tensor::Device,
 };
 use formula::Formula;
+#[cfg(feature = "cube")]
+use kernel::AT_ONCE;
 
 /// Parts of a sum of squares: enough to keep any device busy.
 #[cfg(feature = "cube")]
@@ -29,7 +31,11 @@ const PARTS: usize = 1024;
 #[derive(Clone, Debug, Default)]
 pub struct SumOfSquares {
     /// Of which each is a part of the sum.
+    #[cfg(feature = "cube")]
     parts: Option<Tensor<1>>,
+    /// Tensors of one dtype that wait for others: fewer than a launch adds up.
+    #[cfg(feature = "cube")]
+    waiting: Vec<FloatTensor<Dispatch>>,
     /// `[1]`: what no kernel adds up.
     rest: Option<Tensor<1>>,
 }
@@ -46,10 +52,17 @@ impl SumOfSquares {
         #[cfg(feature = "cube")]
         if super::serve(&tensor) {
             let options = (&tensor.device(), DType::F32);
-            let parts = self.parts.take();
-            let parts = parts.unwrap_or_else(|| Tensor::zeros([PARTS], options));
-            let parts = Dispatch::add_squares(tensor.into_dispatch(), parts.into_dispatch());
-            self.parts = Some(Tensor::from_dispatch(parts));
+            self.parts
+                .get_or_insert_with(|| Tensor::zeros([PARTS], options));
+            let tensor = tensor.into_dispatch();
+            let others = self.waiting.first().map(TensorMetadata::dtype);
+            if others.is_some_and(|others| others != tensor.dtype()) {
+                self.add_waiting();
+            }
+            self.waiting.push(tensor);
+            if self.waiting.len() == AT_ONCE {
+                self.add_waiting();
+            }
             return self;
         }
         let squares = tensor.cast(DType::F32).square().sum();
@@ -60,10 +73,41 @@ impl SumOfSquares {
         self
     }
 
+    /// Adds up the tensors that wait.
+    #[cfg(feature = "cube")]
+    fn add_waiting(&mut self) {
+        let count = self.waiting.len();
+        let (Some(first), Some(parts)) = (self.waiting.first().cloned(), self.parts.take()) else {
+            return;
+        };
+        let mut waiting = self.waiting.drain(..);
+        let mut next = || waiting.next().unwrap_or_else(|| first.clone());
+        let gradients = SquaredGradients {
+            first: next(),
+            second: next(),
+            third: next(),
+            fourth: next(),
+            fifth: next(),
+            sixth: next(),
+            seventh: next(),
+            eighth: next(),
+        };
+        drop(waiting);
+        let parts = Dispatch::add_squares(gradients, count, parts.into_dispatch());
+        self.parts = Some(Tensor::from_dispatch(parts));
+    }
+
     /// The sum, `[1]`; nothing of no tensors.
     pub fn sum(self) -> Option<Tensor<1>> {
-        let parts = self.parts.map(Tensor::sum);
-        match (parts, self.rest) {
+        #[cfg(feature = "cube")]
+        let (parts, rest) = {
+            let mut all = self;
+            all.add_waiting();
+            (all.parts.map(Tensor::sum), all.rest)
+        };
+        #[cfg(not(feature = "cube"))]
+        let (parts, rest) = (None::<Tensor<1>>, self.rest);
+        match (parts, rest) {
             (Some(parts), Some(rest)) => Some(parts + rest),
             (parts, rest) => parts.or(rest),
         }
@@ -207,13 +251,32 @@ pub struct Rounded<B: Backend> {
     pub square: FloatTensor<B>,
 }
 
+/// Gradients of one dtype, whose squares one launch adds up.
+#[cfg(feature = "cube")]
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct SquaredGradients<B: Backend> {
+    pub first: FloatTensor<B>,
+    pub second: FloatTensor<B>,
+    pub third: FloatTensor<B>,
+    pub fourth: FloatTensor<B>,
+    pub fifth: FloatTensor<B>,
+    pub sixth: FloatTensor<B>,
+    pub seventh: FloatTensor<B>,
+    pub eighth: FloatTensor<B>,
+}
+
 /// The kernels as operators of a backend. All but gradients is written over where nobody else has it.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait UpdateBackend: Backend {
-    /// See [`SumOfSquares`].
-    #[fusion(meta = |_gradient, sums| sums.clone())]
-    fn add_squares(gradient: FloatTensor<Self>, sums: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// See [`SumOfSquares`]; of the first `count` gradients.
+    #[fusion(meta = |_gradients, _count, sums| sums.clone())]
+    fn add_squares(
+        #[extension_type] gradients: SquaredGradients<Self>,
+        count: usize,
+        sums: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
 
     /// See [`rounded`].
     #[fusion(meta = |weight, dtype| TensorSpec::new(weight.shape.clone(), *dtype))]
@@ -419,8 +482,14 @@ mod tests {
             let mut sum = SumOfSquares::new();
             assert!(sum.clone().sum().is_none());
             let mut expected = 0.0;
-            for shape in [[1, 1], [3, 5], [300, 257], [1024, 640]] {
-                let tensor = random(shape, &device);
+            // More than a launch adds up, of which those beside others have another dtype.
+            let shapes = [[1, 1], [3, 5], [300, 257], [1024, 640]].into_iter();
+            for (index, shape) in shapes.cycle().take(27).enumerate() {
+                let dtype = match index / 10 == 1 && device.supports_dtype(DType::F16) {
+                    true => DType::F16,
+                    false => DType::F32,
+                };
+                let tensor = random(shape, &device).cast(dtype);
                 expected += values(tensor.clone()).iter().map(|x| x * x).sum::<f64>();
                 sum = sum.with(tensor.transpose());
             }
