@@ -7,8 +7,9 @@ use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
-/// Gradients whose squares one launch adds up: there are hundreds, most of them small.
-pub(super) const AT_ONCE: usize = 8;
+/// Gradients whose squares one launch adds up: there are hundreds, most of them small. With their sums and what CubeCL tells a kernel of its
+/// tensors they are 8 buffers, which is what every device of WebGPU's binds.
+pub(super) const AT_ONCE: usize = 6;
 
 /// How many vectors each of the gradients has; none of those that are there to fill the row.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
@@ -19,8 +20,6 @@ pub(super) struct Counts {
     pub fourth: u32,
     pub fifth: u32,
     pub sixth: u32,
-    pub seventh: u32,
-    pub eighth: u32,
 }
 
 /// The squares of a cube's share of a gradient.
@@ -49,8 +48,6 @@ pub(super) fn add_squares<E: Float, N: Size>(
     fourth: &Tensor<Vector<E, N>>,
     fifth: &Tensor<Vector<E, N>>,
     sixth: &Tensor<Vector<E, N>>,
-    seventh: &Tensor<Vector<E, N>>,
-    eighth: &Tensor<Vector<E, N>>,
     sums: &mut Tensor<f32>,
     counts: Counts,
     #[comptime] team: Team,
@@ -65,8 +62,6 @@ pub(super) fn add_squares<E: Float, N: Size>(
     sum += squares(fourth, counts.fourth, units);
     sum += squares(fifth, counts.fifth, units);
     sum += squares(sixth, counts.sixth, units);
-    sum += squares(seventh, counts.seventh, units);
-    sum += squares(eighth, counts.eighth, units);
     let sum = cube_sum(sum, &mut partial, team);
     if UNIT_POS == 0 {
         sums[CUBE_POS] += sum;

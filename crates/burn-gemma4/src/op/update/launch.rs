@@ -90,11 +90,8 @@ impl UpdateBackend for CubeBackend {
             fourth,
             fifth,
             sixth,
-            seventh,
-            eighth,
         } = gradients;
-        let gradients =
-            [first, second, third, fourth, fifth, sixth, seventh, eighth].map(into_contiguous);
+        let gradients = [first, second, third, fourth, fifth, sixth].map(into_contiguous);
         let sums = own(sums);
         let client = sums.client.clone();
         let dtype = gradients[0].dtype;
@@ -112,17 +109,8 @@ impl UpdateBackend for CubeBackend {
             false => 0,
         });
         let mut next = || counts.next().unwrap_or(0);
-        let counts = CountsLaunch::new(
-            next(),
-            next(),
-            next(),
-            next(),
-            next(),
-            next(),
-            next(),
-            next(),
-        );
-        let [first, second, third, fourth, fifth, sixth, seventh, eighth] =
+        let counts = CountsLaunch::new(next(), next(), next(), next(), next(), next());
+        let [first, second, third, fourth, fifth, sixth] =
             gradients.map(CubeTensor::into_tensor_arg);
         // SAFETY: cubes read vectors below each gradient's count, and each writes one of `PARTS` sums.
         unsafe {
@@ -137,8 +125,6 @@ impl UpdateBackend for CubeBackend {
                 fourth,
                 fifth,
                 sixth,
-                seventh,
-                eighth,
                 sums.clone().into_tensor_arg(),
                 counts,
                 team,

@@ -89,8 +89,6 @@ impl SumOfSquares {
             fourth: next(),
             fifth: next(),
             sixth: next(),
-            seventh: next(),
-            eighth: next(),
         };
         drop(waiting);
         let parts = Dispatch::add_squares(gradients, count, parts.into_dispatch());
@@ -262,8 +260,6 @@ pub struct SquaredGradients<B: Backend> {
     pub fourth: FloatTensor<B>,
     pub fifth: FloatTensor<B>,
     pub sixth: FloatTensor<B>,
-    pub seventh: FloatTensor<B>,
-    pub eighth: FloatTensor<B>,
 }
 
 /// The kernels as operators of a backend. All but gradients is written over where nobody else has it.
