@@ -286,7 +286,6 @@ mod tests {
         quantized::layout::{Layout, Rounding},
     };
     use burn::tensor::{DType, Device, Distribution, Int, TensorData};
-    use rand::{Rng, SeedableRng, rngs::StdRng};
 
     fn matrix(layout: Layout, rows: usize, device: &Device) -> QuantizedMatrix {
         let words = TensorData::new(tests::even_words(layout, rows), [rows, layout.words()]);
@@ -329,8 +328,7 @@ mod tests {
     #[test]
     fn products_are_as_exact_as_those_of_whole_matrices() {
         for device in tests::devices() {
-            // Drawn here: tests that run beside this one draw from the device, too.
-            let mut numbers = StdRng::seed_from_u64(3);
+            device.seed(3);
             // Every kernel takes its time to compile: f16 rounds as bf16 does, at the same place.
             let is_another = |layout: &Layout| {
                 layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
@@ -342,10 +340,9 @@ mod tests {
                 let whole = matrix.dequantized(DType::F32);
                 let weight = values(whole.clone());
                 for (rows, dtype) in cases(&device, layout) {
-                    let count = rows * layout.columns;
-                    let drawn: Vec<f32> = (0..count).map(|_| numbers.random()).collect();
-                    let drawn = TensorData::new(drawn, [rows, layout.columns]);
-                    let input = Tensor::<2>::from_data(drawn, (&device, DType::F32)).cast(dtype);
+                    let shape = [rows, layout.columns];
+                    let input = Tensor::<2>::random(shape, Distribution::Default, &device);
+                    let input = input.cast(dtype);
                     let of_input = values(input.clone());
                     let error = |product: Tensor<2>| {
                         assert_eq!(product.dims(), [rows, outputs]);
