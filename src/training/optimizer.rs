@@ -29,7 +29,7 @@ pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
 }
 
 /// What is made of a tensor, for as long as the training lasts, in memory of its own: CubeCL looks through all that is in a page whenever
-/// it finds a place there, which for hundreds of small tensors among a step's own is a fifth of the step.
+/// it finds a place there, hundreds of small tensors among a step's own (`docs/adapters.md` has the times).
 fn kept<const D: usize>(
     tensor: Tensor<D>,
     made: impl Fn(Tensor<D>) -> Tensor<D> + Send,
