@@ -41,9 +41,18 @@ fn write() {
     );
 }
 
+/// An H200's.
+const MOST_SHARED_MEMORY: usize = 232_448;
+
 /// Bytes of shared memory of the card that kernels are written for: those that `SHARED_MEMORY` says, or an H200's.
 fn shared_memory() -> usize {
-    std::env::var("SHARED_MEMORY").map_or(232_448, |bytes| bytes.parse().expect("a number"))
+    std::env::var("SHARED_MEMORY")
+        .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
+}
+
+/// Whether launches overlap. Of cards with less shared memory some have no instruction for it.
+fn overlaps() -> bool {
+    shared_memory() == MOST_SHARED_MEMORY
 }
 
 /// What is wanted; biases are never read ahead.
@@ -156,7 +165,7 @@ fn write_forward(wanted: &Wanted, folder: &Path, name: &str, tiles: ForwardTiles
                 optional!(tiles.reads_words),
                 optional!(tiles.reads_words),
                 key_element,
-                true
+                overlaps()
             )
         }
         ForwardTiles::SplitD(tiles) => definition!(ForwardSplitD, tiles),
