@@ -10,7 +10,7 @@ use burn::{
     tensor::{DType, Device, Distribution, Int, Tensor},
     train::TrainStep,
 };
-use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
+use burn_gemma4::{Gemma4Config, Gemma4Model, GradientRecorder, Lesson};
 use std::time::Instant;
 
 /// Small, so that the weights stay what they are.
@@ -20,7 +20,7 @@ const LEARNING_RATE: f64 = 1e-5;
 pub struct Training {
     trainee: Trainee,
     optimizer: ModuleOptimizer,
-    is_by_layer: bool,
+    recorder: GradientRecorder,
 }
 
 /// What a model reads.
@@ -64,6 +64,14 @@ impl ModuleVisitor for Draw {
     }
 }
 
+fn recorder(arguments: &StepArguments) -> GradientRecorder {
+    let recorder = GradientRecorder::new().by_layer(arguments.checkpointing.is_by_layer());
+    match arguments.no_graph {
+        true => recorder.without_graph_capture(),
+        false => recorder,
+    }
+}
+
 impl Training {
     /// Of `model`, whose weights are drawn here if they are not yet.
     pub fn new(model: Gemma4Model, arguments: &StepArguments) -> Self {
@@ -71,7 +79,15 @@ impl Training {
         Self {
             trainee: Trainee::alone(model, arguments),
             optimizer: optimizer(arguments),
-            is_by_layer: arguments.checkpointing.is_by_layer(),
+            recorder: recorder(arguments),
+        }
+    }
+
+    /// For steps of another shape.
+    pub fn begin_anew(self, arguments: &StepArguments) -> Self {
+        Self {
+            recorder: recorder(arguments),
+            ..self
         }
     }
 
@@ -86,22 +102,18 @@ impl Training {
     }
 
     /// One step. It takes the model, since a copy would keep the old weights.
-    pub fn step(self, text: &Text) -> Result<(Self, Step), Error> {
+    pub fn step(mut self, text: &Text) -> Result<(Self, Step), Error> {
         let Text { input, targets } = text;
-        let model = self.model();
+        let model = &self.trainee.model;
         let device = model.device().inner();
         device.sync()?;
         let start = Instant::now();
-        let asked = Logits::Last(targets.dims()[1]);
-        let of_states = |hidden| model.loss(hidden, targets.clone());
-        let (loss, gradients) = match self.is_by_layer {
-            true => model.gradients(input.clone(), None, asked, of_states)?,
-            false => {
-                let loss = of_states(model.hidden(input.clone(), asked)?)?;
-                let gradients = GradientsParams::from_grads(loss.backward(), model);
-                (loss, gradients)
-            }
+        let lesson = Lesson {
+            tokens: input.clone(),
+            packing: None,
+            targets: targets.clone(),
         };
+        let (loss, gradients) = self.recorder.gradients(model, lesson, 1.0)?;
         let training = self.optimize(gradients);
         let loss = loss.into_scalar::<f32>();
         device.sync()?;

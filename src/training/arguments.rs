@@ -76,6 +76,10 @@ pub struct StepArguments {
     /// What the backward computes anew rather than keeping it.
     #[arg(long, value_enum, default_value_t)]
     pub checkpointing: Checkpointing,
+    /// Puts every launch of a step on the device by itself. Else those of short steps are captured in the first one, on one device and with
+    /// one batch a step, and put there at once, which keeps the memory that a step takes.
+    #[arg(long)]
+    pub no_graph: bool,
 }
 
 /// The values of `--checkpointing`.

@@ -23,6 +23,7 @@ pub mod loss_scale;
 pub mod masters;
 pub mod optimizer;
 pub mod presets;
+pub mod recorder;
 pub mod resume;
 pub mod rows;
 pub mod run;

@@ -8,6 +8,7 @@ use super::{
     loader::{Data, TrainingLoader, ValidationLoader},
     masters::Memory,
     optimizer::optimizer,
+    recorder,
     stop::{AfterCheckpoint, Stop},
     trainee::{Trainee, gradients_in_f32},
     world::World,
@@ -161,7 +162,9 @@ impl Run<'_> {
             self.rates()?,
         );
         stop_on_interrupt(stop.clone())?;
+        recorder::release();
         let result = learning.launch(learner);
+        recorder::release();
         match result.error {
             Some(error) => Err(error.to_string().into()),
             None => Ok(Outcome {

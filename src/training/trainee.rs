@@ -7,6 +7,7 @@ use super::{
     gradients::{add, clipping, norm},
     loader::{Batch, Step},
     loss_scale::LossScale,
+    recorder,
 };
 use burn::{
     lr_scheduler::module_lr_scheduler::ModuleLearningRate,
@@ -22,7 +23,7 @@ use burn::{
         metric::{Adaptor, LossInput},
     },
 };
-use burn_gemma4::{Gemma4Model, Logits};
+use burn_gemma4::{Gemma4Model, GradientRecorder, Lesson};
 use std::fmt;
 
 const ONE_SHAPE: &str =
@@ -39,6 +40,8 @@ pub struct Trainee {
     in_f32: bool,
     /// Computes each layer anew in the backward.
     by_layer: bool,
+    /// Captures the launches of gradients, where a step has one batch, and no other thread the device.
+    records: bool,
     /// The largest norm of all gradients together.
     largest_norm: Option<f32>,
     /// What a device's part of a step's loss counts for the learner, which takes the mean of all devices' losses.
@@ -62,6 +65,9 @@ impl Trainee {
         Self {
             in_f32: gradients_in_f32(arguments, model.dtype()),
             devices: arguments.devices.len().max(1),
+            records: !arguments.step.no_graph
+                && arguments.devices.len() <= 1
+                && averaging.is_none(),
             averaging,
             ..Self::alone(model, &arguments.step)
         }
@@ -74,6 +80,7 @@ impl Trainee {
             scale: is_f16.then(|| LossScale::new(&model.device())),
             in_f32: is_f16,
             by_layer: arguments.checkpointing.is_by_layer(),
+            records: !arguments.no_graph,
             largest_norm: (arguments.clip > 0.0).then_some(arguments.clip),
             devices: 1,
             averaging: None,
@@ -86,9 +93,12 @@ impl Trainee {
         let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
         let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
         let mut sum = GradientsParams::new();
+        // The next batch's gradients would be written over those of the one before.
+        let records = self.records && step.batches.len() == 1;
         for batch in step.batches {
             let share = batch.counted as f64 / step.targets.max(1) as f64;
-            let (part, gradients) = self.of_batch(model, batch, share * f64::from(scale));
+            let factor = share * f64::from(scale);
+            let (part, gradients) = self.of_batch(model, batch, factor, records);
             loss = loss + part.mul_scalar(share);
             match self.in_f32 {
                 true => add(&mut sum, gradients, model),
@@ -105,27 +115,21 @@ impl Trainee {
         model: &Gemma4Model,
         batch: Batch,
         factor: f64,
+        records: bool,
     ) -> (Tensor<1>, GradientsParams) {
-        if !self.by_layer {
-            let loss = loss(model, &batch);
-            let gradients = (loss.clone() * factor).backward();
-            return (loss.inner(), GradientsParams::from_grads(gradients, model));
-        }
-        let Batch {
-            tokens,
-            targets,
-            packing,
-            ..
-        } = batch;
-        let mut plain = None;
-        let scaled = |hidden| {
-            let loss = model.loss(hidden, targets)?;
-            plain = Some(loss.clone().inner());
-            Ok(loss * factor)
+        let lesson = Lesson {
+            tokens: batch.tokens,
+            packing: Some(&batch.packing),
+            targets: batch.targets,
         };
-        let outcome = model.gradients(tokens, Some(&packing), Logits::All, scaled);
-        let (_, gradients) = outcome.expect(ONE_SHAPE);
-        (plain.expect(ONE_SHAPE), gradients)
+        let outcome = match records {
+            true => recorder::gradients(model, lesson, factor, self.by_layer),
+            false => GradientRecorder::new()
+                .by_layer(self.by_layer)
+                .without_graph_capture()
+                .gradients(model, lesson, factor),
+        };
+        outcome.expect(ONE_SHAPE)
     }
 }
 

@@ -43,6 +43,7 @@ mod quantized;
 mod quantized_cache;
 #[cfg(feature = "training")]
 mod quantizing;
+mod recorded;
 mod sampling;
 mod sessions;
 mod templates;

@@ -54,7 +54,10 @@ pub use text::{
     parts::TextKind,
     tokenizer::{Tokenizer, stream::TextStream},
 };
-pub use train::packing::Packing;
+pub use train::{
+    packing::Packing,
+    recorder::{GradientRecorder, Lesson},
+};
 
 pub mod update {
     //! What a step of training does with each parameter, in one launch on a GPU: a share of the norm of all gradients, their factor,

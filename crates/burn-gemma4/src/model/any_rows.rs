@@ -66,6 +66,24 @@ impl Rotations {
         }
     }
 
+    /// Cosines and sines of sliding layers, then of full ones, `[batch or 1, 1, positions, head_dim / 2]` each.
+    #[cfg(feature = "cube")]
+    pub fn tables(&self) -> [Tensor<4>; 4] {
+        let [sliding, full] = [&self.sliding, &self.full].map(Rotation::parts);
+        let [sliding_cos, sliding_sin] = sliding;
+        let [full_cos, full_sin] = full;
+        [sliding_cos, sliding_sin, full_cos, full_sin]
+    }
+
+    /// Those of [`tables`](Self::tables).
+    #[cfg(feature = "cube")]
+    pub fn of_tables([sliding_cos, sliding_sin, full_cos, full_sin]: [Tensor<4>; 4]) -> Self {
+        Self {
+            sliding: Rotation::of_parts([sliding_cos, sliding_sin]),
+            full: Rotation::of_parts([full_cos, full_sin]),
+        }
+    }
+
     /// Those of the last `count` positions.
     pub fn last(&self, count: usize) -> Self {
         Self {

@@ -21,39 +21,60 @@ use burn::tensor::{DType, Int, Tensor};
 use burn::tensor::{Device, TensorData};
 use std::ops::Range;
 
-/// What the tokens of a call are.
-pub(crate) struct Text<'a> {
-    /// Their positions.
-    pub positions: Positions,
+/// What a pass over a text reads, all of it on the device.
+#[derive(Clone)]
+pub(crate) struct Text {
+    /// `[batch, positions]`.
+    pub ids: Tensor<2, Int>,
+    /// Of a table on the host, the tokens' [rows](Gemma4Model::host_rows).
+    pub from_host: Option<Tensor<2>>,
+    /// Of the tokens' positions.
+    pub rotations: Rotations,
     /// `[batch, positions]`: the document of each token, where a row has several.
     pub segments: Option<Tensor<2, Int>>,
-    /// What they come after.
-    pub cache: Option<&'a mut Cache>,
 }
 
-impl Text<'_> {
-    /// Rows of one whole document each.
-    pub fn whole(tokens: &Tensor<2, Int>) -> Self {
-        let [_, count] = tokens.dims();
-        Self {
-            positions: Positions::Range { first: 0, count },
-            segments: None,
-            cache: None,
-        }
-    }
+/// What the tokens of a call come after.
+pub(crate) struct After<'a> {
+    pub cache: &'a mut Cache,
+    /// Theirs.
+    pub positions: Positions,
 }
 
 impl Gemma4Model {
+    /// Rows of one whole document each.
+    pub(crate) fn whole_text(&self, tokens: &Tokens) -> Text {
+        let [_, count] = tokens.ids.dims();
+        self.text(tokens, &Positions::Range { first: 0, count })
+    }
+
+    /// Tokens at these positions, of one document a row.
+    pub(crate) fn text(&self, tokens: &Tokens, positions: &Positions) -> Text {
+        let Tokens { ids, on_host } = tokens;
+        let device = ids.device();
+        Text {
+            ids: ids.clone(),
+            from_host: self.host_rows(on_host, &device.clone().without_autodiff()),
+            rotations: Rotations::new(&self.rope, positions, self.dtype(), &device),
+            segments: None,
+        }
+    }
+
     /// The last layer's stream, normalised, of the positions whose logits are asked for: `[batch, asked, hidden]`. Where there are
     /// none, that of the last layer with keys and values of its own, as it is.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
-        tokens: &Tokens,
-        text: Text<'_>,
+        text: Text,
+        after: Option<After<'_>>,
         logits: Logits,
         observer: &mut O,
     ) -> Tensor<3> {
-        let Tokens { ids, on_host } = tokens;
+        let Text {
+            ids,
+            from_host,
+            rotations,
+            segments,
+        } = text;
         let [batch, count] = ids.dims();
         let asked = logits.of(count);
         let device = ids.device();
@@ -61,9 +82,8 @@ impl Gemma4Model {
         let embedded = self.embed_tokens.forward(ids.clone());
         observer.observe(Site::Embedding, || embedded.clone());
         let embedded = flat_rows(embedded);
-        let (dtype, hidden) = (embedded.dtype(), embedded.dims()[1]);
-        let from_host = self.host_rows(on_host, &embedded.device());
-        let embeddings = self.per_layer_embeddings(ids, from_host, &embedded, linear::rows);
+        let hidden = embedded.dims()[1];
+        let embeddings = self.per_layer_embeddings(&ids, from_host, &embedded, linear::rows);
         if let Some(embeddings) = &embeddings {
             let layers = self.config.num_layers();
             let columns = self.config.hidden_size_per_layer_input;
@@ -72,16 +92,19 @@ impl Gemma4Model {
             });
         }
 
-        let positions = text.positions;
+        let (cache, positions) = match after {
+            Some(After { cache, positions }) => {
+                let call = cache.call(count, &device);
+                (Some((cache, call)), Some(positions))
+            }
+            None => (None, None),
+        };
         let mut any_rows = AnyRows {
             batch,
-            rotations: Rotations::new(&self.rope, &positions, dtype, &device),
+            rotations,
             window: self.config.sliding_window,
-            segments: text.segments,
-            cache: text.cache.map(|cache| {
-                let call = cache.call(count, &device);
-                (cache, call)
-            }),
+            segments,
+            cache,
             mlp_anew: self.mlp_anew,
             observer,
         };
@@ -100,15 +123,14 @@ impl Gemma4Model {
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
         let (stream, embeddings) = (Stream::new(last(stream.into_rows())), embeddings.map(last));
-        let mut stream = match asked {
+        let mut stream = match &positions {
             #[cfg(feature = "cube")]
-            1 if count > 1
-                && !rest.is_empty()
-                && any_rows.cache.is_some()
-                && FewRows::serve(self, batch) =>
+            Some(positions)
+                if asked == 1 && count > 1 && !rest.is_empty() && FewRows::serve(self, batch) =>
             {
                 let after = &mut |_| ();
-                let mut few_rows = self.last_position(&positions, batch, dtype, &device, after);
+                let dtype = self.dtype();
+                let mut few_rows = self.last_position(positions, batch, dtype, &device, after);
                 self.layers(
                     rest,
                     stream,

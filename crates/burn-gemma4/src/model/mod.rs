@@ -29,7 +29,7 @@ use burn::{
 use cache::{Cache, kind::CacheKind};
 #[cfg(feature = "cube")]
 use few_rows::FewRows;
-use forward::Text;
+use forward::After;
 use layer::{DecoderLayer, Embedding, Linear, RmsNorm, Weight};
 use observe::Observer;
 use per_layer::{SplitTable, Tokens};
@@ -215,9 +215,8 @@ impl Gemma4Model {
         tokens: Tensor<2, Int>,
         observer: &mut impl Observer,
     ) -> Result<Tensor<3>, Gemma4Error> {
-        let text = Text::whole(&tokens);
         let tokens = self.read_tokens(tokens)?;
-        let hidden = self.hidden_states(&tokens, text, Logits::All, observer);
+        let hidden = self.hidden_states(self.whole_text(&tokens), None, Logits::All, observer);
         Ok(self.logits(hidden))
     }
 
@@ -231,9 +230,8 @@ impl Gemma4Model {
     pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Result<Tensor<3>, Gemma4Error> {
         let [_, positions] = tokens.dims();
         let asked_positions = asked.of(positions);
-        let text = Text::whole(&tokens);
         let tokens = self.read_tokens(tokens)?;
-        let hidden = self.hidden_states(&tokens, text, asked, &mut ());
+        let hidden = self.hidden_states(self.whole_text(&tokens), None, asked, &mut ());
         Ok(hidden.narrow(1, 0, asked_positions))
     }
 
@@ -302,12 +300,12 @@ impl Gemma4Model {
         }
         #[cfg(feature = "cube")]
         cache.turn_back();
-        let text = Text {
+        let after = After {
             positions: cache.positions(positions),
-            segments: None,
-            cache: Some(cache),
+            cache,
         };
-        let hidden = self.hidden_states(tokens, text, logits, &mut ());
+        let text = self.text(tokens, &after.positions);
+        let hidden = self.hidden_states(text, Some(after), logits, &mut ());
         Ok((logits.of(positions) > 0).then_some(hidden))
     }
 

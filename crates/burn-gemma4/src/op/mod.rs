@@ -7,6 +7,7 @@
 pub(crate) mod argmax;
 pub(crate) mod attach;
 pub(crate) mod columns;
+pub(crate) mod cross_entropy;
 pub(crate) mod dequantize;
 #[cfg(feature = "cube")]
 pub(crate) mod embed;
@@ -21,6 +22,8 @@ pub(crate) mod norm;
 pub(crate) mod overwrite;
 #[cfg(feature = "cube")]
 pub(crate) mod reading;
+#[cfg(feature = "cube")]
+pub(crate) mod recorded;
 pub(crate) mod residual;
 #[cfg(feature = "cube")]
 pub(crate) mod ring;

@@ -1,32 +1,47 @@
 //! A computation whose launches are captured in a graph once and replayed from then on.
 
-use crate::op::overlap_launches;
-use burn::tensor::{Device, Graph, capture};
+use burn::{
+    backend::{Backend, BackendGraph, Dispatch},
+    tensor::{Device, ExecutionError},
+};
 use std::rc::Rc;
 
-/// Runs before launches are captured: capturing runs them a few times, which a short text would not earn back.
-const BEFORE_CAPTURE: usize = 3;
+/// Runs that find memory for what is captured, and let Burn's fusion and CubeCL tune: nothing may be allocated while launches are captured. The
+/// first run after another fuses anew.
+const WARM_UPS: usize = 3;
 
 /// What nothing but tensors on the device decides about. To compute it once more changes nothing.
-pub(super) trait Computation: 'static {
+pub(crate) trait Computation: 'static {
+    /// Runs before launches are captured: capturing runs them a few times, which has to be earned back.
+    const BEFORE_CAPTURE: usize;
+
     /// Its tensors.
     type Outputs: Clone;
 
     /// Puts it on the device.
     fn compute(&self) -> Self::Outputs;
 
+    /// Puts it on the device while its launches are captured.
+    fn compute_captured(&self) -> Self::Outputs {
+        self.compute()
+    }
+
+    /// Without autodiff, of which a graph knows nothing.
     fn device(&self) -> Device;
 }
 
 /// A computation, and the graph of its launches once there is one.
-pub(super) struct Recorded<C: Computation> {
+pub(crate) struct Recorded<C: Computation> {
     pub computation: Rc<C>,
     runs: usize,
-    graph: Option<Captured<C::Outputs>>,
+    graph: Option<Graph<C::Outputs>>,
 }
 
-/// Launches, and how to put them on the device one by one.
-type Captured<O> = Graph<O, Box<dyn FnMut() -> O>>;
+/// Launches, and the tensors that they write.
+struct Graph<O> {
+    launches: BackendGraph<Dispatch>,
+    outputs: O,
+}
 
 impl<C: Computation> Recorded<C> {
     pub fn new(computation: C) -> Self {
@@ -45,35 +60,42 @@ impl<C: Computation> Recorded<C> {
     /// Computes it anew, by its graph if `may_capture` has allowed one. Sets `may_capture` to false where the device cannot.
     pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
         self.runs += 1;
-        match &mut self.graph {
-            // SAFETY: the graph owns every tensor that it reads and writes, through its closure and as its output, but
-            // for handles to the cache's buffers and to the inputs, which the decoder borrows or owns. The decoder
-            // does not leave its thread, whose launches are ordered.
-            Some(graph) => unsafe { graph.replay() }.clone(),
-            None if *may_capture && self.runs > BEFORE_CAPTURE => self.capture(may_capture),
-            None => self.computation.compute(),
+        if *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE {
+            match self.capture() {
+                Ok(graph) => self.graph = Some(graph),
+                Err(error) => {
+                    log::debug!("the launches could not be captured: {error}");
+                    // Nor could others be.
+                    *may_capture = false;
+                }
+            }
         }
+        let Some(graph) = &self.graph else {
+            return self.computation.compute();
+        };
+        // SAFETY: what launches read and write is the computation's and its outputs, which are here as long as the graph; the memory in
+        // between is the graph's. Nothing here leaves its thread, whose launches are ordered.
+        let replayed = unsafe {
+            Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
+        };
+        replayed.expect("a graph that was captured");
+        graph.outputs.clone()
     }
 
-    /// Captures the launches. Their results are those of this run.
-    fn capture(&mut self, may_capture: &mut bool) -> C::Outputs {
-        let captured = self.computation.clone();
-        let compute: Box<dyn FnMut() -> C::Outputs> = Box::new(move || {
-            let outputs = captured.compute();
-            overlap_launches(&captured.device());
-            outputs
-        });
-        let mut graph = capture(&self.computation.device(), compute);
-        if !graph.is_hardware() {
-            log::debug!("decode: the launches could not be captured");
-            // Nor could others be.
-            *may_capture = false;
-            return self.computation.compute();
+    /// Captures the launches, which do not run.
+    fn capture(&self) -> Result<Graph<C::Outputs>, ExecutionError> {
+        let device = self.computation.device();
+        let device = device.as_dispatch();
+        Dispatch::graph_prepare(device)?;
+        for _ in 0..WARM_UPS {
+            // Of what nobody has any more, fusion launches nothing.
+            let outputs = self.computation.compute_captured();
+            Dispatch::sync(device)?;
+            drop(outputs);
         }
-        // What was captured has not run.
-        // SAFETY: as in `run`.
-        let outputs = unsafe { graph.replay() }.clone();
-        self.graph = Some(graph);
-        outputs
+        Dispatch::graph_start_capture(device)?;
+        let outputs = self.computation.compute_captured();
+        let launches = Dispatch::graph_stop_capture(device)?;
+        Ok(Graph { launches, outputs })
     }
 }

@@ -1,4 +1,5 @@
-//! Sums over the units of a team, by planes where the device has their operations, else by shared memory alone.
+//! Sums over the units of a team, and the largest of their values, by planes where the device has their operations, else by shared memory
+//! alone.
 
 use cubecl::prelude::*;
 
@@ -54,6 +55,27 @@ pub(super) fn first_cube_sum(
         sum += partial[index];
     }
     sum
+}
+
+/// The largest value of a cube that is one team, for all of its units. `partial` has a place for each part. Syncs.
+#[cube]
+pub(super) fn cube_max(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
+    // Someone may still be reading what was there before.
+    sync_cube();
+    let mut part = value;
+    if comptime!(team.width > 1) {
+        part = plane_max(value);
+    }
+    if UNIT_POS.is_multiple_of(comptime!(team.width as u32)) {
+        partial[(UNIT_POS / comptime!(team.width as u32)) as usize] = part;
+    }
+    sync_cube();
+    let mut largest = partial[0];
+    #[unroll]
+    for index in 1..comptime!(team.parts()) {
+        largest = max(largest, partial[index]);
+    }
+    largest
 }
 
 /// The sum of a vector's squares, in f32.

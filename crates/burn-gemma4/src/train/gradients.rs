@@ -12,11 +12,10 @@ use crate::{
             key_values::{KeyValues, SharedKeyValues},
             slots::Slots,
         },
-        forward::last_positions,
+        forward::{Text, last_positions},
         layer::operators::{Columns, Stream},
-        per_layer::Tokens,
     },
-    op::{attach::attach, flat_rows, linear, rope::Positions},
+    op::{attach::attach, flat_rows, linear},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -74,17 +73,34 @@ impl Gemma4Model {
                 });
             }
         }
-        // Burn keeps a graph until the next backward, so that the forward has to do without.
-        let tokens = self.read_tokens(tokens.inner())?;
-        let plain = self.valid();
-        let pass = Pass::new(self, &tokens.ids, packing, asked);
-        if pass.asked == 0 {
+        if asked.of(tokens.dims()[1]) == 0 {
             return Err(Gemma4Error::Argument {
                 argument: "asked",
                 reason: format!("is {asked:?}, which leaves nothing to learn from"),
             });
         }
-        let (mut kept, stream) = pass.forward(&plain, &tokens);
+        // Burn keeps a graph until the next backward, so that the forward has to do without.
+        let tokens = self.read_tokens(tokens.inner())?;
+        let text = match packing {
+            Some(packing) => self.packed_text(&tokens, packing),
+            None => self.whole_text(&tokens),
+        };
+        self.gradients_by_layer(text, asked, loss)
+    }
+
+    /// [`gradients`](Self::gradients) of a text without autodiff. Nothing here depends on the host but the shapes.
+    pub(crate) fn gradients_by_layer(
+        &self,
+        text: Text,
+        asked: Logits,
+        loss: impl FnOnce(Tensor<3>) -> Result<Tensor<1>, Gemma4Error>,
+    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+        let plain = self.valid();
+        let pass = Pass::new(self, &text, asked);
+        let Text { ids, from_host, .. } = text;
+        let embeds = self.trains_embeddings();
+        let from_host_again = from_host.clone().filter(|_| embeds);
+        let (mut kept, stream) = pass.forward(&plain, &ids, from_host);
         let mut sum = GradientsParams::new();
 
         let [_, hidden] = stream.dims();
@@ -113,13 +129,11 @@ impl Gemma4Model {
             of_embeddings.extend(of_embedding.map(|gradient| pass.padded(gradient, pass.count)));
         }
 
-        if !self.trains_embeddings() {
+        if !embeds {
             return Ok((loss.detach(), sum));
         }
-        let Tokens { ids, on_host } = &tokens;
         let stream = flat_rows(self.embed_tokens.forward(ids.clone()));
-        let from_host = self.host_rows(on_host, &stream.device());
-        let embeddings = self.per_layer_embeddings(ids, from_host, &stream, linear::rows);
+        let embeddings = self.per_layer_embeddings(&ids, from_host_again, &stream, linear::rows);
         let mut objective = attach(pass.zero(), stream, of_stream);
         if let Some(embeddings) = embeddings {
             of_embeddings.reverse();
@@ -190,20 +204,9 @@ struct Objective {
 }
 
 impl<'a> Pass<'a> {
-    fn new(
-        model: &'a Gemma4Model,
-        tokens: &Tensor<2, Int>,
-        packing: Option<&Packing>,
-        asked: Logits,
-    ) -> Self {
-        let [batch, count] = tokens.dims();
+    fn new(model: &'a Gemma4Model, text: &Text, asked: Logits) -> Self {
+        let [batch, count] = text.ids.dims();
         let asked = asked.of(count);
-        let device = tokens.device();
-        let positions = match packing {
-            Some(packing) => packing.rotary_positions(),
-            None => Positions::Range { first: 0, count },
-        };
-        let rotations = Rotations::new(&model.rope, &positions, model.dtype(), &device);
         let weight = model.norm.weight.val();
         let strategy = weight.gradient_checkpointing_strategy();
         Self {
@@ -212,9 +215,9 @@ impl<'a> Pass<'a> {
             batch,
             count,
             asked,
-            last_rotations: rotations.last(asked),
-            rotations,
-            segments: packing.map(|packing| packing.segments(&device)),
+            last_rotations: text.rotations.last(asked),
+            rotations: text.rotations.clone(),
+            segments: text.segments.clone(),
         }
     }
 
@@ -248,11 +251,14 @@ impl<'a> Pass<'a> {
     }
 
     /// Everything up to the last layer's stream, at the positions asked for, by the model without autodiff.
-    fn forward(&self, plain: &Gemma4Model, tokens: &Tokens) -> (Kept, Tensor<2>) {
+    fn forward(
+        &self,
+        plain: &Gemma4Model,
+        ids: &Tensor<2, Int>,
+        from_host: Option<Tensor<2>>,
+    ) -> (Kept, Tensor<2>) {
         let config = plain.config();
-        let Tokens { ids, on_host } = tokens;
         let mut stream = flat_rows(plain.embed_tokens.forward(ids.clone()));
-        let from_host = plain.host_rows(on_host, &stream.device());
         let mut kept = Kept {
             streams: Vec::new(),
             embeddings: plain.per_layer_embeddings(ids, from_host, &stream, linear::rows),

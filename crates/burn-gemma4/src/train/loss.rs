@@ -10,10 +10,11 @@ use crate::{
     Gemma4Error, Gemma4Model,
     op::{
         attach::attach,
+        cross_entropy::cross_entropy,
         linear::{Matrix, columns, product, rows},
     },
 };
-use burn::tensor::{DType, Int, Tensor, activation::log_softmax};
+use burn::tensor::{DType, Int, Tensor};
 
 impl Gemma4Model {
     /// The mean cross entropy of `targets` `[batch, positions]` where the model is in the states `hidden`
@@ -51,7 +52,7 @@ impl Gemma4Model {
         if hidden.is_tracked() {
             self.refuse_training_quantized()?;
         }
-        Ok(cross_entropy(
+        Ok(mean_cross_entropy(
             hidden.reshape([batch * positions, columns]),
             self.head(),
             targets.reshape([batch * positions]),
@@ -89,11 +90,11 @@ impl Gemma4Model {
         let rows = hidden.inner().reshape([batch * positions, columns]);
         let texts = Texts {
             head: &self.head().inner(),
-            targets: Targets::new(targets.inner().reshape([batch * positions])),
+            targets: targets.inner().reshape([batch * positions]),
             softcap: self.config().final_logit_softcapping,
         };
         let chunks = texts.chunks(&rows, LOGITS_AT_ONCE / texts.head.rows());
-        let losses: Vec<Tensor<2>> = chunks.map(|chunk| chunk.loss(false).0).collect();
+        let losses: Vec<Tensor<1>> = chunks.map(|chunk| chunk.loss(false).0).collect();
         Ok(Tensor::cat(losses, 0).reshape([batch, positions]))
     }
 }
@@ -114,12 +115,13 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
     }
 }
 
-/// Logits that are in memory at once: 256 MB in f32, of which there are up to four beside all that a step keeps.
+/// Logits that are in memory at once: 128 MB in half precision, which become their gradient. Without kernels there are up to four such
+/// tensors in f32.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
 /// The mean cross entropy of `targets` `[rows]` under the logits `hidden · headᵀ`, softcapped, in f32. `hidden` is
 /// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.
-fn cross_entropy(
+fn mean_cross_entropy(
     hidden: Tensor<2>,
     head: Matrix,
     targets: Tensor<1, Int>,
@@ -129,7 +131,7 @@ fn cross_entropy(
     in_chunks(hidden, head, targets, softcap, LOGITS_AT_ONCE / words)
 }
 
-/// [`cross_entropy`], `at_once` rows at a time.
+/// [`mean_cross_entropy`], `at_once` rows at a time.
 fn in_chunks(
     hidden: Tensor<2>,
     head: impl Into<Matrix>,
@@ -139,8 +141,9 @@ fn in_chunks(
 ) -> Tensor<1> {
     let head = head.into();
     let tracked_head = head.tracked();
-    let targets = Targets::new(targets.inner());
-    let share = targets.counts.clone().sum().clamp_min(1.0).recip();
+    let targets = targets.inner();
+    let counts = targets.clone().greater_equal_elem(0).float();
+    let share = counts.cast(DType::F32).sum().clamp_min(1.0).recip();
     let texts = Texts {
         head: &head.inner(),
         targets,
@@ -191,30 +194,12 @@ fn in_chunks(
     loss
 }
 
-/// What rows have to say.
-struct Targets {
-    /// `[rows]`: tokens.
-    tokens: Tensor<1, Int>,
-    /// `[rows]` in f32: 1 where it counts, else 0.
-    counts: Tensor<1>,
-}
-
-impl Targets {
-    /// Of targets `[rows]`, of which negative ones do not count.
-    fn new(targets: Tensor<1, Int>) -> Self {
-        let counts = targets.clone().greater_equal_elem(0).float();
-        Self {
-            counts: counts.cast(DType::F32),
-            tokens: targets.clamp_min(0),
-        }
-    }
-}
-
 /// What all rows have in common, all of it constants.
 struct Texts<'a> {
     /// `[words, columns]`.
     head: &'a Matrix,
-    targets: Targets,
+    /// `[rows]`, of which negative ones do not count.
+    targets: Tensor<1, Int>,
     softcap: Option<f64>,
 }
 
@@ -229,12 +214,10 @@ impl Texts<'_> {
         let at_once = at_once.max(1);
         (0..rows).step_by(at_once).map(move |start| {
             let length = at_once.min(rows - start);
-            let Targets { tokens, counts } = &self.targets;
             Chunk {
                 hidden: hidden.clone().narrow(0, start, length),
                 head: self.head,
-                targets: tokens.clone().narrow(0, start, length).unsqueeze_dim(1),
-                counts: counts.clone().narrow(0, start, length).unsqueeze_dim(1),
+                targets: self.targets.clone().narrow(0, start, length),
                 softcap: self.softcap,
             }
         })
@@ -247,50 +230,25 @@ struct Chunk<'a> {
     hidden: Tensor<2>,
     /// `[words, columns]`.
     head: &'a Matrix,
-    /// `[rows, 1]`.
-    targets: Tensor<2, Int>,
-    /// `[rows, 1]`: 1 where the target counts, else 0.
-    counts: Tensor<2>,
+    /// `[rows]`.
+    targets: Tensor<1, Int>,
     softcap: Option<f64>,
 }
 
 impl Chunk<'_> {
-    /// The losses `[rows, 1]` in f32, and where it is asked for the gradient of their sum by the logits before their softcap,
+    /// The losses `[rows]` in f32, and where it is asked for the gradient of their sum by the logits before their softcap,
     /// `[rows, words]` in the dtype of the model.
-    fn loss(&self, with_gradient: bool) -> (Tensor<2>, Option<Tensor<2>>) {
-        let (dtype, device) = (self.hidden.dtype(), self.hidden.device());
-        let words = self.head.rows();
-        let logits = rows(self.hidden.clone(), self.head.clone()).cast(DType::F32);
-        let (logits, bounded) = match self.softcap {
-            Some(cap) => {
-                let bounded = (logits / cap).tanh();
-                (bounded.clone() * cap, Some(bounded))
-            }
-            None => (logits, None),
-        };
-        let logarithms = log_softmax(logits, 1);
-        let of_targets = logarithms.clone().gather(1, self.targets.clone());
-        let losses = -(of_targets * self.counts.clone());
-        if !with_gradient {
-            return (losses, None);
-        }
-
-        let numbers = Tensor::<1, Int>::arange(0..words as i64, &device).unsqueeze_dim::<2>(0);
-        let is_target = numbers.equal(self.targets.clone());
-        let gradient = logarithms.exp() - is_target.float().cast(DType::F32);
-        let gradient = gradient * self.counts.clone();
-        let gradient = match bounded {
-            Some(bounded) => gradient * (1.0 - bounded.square()),
-            None => gradient,
-        };
-        (losses, Some(gradient.cast(dtype)))
+    fn loss(&self, with_gradient: bool) -> (Tensor<1>, Option<Tensor<2>>) {
+        let logits = rows(self.hidden.clone(), self.head.clone());
+        let targets = self.targets.clone();
+        cross_entropy(logits, targets, self.softcap, with_gradient)
     }
 }
 
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use burn::tensor::{Device, TensorData};
+    use burn::tensor::{Device, TensorData, activation::log_softmax};
 
     const POSITIONS: usize = 11;
     const WORDS: usize = 23;

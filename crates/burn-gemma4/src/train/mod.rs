@@ -1,6 +1,7 @@
 //! What training needs beside a differentiable model.
 
 pub(crate) mod packing;
+pub(crate) mod recorder;
 
 mod anew;
 mod gradients;

@@ -1,6 +1,10 @@
 //! Documents packed into rows, as training reads them.
 
-use crate::{Gemma4Error, Gemma4Model, Logits, model::forward::Text, op::rope::Positions};
+use crate::{
+    Gemma4Error, Gemma4Model, Logits,
+    model::{forward::Text, per_layer::Tokens},
+    op::rope::Positions,
+};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
 /// Which tokens of a batch belong together: documents one after another in rows of one length.
@@ -136,13 +140,16 @@ impl Gemma4Model {
         packing: &Packing,
     ) -> Result<Tensor<3>, Gemma4Error> {
         packing.check(&tokens)?;
-        let text = Text {
-            positions: packing.rotary_positions(),
-            segments: Some(packing.segments(&tokens.device())),
-            cache: None,
-        };
-        let tokens = self.read_tokens(tokens)?;
-        Ok(self.hidden_states(&tokens, text, Logits::All, &mut ()))
+        let text = self.packed_text(&self.read_tokens(tokens)?, packing);
+        Ok(self.hidden_states(text, None, Logits::All, &mut ()))
+    }
+
+    /// Tokens of the packing's shape.
+    pub(crate) fn packed_text(&self, tokens: &Tokens, packing: &Packing) -> Text {
+        Text {
+            segments: Some(packing.segments(&tokens.ids.device())),
+            ..self.text(tokens, &packing.rotary_positions())
+        }
     }
 }
 

@@ -5,14 +5,13 @@ use super::{
     ahead::Ahead,
     inputs::{Begun, Inputs, Uploaded},
     position::{Outputs, Position},
-    recorded::Recorded,
     round::Round,
 };
 use crate::{
     Cache, Drafter, Gemma4Error, Gemma4Model, Guesses, LayerType,
     generate::sampling::device::DeviceSampler,
     model::few_rows::FewRows,
-    op::{overwrite::overwrite_floats, reading::Reading},
+    op::{overwrite::overwrite_floats, reading::Reading, recorded::Recorded},
 };
 use burn::tensor::{Int, Tensor};
 use std::{

@@ -11,8 +11,6 @@ mod next;
 #[cfg(feature = "cube")]
 mod position;
 #[cfg(feature = "cube")]
-mod recorded;
-#[cfg(feature = "cube")]
 mod round;
 
 use crate::{
@@ -31,6 +29,10 @@ pub use guessed::GuessedTokens;
 pub(crate) use guessed::Streams;
 pub use next::Next;
 use std::marker::PhantomData;
+
+/// Runs before launches are captured: capturing runs them a few times, which a short text would not earn back.
+#[cfg(feature = "cube")]
+const CAPTURED_AFTER: usize = 3;
 
 /// Goes on from a filled [`Cache`], a token of every sequence at a time.
 ///

@@ -3,7 +3,7 @@
 //! Nothing here depends on the host but the shapes. Which tokens and which positions, the kernels read from the device, so
 //! that the launches can be captured and replayed.
 
-use super::{inputs::Inputs, recorded::Computation};
+use super::{CAPTURED_AFTER, inputs::Inputs};
 use crate::{
     Gemma4Model,
     generate::sampling::device::DeviceSampler,
@@ -19,6 +19,8 @@ use crate::{
     op::{
         argmax::argmax,
         linear::few_rows::{self, Origin},
+        overlap_launches,
+        recorded::Computation,
         rope::RotationTables,
     },
 };
@@ -72,10 +74,17 @@ impl Choice {
 }
 
 impl Computation for Position {
+    const BEFORE_CAPTURE: usize = CAPTURED_AFTER;
     type Outputs = Outputs;
 
     fn compute(&self) -> Outputs {
         self.compute_by_parts(&mut |_| ())
+    }
+
+    fn compute_captured(&self) -> Self::Outputs {
+        let outputs = self.compute();
+        overlap_launches(&self.device());
+        outputs
     }
 
     fn device(&self) -> Device {

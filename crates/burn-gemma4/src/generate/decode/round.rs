@@ -3,7 +3,7 @@
 //! Nothing here depends on the host but the shapes. After which token and at which position, the kernels read from the device, so that
 //! the launches can be captured and replayed.
 
-use super::{inputs::Inputs, recorded::Computation};
+use super::{CAPTURED_AFTER, inputs::Inputs};
 use crate::{
     Cache, Drafter, Gemma4Model, Guesses, LayerType,
     model::{
@@ -14,7 +14,7 @@ use crate::{
         },
         few_rows::FewRows,
     },
-    op::rope::RotationTables,
+    op::{overlap_launches, recorded::Computation, rope::RotationTables},
 };
 use burn::tensor::{Device, Tensor};
 
@@ -59,6 +59,7 @@ impl Round {
 }
 
 impl Computation for Round {
+    const BEFORE_CAPTURE: usize = CAPTURED_AFTER;
     type Outputs = Guesses;
 
     fn compute(&self) -> Guesses {
@@ -96,6 +97,12 @@ impl Computation for Round {
             &mut operators,
             self.count,
         )
+    }
+
+    fn compute_captured(&self) -> Self::Outputs {
+        let outputs = self.compute();
+        overlap_launches(&self.device());
+        outputs
     }
 
     fn device(&self) -> Device {

@@ -1,8 +1,10 @@
 //! Copies numbers over others, goes on from tokens to the next ones, and to guesses and back.
+//!
+//! Budget: a number or a vector in registers, no shared memory. Bound by memory's rate, and where a target is small by the launch.
 
 use cubecl::prelude::*;
 
-/// How many numbers each of the targets has.
+/// How many numbers, or vectors of them, each of the targets has.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Counts {
@@ -46,6 +48,39 @@ fn write<N: Numeric>(
         }
         ComptimeOption::None => {}
     }
+}
+
+#[cube]
+fn copy_vectors<E: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    target: &mut Tensor<Vector<E, N>>,
+    count: u32,
+) {
+    let mut place = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while place < count as usize {
+        target[place] = source[place];
+        place += stride;
+    }
+}
+
+/// The vectors of three sources over those of as many targets. With what CubeCL tells a kernel of its tensors they are 7 buffers, of the 8 that
+/// every device of WebGPU's binds.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn copy_each<E: Float, N: Size>(
+    first: &Tensor<Vector<E, N>>,
+    second: &Tensor<Vector<E, N>>,
+    third: &Tensor<Vector<E, N>>,
+    first_target: &mut Tensor<Vector<E, N>>,
+    second_target: &mut Tensor<Vector<E, N>>,
+    third_target: &mut Tensor<Vector<E, N>>,
+    counts: Counts,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    copy_vectors(first, first_target, counts.first);
+    copy_vectors(second, second_target, counts.second);
+    copy_vectors(third, third_target, counts.third);
 }
 
 /// The tokens that were chosen over those before them, whose positions and lengths become the next. Where nothing was chosen, which is −1, the

@@ -2,19 +2,19 @@
 
 mod kernel;
 
-use crate::op::launch::rows_of;
+use crate::op::launch::{rows_of, vector_size};
 use burn::{
     backend::{
-        Backend, Dispatch, ExtensionType, backend_extension,
+        Backend, Dispatch, ExtensionType, TensorMetadata, backend_extension,
         cubecl::dtype_to_storage_type,
         tensor::{FloatTensor, IntTensor},
     },
     tensor::{Int, Tensor},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::exact_cube_count;
+use cube_kit::launch::{address_type, exact_cube_count};
 use cubecl::prelude::CubeDim;
-use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, go_on, take_guesses};
+use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, copy_each, go_on, take_guesses};
 
 /// Writes integers over those of three vectors, one after the other, which every handle to them sees.
 pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, Int>) {
@@ -70,6 +70,52 @@ pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1
     ))
 }
 
+/// Writes integers over those of a vector, as many and of its dtype, which every handle to them sees.
+pub(crate) fn overwrite_integers(target: Tensor<1, Int>, source: IntTensor<Dispatch>) {
+    let _ = Dispatch::overwrite_integers(target.into_dispatch(), source);
+}
+
+/// Writes the floats of each source over those of the vector in its place, as many and of its dtype, which every handle to them sees; three
+/// of one dtype in a launch.
+pub(crate) fn overwrite_each(targets: &[Tensor<1>], sources: Vec<FloatTensor<Dispatch>>) {
+    assert_eq!(targets.len(), sources.len(), "one for each");
+    let targets = targets.iter().map(|target| target.clone().into_dispatch());
+    let mut pairs = targets.zip(sources).peekable();
+    while let Some(first) = pairs.next() {
+        let dtype = first.0.dtype();
+        let mut of_dtype = || pairs.next_if(|(target, _)| target.dtype() == dtype);
+        match (of_dtype(), of_dtype()) {
+            (Some(second), Some(third)) => {
+                let (targets, sources) = three_pairs([first, second, third]);
+                let _: ThreeFloats<Dispatch> = Dispatch::overwrite_three_floats(targets, sources);
+            }
+            (second, third) => {
+                for (target, source) in [Some(first), second, third].into_iter().flatten() {
+                    let _ = Dispatch::overwrite_floats(target, source);
+                }
+            }
+        }
+    }
+}
+
+type Pair = (FloatTensor<Dispatch>, FloatTensor<Dispatch>);
+
+fn three_pairs(pairs: [Pair; 3]) -> (ThreeFloats<Dispatch>, ThreeFloats<Dispatch>) {
+    let [first, second, third] = pairs;
+    (
+        ThreeFloats {
+            first: first.0,
+            second: second.0,
+            third: third.0,
+        },
+        ThreeFloats {
+            first: first.1,
+            second: second.1,
+            third: third.1,
+        },
+    )
+}
+
 /// What is written over.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -77,6 +123,15 @@ pub struct Three<B: Backend> {
     pub first: IntTensor<B>,
     pub second: IntTensor<B>,
     pub third: IntTensor<B>,
+}
+
+/// Floats of one dtype.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct ThreeFloats<B: Backend> {
+    pub first: FloatTensor<B>,
+    pub second: FloatTensor<B>,
+    pub third: FloatTensor<B>,
 }
 
 /// The kernels as operators of a backend.
@@ -113,6 +168,17 @@ pub trait OverwriteBackend: Backend {
     /// See [`overwrite_floats`].
     #[fusion(meta = |target, _source| target.clone())]
     fn overwrite_floats(target: FloatTensor<Self>, source: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// See [`overwrite_integers`].
+    #[fusion(meta = |target, _source| target.clone())]
+    fn overwrite_integers(target: IntTensor<Self>, source: IntTensor<Self>) -> IntTensor<Self>;
+
+    /// See [`overwrite_each`].
+    #[fusion(meta = |targets, _sources| targets.clone())]
+    fn overwrite_three_floats(
+        #[extension_type] targets: ThreeFloats<Self>,
+        #[extension_type] sources: ThreeFloats<Self>,
+    ) -> ThreeFloats<Self>;
 }
 
 impl OverwriteBackend for CubeBackend {
@@ -239,7 +305,70 @@ impl OverwriteBackend for CubeBackend {
         launch(&target, [None, None], source);
         target
     }
+
+    fn overwrite_integers(target: IntTensor<Self>, source: IntTensor<Self>) -> IntTensor<Self> {
+        launch(&target, [None, None], source);
+        target
+    }
+
+    fn overwrite_three_floats(
+        targets: ThreeFloats<Self>,
+        sources: ThreeFloats<Self>,
+    ) -> ThreeFloats<Self> {
+        let client = targets.first.client.clone();
+        let over = [&targets.first, &targets.second, &targets.third];
+        let from = [sources.first, sources.second, sources.third].map(into_contiguous);
+        let dtype = targets.first.dtype;
+        let sizes = over.map(|target| target.meta.num_elements());
+        for (target, source) in over.into_iter().zip(&from) {
+            assert_eq!(
+                target.meta.num_elements(),
+                source.meta.num_elements(),
+                "one for each"
+            );
+            assert!(
+                target.dtype == dtype && source.dtype == dtype,
+                "of one dtype"
+            );
+        }
+        let vector = vector_size(&client, dtype.size(), &sizes);
+        let vectors = sizes.map(|size| size / vector);
+        let most = vectors.into_iter().max().unwrap_or(0);
+        let [of_first, of_second, of_third] =
+            vectors.map(|count| u32::try_from(count).expect("a parameter that a device holds"));
+        let address = address_type(over.into_iter().chain(&from));
+        let [first, second, third] = from.map(CubeTensor::into_tensor_arg);
+        let [over_first, over_second, over_third] =
+            over.map(|target| target.clone().into_tensor_arg());
+        // SAFETY: each target has as many elements as its source, both side by side; its vectors are read and written below its count.
+        unsafe {
+            copy_each::launch_unchecked(
+                &client,
+                exact_cube_count(
+                    &client,
+                    most.div_ceil(UNITS_OF_VECTORS).clamp(1, MOST_CUBES),
+                ),
+                CubeDim::new_1d(UNITS_OF_VECTORS as u32),
+                address,
+                first,
+                second,
+                third,
+                over_first,
+                over_second,
+                over_third,
+                CountsLaunch::new(of_first, of_second, of_third),
+                dtype_to_storage_type(dtype),
+                vector,
+            );
+        }
+        targets
+    }
 }
+
+/// Of a cube that copies vectors.
+const UNITS_OF_VECTORS: usize = 256;
+/// Enough to keep any device busy.
+const MOST_CUBES: usize = 1024;
 
 /// Of a cube.
 const UNITS: usize = 64;

@@ -121,6 +121,18 @@ impl Rotation {
         )
     }
 
+    /// Cosines and sines, `[batch or 1, 1, positions, head_dim / 2]`.
+    #[cfg(feature = "cube")]
+    pub fn parts(&self) -> [Tensor<4>; 2] {
+        [self.cos.clone(), self.sin.clone()]
+    }
+
+    /// Those of [`parts`](Self::parts).
+    #[cfg(feature = "cube")]
+    pub fn of_parts([cos, sin]: [Tensor<4>; 2]) -> Self {
+        Self { cos, sin }
+    }
+
     /// How many positions there are.
     pub fn positions(&self) -> usize {
         self.cos.dims()[2]

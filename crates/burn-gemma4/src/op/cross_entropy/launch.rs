@@ -1,0 +1,89 @@
+//! Launches the cross entropy of rows.
+
+use super::{
+    CrossEntropy, CrossEntropyBackend,
+    kernel::{Kind, cross_entropy},
+};
+use crate::op::launch::{team, vector_size};
+use burn::{
+    backend::{
+        cubecl::dtype_to_storage_type,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::DType,
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cubecl::prelude::CubeDim;
+
+impl CrossEntropyBackend for CubeBackend {
+    fn cross_entropy(
+        logits: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        cap: Option<f32>,
+    ) -> CrossEntropy<Self> {
+        let logits = into_contiguous(logits);
+        let own = match logits.can_mut() {
+            true => logits,
+            // A copy of Burn's may have room between its rows.
+            false => into_contiguous(logits.copy()),
+        };
+        let losses = launch(&own, targets, cap, true);
+        CrossEntropy {
+            losses,
+            gradient: own,
+        }
+    }
+
+    fn cross_entropy_losses(
+        logits: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        cap: Option<f32>,
+    ) -> FloatTensor<Self> {
+        launch(&into_contiguous(logits), targets, cap, false)
+    }
+}
+
+/// The losses of logits side by side, which become their gradient where it is asked for.
+fn launch(
+    logits: &CubeTensor,
+    targets: CubeTensor,
+    cap: Option<f32>,
+    with_gradient: bool,
+) -> CubeTensor {
+    let client = logits.client.clone();
+    let [rows, words] = [logits.meta.shape()[0], logits.meta.shape()[1]];
+    assert_eq!(
+        targets.meta.num_elements(),
+        rows,
+        "a target for each row of logits"
+    );
+    let targets = into_contiguous(targets);
+    let losses = empty(logits, [rows], DType::F32);
+    let vector = vector_size(&client, logits.dtype.size(), &[words]);
+    let vectors = words / vector;
+    let kind = Kind {
+        is_capped: cap.is_some(),
+        with_gradient,
+        team: team(&client, vectors),
+    };
+    // SAFETY: each of `rows` cubes reads and writes a row of `vectors`, and its loss.
+    unsafe {
+        cross_entropy::launch_unchecked(
+            &client,
+            exact_cube_count(&client, rows),
+            CubeDim::new_1d(kind.team.units as u32),
+            address_type([logits]),
+            logits.clone().into_tensor_arg(),
+            targets.clone().into_tensor_arg(),
+            losses.clone().into_tensor_arg(),
+            vectors as u32,
+            cap.unwrap_or(1.0),
+            kind,
+            dtype_to_storage_type(logits.dtype),
+            dtype_to_storage_type(targets.dtype),
+            vector,
+        );
+    }
+    losses
+}

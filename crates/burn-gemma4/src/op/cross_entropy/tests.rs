@@ -1,0 +1,115 @@
+//! That losses and gradients by the kernel are those of the definition in f64, whatever the sizes, the cap and the targets.
+
+use super::*;
+use crate::op::dequantize::tests::devices;
+use burn::tensor::TensorData;
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+/// Words that are whole vectors and such that are not, fewer than units and more.
+const SIZES: [[usize; 2]; 5] = [[1, 1], [3, 7], [5, 64], [2, 4099], [4, 9000]];
+
+/// Losses, and gradients row after row.
+fn exact(logits: &[f64], targets: &[i32], words: usize, cap: Option<f64>) -> (Vec<f64>, Vec<f64>) {
+    let (mut losses, mut gradients) = (Vec::new(), Vec::new());
+    for (row, target) in logits.chunks_exact(words).zip(targets) {
+        let bounded: Vec<f64> = row
+            .iter()
+            .map(|x| cap.map_or(*x, |cap| (x / cap).tanh() * cap))
+            .collect();
+        let largest = bounded.iter().copied().fold(f64::MIN, f64::max);
+        let sum: f64 = bounded.iter().map(|x| (x - largest).exp()).sum();
+        let logarithm = largest + sum.ln();
+        let counts = f64::from(*target >= 0);
+        let target = usize::try_from(*target).unwrap_or(0);
+        losses.push(counts * (logarithm - bounded[target]));
+        gradients.extend(bounded.iter().enumerate().map(|(column, x)| {
+            let bend = cap.map_or(1.0, |cap| 1.0 - (x / cap).powi(2));
+            let is_target = f64::from(column == target);
+            counts * ((x - logarithm).exp() - is_target) * bend
+        }));
+    }
+    (losses, gradients)
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+    tensor.into_data().iter::<f64>().collect()
+}
+
+#[test]
+fn they_are_those_of_the_definition() {
+    let mut random = StdRng::seed_from_u64(2);
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            if !device.supports_dtype(dtype) {
+                continue;
+            }
+            for ([rows, words], cap) in SIZES
+                .into_iter()
+                .flat_map(|size| [None, Some(30.0), Some(2.0)].map(|cap| (size, cap)))
+            {
+                let what = format!("{device:?}, {dtype:?}, {rows} × {words}, {cap:?}");
+                let numbers = (0..rows * words).map(|_| random.random_range(-40.0f32..40.0));
+                let data = TensorData::new(numbers.collect(), [rows, words]);
+                let logits = Tensor::<2>::from_data(data, (&device, DType::F32)).cast(dtype);
+                let targets: Vec<i32> = (0..rows)
+                    .map(|row| match row % 3 {
+                        1 => -1 - row as i32,
+                        _ => random.random_range(0..words as i32),
+                    })
+                    .collect();
+                let (losses, gradients) = exact(&values(logits.clone()), &targets, words, cap);
+                let targets = Tensor::<1, Int>::from_data(&targets[..], &device);
+                // Somebody still has them, and nobody.
+                let kept = logits.clone();
+                let before = values(kept.clone());
+                let (alone, none) = cross_entropy(logits.clone(), targets.clone(), cap, false);
+                assert!(none.is_none());
+                let (first, of_first) = cross_entropy(logits, targets.clone(), cap, true);
+                assert_eq!(
+                    values(kept.clone()),
+                    before,
+                    "{what}: they are written over"
+                );
+                let (second, of_second) = cross_entropy(kept, targets, cap, true);
+                for found in [alone, first, second] {
+                    for (found, loss) in values(found).into_iter().zip(&losses) {
+                        let error = (found - loss).abs();
+                        assert!(
+                            error <= 2e-6 * loss.abs().max(40.0),
+                            "{what}: {found}, {loss}"
+                        );
+                    }
+                }
+                // Of a number below 1, rounded once.
+                let rounding = match dtype {
+                    DType::F16 => 2f64.powi(-11),
+                    DType::BF16 => 2f64.powi(-8),
+                    _ => 4e-6,
+                };
+                for found in [of_first, of_second] {
+                    let found = values(found.expect("a gradient"));
+                    assert_eq!(found.len(), gradients.len());
+                    for (found, exact) in found.into_iter().zip(&gradients) {
+                        let error = (found - exact).abs();
+                        assert!(error <= rounding, "{what}: {found} instead of {exact}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_number_stays_none() {
+    for device in devices() {
+        let numbers = [1.0, f32::NAN, 3.0, 0.5, f32::INFINITY, 1.0, 1.0, 2.0, 3.0];
+        let logits = Tensor::<2>::from_data(TensorData::new(numbers.to_vec(), [3, 3]), &device);
+        let targets = Tensor::<1, Int>::from_data([0, 1, 2], &device);
+        let (losses, gradient) = cross_entropy(logits, targets, None, true);
+        let losses = values(losses);
+        assert!(losses[0].is_nan() && losses[1].is_nan(), "{losses:?}");
+        assert!((losses[2] - 0.40760596).abs() < 1e-6, "{losses:?}");
+        let gradient = values(gradient.expect("a gradient"));
+        assert!(gradient[0].is_nan() && gradient[6..].iter().all(|x| x.is_finite()));
+    }
+}

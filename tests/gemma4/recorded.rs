@@ -1,0 +1,303 @@
+//! Steps of training whose launches are recorded: replayed, they are those of launches one by one, whatever ran in between, wherever an
+//! optimizer leaves what is trained, for whole models and adapters, packed rows and whole ones, rows of a table on the host.
+
+use crate::{
+    devices::devices,
+    fixture::{self, values},
+    gradients::relative,
+    qlora::adapted,
+};
+use burn::{
+    module::{Module, ModuleMapper, ModuleVisitor, Param},
+    optim::GradientsParams,
+    tensor::{DType, Device, Distribution, Int, Tensor, TensorData},
+};
+use burn_gemma4::{
+    Gemma4Model, GradientRecorder, Lesson, LoadOptions, Packing, PerLayerTable, Quantization,
+};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+
+/// Launches may be tuned to other kernels than those before.
+const TOLERANCE: f64 = 1e-5;
+
+const POSITIONS: usize = 24;
+
+/// A checkpoint, how it is loaded, and how it is learned from.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    checkpoint: &'static str,
+    form: Quantization,
+    table: PerLayerTable,
+    has_adapter: bool,
+    by_layer: bool,
+    is_packed: bool,
+}
+
+const CASES: [Case; 6] = {
+    let case = Case {
+        checkpoint: "dense-ple",
+        form: Quantization::Stored,
+        table: PerLayerTable::Device,
+        has_adapter: true,
+        by_layer: false,
+        is_packed: true,
+    };
+    [
+        case,
+        Case {
+            table: PerLayerTable::Host,
+            is_packed: false,
+            ..case
+        },
+        Case {
+            has_adapter: false,
+            ..case
+        },
+        Case {
+            table: PerLayerTable::Host,
+            by_layer: true,
+            ..case
+        },
+        Case {
+            form: Quantization::Q4,
+            by_layer: true,
+            is_packed: false,
+            ..case
+        },
+        Case {
+            checkpoint: "moe",
+            is_packed: false,
+            ..case
+        },
+    ]
+};
+
+impl Case {
+    fn load(self, device: &Device) -> Gemma4Model {
+        let options = LoadOptions::new()
+            .dtype(DType::F32)
+            .quantization(self.form)
+            .per_layer_table(self.table);
+        let model = Gemma4Model::load(fixture::folder(self.checkpoint), device, options);
+        let model = model.unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        match self.has_adapter {
+            true => adapted(model).with_mlp_anew(!self.by_layer),
+            false => model,
+        }
+    }
+}
+
+/// A step's numbers.
+struct Numbers {
+    tokens: Tensor<2, Int>,
+    targets: Tensor<2, Int>,
+    packing: Option<Packing>,
+}
+
+impl Numbers {
+    /// Two rows. Without a packing, they learn of their last positions.
+    fn draw(random: &mut StdRng, words: i32, is_packed: bool, device: &Device) -> Self {
+        let packing = is_packed.then(|| {
+            let rows = (0..2).map(|_| {
+                let first = random.random_range(1..POSITIONS - 1);
+                vec![first, random.random_range(0..POSITIONS - first)]
+            });
+            Packing::new(rows.collect(), POSITIONS).expect("rows that fit")
+        });
+        let last = if is_packed { POSITIONS } else { POSITIONS / 3 };
+        let mut draw = |columns: usize, first: i32| {
+            let numbers = (0..2 * columns).map(|_| random.random_range(first..words));
+            let data = TensorData::new(numbers.collect::<Vec<_>>(), [2, columns]);
+            Tensor::from_data(data, device)
+        };
+        Self {
+            tokens: draw(POSITIONS, 0),
+            targets: draw(last, -words / 2),
+            packing,
+        }
+    }
+
+    fn lesson(&self) -> Lesson<'_> {
+        Lesson {
+            tokens: self.tokens.clone(),
+            packing: self.packing.as_ref(),
+            targets: self.targets.clone(),
+        }
+    }
+}
+
+/// The gradients of all parameters, one after the other.
+struct Collected<'a> {
+    gradients: &'a GradientsParams,
+    found: Vec<Vec<f32>>,
+}
+
+impl ModuleVisitor for Collected<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.found
+            .extend(self.gradients.get::<D>(param.id).map(values));
+    }
+}
+
+fn collected(model: &Gemma4Model, gradients: &GradientsParams) -> Vec<Vec<f32>> {
+    let mut collected = Collected {
+        gradients,
+        found: Vec::new(),
+    };
+    model.visit(&mut collected);
+    collected.found
+}
+
+/// A step of an optimizer that writes each parameter elsewhere.
+struct Descent<'a> {
+    gradients: &'a GradientsParams,
+    rate: f64,
+}
+
+impl ModuleMapper for Descent<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(gradient) = self.gradients.get::<D>(param.id) else {
+            return param;
+        };
+        param.map(|tensor| {
+            let moved = tensor.clone().inner() - gradient * self.rate;
+            moved.autodiff().set_require_grad(tensor.is_require_grad())
+        })
+    }
+}
+
+/// Leaves other numbers in memory that nobody holds.
+fn dirty(device: &Device) {
+    let sizes = [1 << 8, 1 << 12, 1 << 16, 1 << 20];
+    let noise = sizes.map(|size| Tensor::<1>::random([size], Distribution::Default, device));
+    for noise in noise {
+        let sum = (noise * f32::NAN).sum().into_scalar::<f32>();
+        assert!(sum.is_nan());
+    }
+}
+
+#[test]
+fn they_are_those_of_launches_one_by_one() {
+    for device in devices() {
+        for case in CASES {
+            let tracked = device.device.clone().autodiff();
+            let what = format!("{case:?} on {}", device.name);
+            let mut model = case.load(&tracked);
+            let words = model.config().vocab_size as i32;
+            let mut random = StdRng::seed_from_u64(5);
+            let recorder = || GradientRecorder::new().by_layer(case.by_layer);
+            let (mut recorded, mut one_by_one) = (recorder(), recorder().without_graph_capture());
+            let mut losses = Vec::new();
+            for step in 0..5 {
+                let numbers = Numbers::draw(&mut random, words, case.is_packed, &device.device);
+                let factor = 1.0 + f64::from(step / 2);
+                let learn = |recorder: &mut GradientRecorder| {
+                    let outcome = recorder.gradients(&model, numbers.lesson(), factor);
+                    let (loss, gradients) =
+                        outcome.unwrap_or_else(|error| panic!("{what}: {error}"));
+                    (loss, collected(&model, &gradients), gradients)
+                };
+                let (expected_loss, expected, _) = learn(&mut one_by_one);
+                dirty(&device.device);
+                let (loss, found, gradients) = learn(&mut recorded);
+                assert_eq!(recorded.has_graph(), device.name != "flex", "{what}");
+                assert!(!one_by_one.has_graph());
+                assert!(!found.is_empty() && found.len() == expected.len(), "{what}");
+                for (found, expected) in found.iter().zip(&expected) {
+                    let error = relative(found, expected);
+                    let is_zero = found == expected;
+                    assert!(is_zero || error <= TOLERANCE, "{what}, {step}: {error:e}");
+                }
+                losses.push((loss, expected_loss));
+                let rate = 0.01;
+                let mut descent = Descent {
+                    gradients: &gradients,
+                    rate,
+                };
+                model = model.map(&mut descent);
+            }
+            // They may be read when others have come.
+            let losses: Vec<[f32; 2]> = losses
+                .into_iter()
+                .map(|(found, expected)| [found, expected].map(Tensor::into_scalar))
+                .collect();
+            for [found, expected] in &losses {
+                let error = (found - expected).abs();
+                assert!(error <= 1e-6 * expected, "{what}: {losses:?}");
+            }
+            assert!(losses.windows(2).all(|pair| pair[0] != pair[1]), "{what}");
+        }
+    }
+}
+
+/// Another shape, or another model, is not the graph's, which ends.
+#[test]
+fn what_is_not_like_the_first_is_computed() {
+    for device in devices() {
+        let tracked = device.device.clone().autodiff();
+        let [first, other] = [CASES[0], CASES[0]].map(|case| case.load(&tracked));
+        let words = first.config().vocab_size as i32;
+        let mut random = StdRng::seed_from_u64(6);
+        for change in ["shape", "model"] {
+            let mut recorder = GradientRecorder::new();
+            let packed = Numbers::draw(&mut random, words, true, &device.device);
+            let last = Numbers::draw(&mut random, words, false, &device.device);
+            let mut learn = |model: &Gemma4Model, numbers: &Numbers| {
+                let outcome = recorder.gradients(model, numbers.lesson(), 1.0);
+                let (loss, gradients) = outcome.expect("a lesson");
+                let has_graph = recorder.has_graph();
+                (loss, collected(model, &gradients), has_graph)
+            };
+            let (_, _, has_graph) = learn(&first, &packed);
+            assert_eq!(has_graph, device.name != "flex");
+            let (model, numbers) = match change {
+                "shape" => (&first, &last),
+                _ => (&other, &packed),
+            };
+            let (loss, found, has_graph) = learn(model, numbers);
+            assert!(!has_graph, "another {change}");
+            let mut plain = GradientRecorder::new().without_graph_capture();
+            let (expected_loss, expected) = plain
+                .gradients(model, numbers.lesson(), 1.0)
+                .expect("a lesson");
+            let expected = collected(model, &expected);
+            let [loss, expected_loss] = [loss, expected_loss].map(Tensor::into_scalar::<f32>);
+            assert!(
+                (loss - expected_loss).abs() <= 1e-6 * loss,
+                "another {change}"
+            );
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!(relative(found, expected) <= TOLERANCE, "another {change}");
+            }
+            // It stays so.
+            let (_, _, has_graph) = learn(&first, &packed);
+            assert!(!has_graph);
+        }
+    }
+}
+
+#[test]
+fn lessons_that_are_none_are_named() {
+    let device = Device::flex().autodiff();
+    let model = CASES[0].load(&device);
+    let tensor = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device);
+    let packing = Packing::new(vec![vec![3]; 2], 8).expect("rows that fit");
+    let other = Packing::new(vec![vec![3]; 2], 9).expect("rows that fit");
+    let cases = [
+        ([2, 9], None, "targets"),
+        ([1, 8], None, "targets"),
+        ([2, 0], None, "targets"),
+        ([2, 7], Some(&packing), "targets"),
+        ([2, 8], Some(&other), "tokens"),
+    ];
+    for (targets, packing, argument) in cases {
+        let lesson = Lesson {
+            tokens: tensor([2, 8]),
+            packing,
+            targets: tensor(targets),
+        };
+        let outcome = GradientRecorder::new().gradients(&model, lesson, 1.0);
+        let error = outcome.err().expect("no lesson").to_string();
+        assert!(error.contains(argument), "{targets:?}: {error}");
+    }
+}
