@@ -20,8 +20,8 @@ use burn::{
 };
 use std::rc::Rc;
 
-/// Rows of the largest text whose launches are captured. On an H200, E2B's of 16,384 take the card longer than the host.
-const MOST_ROWS: usize = 8192;
+/// Rows of the largest text whose launches are captured. On an H200, an adapter of E2B takes the host as long as the card at 8,192.
+const MOST_ROWS: usize = 4096;
 
 /// Bytes of the most that is copied of what is trained: adapters, and models of some hundred million numbers.
 const MOST_COPIED: usize = 1 << 30;

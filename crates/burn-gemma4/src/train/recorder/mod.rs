@@ -18,7 +18,7 @@ use std::{fmt, marker::PhantomData};
 
 /// Computes the gradients of steps, whose launches it captures in a graph where the device can.
 ///
-/// The first text's launches are captured, if it has at most 8,192 rows and at most 1 GB is trained, and the graph is replayed for every text
+/// The first text's launches are captured, if it has at most 4,096 rows and at most 1 GB is trained, and the graph is replayed for every text
 /// of the same shape. It keeps all memory that a step takes. With a text of another shape it ends, and that one and all later ones are
 /// computed launch by launch, as where nothing can be captured. Gradients are the same.
 ///
