@@ -90,6 +90,16 @@ pub(super) fn vector_size(client: &Client, size: usize, multiples: &[usize]) -> 
     widths.filter(fits).max().unwrap_or(1)
 }
 
+/// The tensor side by side, and in nobody else's hands.
+pub(super) fn own(tensor: CubeTensor) -> CubeTensor {
+    let tensor = into_contiguous(tensor);
+    match tensor.can_mut() {
+        true => tensor,
+        // A copy of Burn's may have room between its rows.
+        false => into_contiguous(tensor.copy()),
+    }
+}
+
 /// Rows whose elements lie together.
 pub(super) fn rows_of(tensor: CubeTensor) -> CubeTensor {
     let tensor = untile(tensor);

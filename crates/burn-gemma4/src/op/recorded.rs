@@ -4,7 +4,6 @@ use burn::{
     backend::{Backend, BackendGraph, Dispatch},
     tensor::{Device, ExecutionError},
 };
-use std::rc::Rc;
 
 /// Runs that find memory for what is captured, and let Burn's fusion and CubeCL tune: nothing may be allocated while launches are captured. The
 /// first run after another fuses anew.
@@ -32,7 +31,7 @@ pub(crate) trait Computation: 'static {
 
 /// A computation, and the graph of its launches once there is one.
 pub(crate) struct Recorded<C: Computation> {
-    pub computation: Rc<C>,
+    pub computation: C,
     runs: usize,
     graph: Option<Graph<C::Outputs>>,
 }
@@ -46,7 +45,7 @@ struct Graph<O> {
 impl<C: Computation> Recorded<C> {
     pub fn new(computation: C) -> Self {
         Self {
-            computation: Rc::new(computation),
+            computation,
             runs: 0,
             graph: None,
         }

@@ -4,7 +4,7 @@ use super::{
     CrossEntropy, CrossEntropyBackend,
     kernel::{Kind, cross_entropy},
 };
-use crate::op::launch::{team, vector_size};
+use crate::op::launch::{own, team, vector_size};
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -22,17 +22,9 @@ impl CrossEntropyBackend for CubeBackend {
         targets: IntTensor<Self>,
         cap: Option<f32>,
     ) -> CrossEntropy<Self> {
-        let logits = into_contiguous(logits);
-        let own = match logits.can_mut() {
-            true => logits,
-            // A copy of Burn's may have room between its rows.
-            false => into_contiguous(logits.copy()),
-        };
-        let losses = launch(&own, targets, cap, true);
-        CrossEntropy {
-            losses,
-            gradient: own,
-        }
+        let gradient = own(logits);
+        let losses = launch(&gradient, targets, cap, true);
+        CrossEntropy { losses, gradient }
     }
 
     fn cross_entropy_losses(

@@ -5,7 +5,7 @@ use super::{
     formula::Formula,
     kernel::{AT_ONCE, CoefficientsLaunch, CountsLaunch, adamw, adamw_rounded, add_squares, round},
 };
-use crate::op::launch::{team, vector_size};
+use crate::op::launch::{own, team, vector_size};
 use burn::{
     backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor},
     tensor::DType,
@@ -19,16 +19,6 @@ use cubecl::{
 
 /// Units of a cube where each has one vector.
 const UNITS: usize = 256;
-
-/// The tensor side by side, and in nobody else's hands.
-fn own(tensor: CubeTensor) -> CubeTensor {
-    let tensor = into_contiguous(tensor);
-    match tensor.can_mut() {
-        true => tensor,
-        // A copy of Burn's may have room between its rows.
-        false => into_contiguous(tensor.copy()),
-    }
-}
 
 /// The vectors of a tensor, whose widest numbers have so many bytes, and how wide they are.
 fn vectors(tensor: &CubeTensor, bytes: usize) -> (u32, usize) {

@@ -29,7 +29,6 @@ const MOST_COPIED: usize = 1 << 30;
 /// The steps of texts like one.
 pub(super) struct Captured {
     step: Recorded<Step>,
-    may_capture: bool,
     shape: Shape,
     /// All parameters of the model.
     parameters: Vec<ParamId>,
@@ -77,7 +76,6 @@ impl Captured {
         };
         Some(Self {
             step: Recorded::new(step),
-            may_capture: true,
             shape,
             parameters: parameters.ids,
         })
@@ -104,7 +102,7 @@ impl Captured {
     ) -> (Tensor<1>, GradientsParams) {
         let buffers = &self.step.computation.buffers;
         buffers.overwrite(sources(model, read, factor));
-        let Outputs { loss, gradients } = self.step.run(&mut self.may_capture);
+        let Outputs { loss, gradients } = self.step.run(&mut true);
         let mut handed_out = HandedOut {
             gradients: &gradients,
             to: GradientsParams::new(),
