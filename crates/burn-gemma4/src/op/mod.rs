@@ -48,7 +48,7 @@ use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use burn::{
     backend::DispatchDevice,
-    tensor::{DType, Device},
+    tensor::{DType, Device, Int},
 };
 
 /// Whether the kernels serve tensors of `dtype` on `device`.
@@ -70,20 +70,25 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     }
 }
 
-/// Lets the launches that are being captured overlap, where the device can: see [`cube_kit::overlap`].
+/// Lets the launches that are being captured overlap, where the device can: see [`cube_kit::overlap`]. The last of them makes `last`, whose launch, and
+/// others before it, Burn's fusion may still hold: so they are asked for first.
 #[cfg(feature = "cube")]
-pub(crate) fn overlap_launches(device: &Device) {
+pub(crate) fn overlap_launches(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
-        device.as_dispatch()
+        last.device().as_dispatch()
         // Kernels of older cards have the same names, and do not wait.
         && cube_kit::overlap::overlaps(&cube.client())
     {
+        let last = last.clone().try_into_primitive::<burn::backend::Cube>();
+        let last = last.expect("it is on the device");
+        let client = last.client.clone();
+        client.resolve_tensor_int::<burn_cubecl::CubeBackend>(last);
         let count = cube_kit::overlap::graph::overlap_launches(device);
         log::debug!("decode: {count} launches begin before the ones before them have ended");
     }
     #[cfg(not(feature = "cuda"))]
-    let _ = device;
+    let _ = last;
 }
 
 /// What the device says of its memory, if it runs kernels.

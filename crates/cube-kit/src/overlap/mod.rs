@@ -5,7 +5,7 @@
 //! kernel's cubes begin when the ones before them have all begun, that happens meanwhile, and they may read what no launch writes, such as weights.
 //!
 //! A kernel that takes part says so by its name, which ends in [`SUFFIX`]. Each of its units lets the next launch begin
-//! ([`let_next_begin()`]), and waits ([`await_previous()`]) before it reads what an earlier launch may have written, and before it writes
+//! ([`let_next_begin()`]; else that begins when all cubes have ended), and waits ([`await_previous()`]) before it reads what an earlier launch may have written, and before it writes
 //! anything, and then names what it reads of that ([`was_written()`]): when the wait returns, the launch before has ended, which itself has waited for the one before it, and so all have. Outside a graph
 //! both do nothing, and launches follow each other as ever. A graph's dependencies become such ones by `graph::overlap_launches`.
 

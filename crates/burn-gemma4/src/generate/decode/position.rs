@@ -83,7 +83,7 @@ impl Computation for Position {
 
     fn compute_captured(&self) -> Self::Outputs {
         let outputs = self.compute();
-        overlap_launches(&self.device());
+        overlap_launches(&outputs.chosen.tokens());
         outputs
     }
 

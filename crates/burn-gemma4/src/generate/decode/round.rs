@@ -101,7 +101,7 @@ impl Computation for Round {
 
     fn compute_captured(&self) -> Self::Outputs {
         let outputs = self.compute();
-        overlap_launches(&self.device());
+        overlap_launches(&outputs.tokens);
         outputs
     }
 

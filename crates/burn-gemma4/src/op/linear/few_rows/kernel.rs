@@ -47,7 +47,7 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(plan.overlaps);
+    let_next_begin(plan.lets_next_begin);
     let computed = comptime!(plan.overlaps && !plan.reads_ahead);
     await_previous(computed);
     was_written(weight, computed);

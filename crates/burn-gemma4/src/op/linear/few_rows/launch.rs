@@ -377,6 +377,7 @@ pub(super) fn plan(
         false => None,
     };
     let teams = (cube / units).max(1);
+    let overlaps = overlaps(client);
     ProjectPlan {
         rows,
         outputs: of_team,
@@ -386,7 +387,8 @@ pub(super) fn plan(
         ranks: items.ranks,
         sides: options.sides(),
         unroll: unroll.unwrap_or(1),
-        overlaps: overlaps(client),
+        overlaps,
+        lets_next_begin: overlaps,
         reads_ahead: false,
     }
 }

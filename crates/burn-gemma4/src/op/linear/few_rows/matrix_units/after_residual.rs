@@ -76,7 +76,7 @@ pub(super) fn project_after_residual_overlapped<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(plan.overlaps);
+    let_next_begin(plan.lets_next_begin);
     await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let side = side_of_cube(CUBE_POS as u32, sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;

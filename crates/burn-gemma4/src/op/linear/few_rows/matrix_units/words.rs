@@ -129,7 +129,7 @@ pub(super) fn project_words_by_matrix_units_overlapped<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _words_of_lane: usize,
 ) {
-    let_next_begin(plan.overlaps);
+    let_next_begin(plan.lets_next_begin);
     await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let side = side_of_cube(CUBE_POS as u32, sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
