@@ -3,8 +3,9 @@
 use crate::setup;
 use std::{
     env,
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, ExitStatus},
+    sync::LazyLock,
 };
 
 /// A result whose error is the message to print: what was tried and what to do about it.
@@ -19,9 +20,13 @@ pub fn programs() -> [&'static str; 2] {
     ["--features", features]
 }
 
+/// Where cargo has started this program: one that was built in another clone, with the same target folder, is this one's, too.
 pub fn workspace_root() -> &'static Path {
-    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    package.parent().unwrap_or(package)
+    static PACKAGE: LazyLock<PathBuf> = LazyLock::new(|| {
+        let started = env::var_os("CARGO_MANIFEST_DIR");
+        started.map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+    });
+    PACKAGE.parent().unwrap_or(&PACKAGE)
 }
 
 /// The cargo that runs this program, started in the workspace root.
