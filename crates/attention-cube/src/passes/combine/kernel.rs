@@ -10,7 +10,7 @@
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::LOWEST;
-use cube_kit::overlap::{take_turn, was_written};
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 /// Units of a cube.
@@ -49,6 +49,7 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
     take_turn(overlaps);
     was_written(partial_output, overlaps);
     was_written(partial_logsumexp, overlaps);
+    was_written_if_there(sinks, overlaps);
     let columns = comptime!((UNITS / sharing.units) as u32);
     let index = CUBE_POS * columns as usize + (UNIT_POS % columns) as usize;
     let first_split = UNIT_POS / columns;

@@ -125,6 +125,8 @@ pub(super) fn look_at_groups_overlapped<E: Float, I: Int, N: Size>(
 ) {
     take_turn(overlaps);
     was_written(hidden, overlaps);
+    was_written(table, overlaps);
+    was_written(ordering, overlaps);
     was_written(chosen, overlaps);
     let row = CUBE_POS as u32 / candidates.cubes_of_row;
     let part = CUBE_POS as u32 % candidates.cubes_of_row;

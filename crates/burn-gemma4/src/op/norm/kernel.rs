@@ -4,7 +4,7 @@
 //! them. Bound by memory's rate where there are many rows, and of one by latency: a cube reads its row once, and no read waits for another.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
-use cube_kit::overlap::{take_turn, was_written};
+use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -25,6 +25,7 @@ pub(super) fn norm_overlapped<E: Float, W: Float, N: Size>(
 ) {
     take_turn(overlaps);
     was_written(input, overlaps);
+    was_written_if_there(weight, overlaps);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

@@ -6,7 +6,9 @@
 //! barrier. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
-use cube_kit::overlap::{await_previous, let_next_begin, load_element_now, load_now, was_written};
+use cube_kit::overlap::{
+    await_previous, let_next_begin, load_element_now, load_now, was_written, was_written_if_there,
+};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -25,11 +27,17 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     #[comptime] team: Team,
     #[comptime] held: usize,
     #[comptime] overlaps: bool,
+    #[comptime] reads_ahead: bool,
     #[comptime] loads_now: bool,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let_next_begin(overlaps);
+    let reads_behind = comptime!(overlaps && !reads_ahead);
+    await_previous(reads_behind);
+    was_written(weight, reads_behind);
+    was_written_if_there(scalar, reads_behind);
+    was_written_if_there(next_weight, reads_behind);
     let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
@@ -60,7 +68,7 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
         }
         ComptimeOption::None => {}
     }
-    await_previous(overlaps);
+    await_previous(reads_ahead);
     was_written(stream, overlaps);
     was_written(added, overlaps);
     if CUBE_POS >= rows as usize {

@@ -82,6 +82,7 @@ fn launch(
         .into_iter()
         .flatten()
         .all(|weight| !weight.meta.is_tiled() && weight.meta.strides().last() == Some(&1));
+    let overlaps = overlaps(&client);
     let is_loaded_now = stay && vector * stream.dtype.size() == LOAD_BYTES;
     let element = dtype_to_storage_type(stream.dtype);
     // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
@@ -106,8 +107,9 @@ fn launch(
             epsilon as f32,
             team,
             vectors.div_ceil(team.units),
-            overlaps(&client),
-            overlaps(&client) && is_loaded_now,
+            overlaps,
+            overlaps && stay,
+            overlaps && is_loaded_now,
             element,
             vector,
         );
