@@ -105,19 +105,15 @@ fn planned(
         return None;
     }
     let [rows, columns] = [input.meta.shape()[0], input.meta.shape()[1]];
-    let items = options.items(rows, first.meta.shape()[0]);
     let shape = Shape {
         rows,
-        outputs: items.outputs(),
+        outputs: options.items(rows, first.meta.shape()[0]).outputs(),
         columns,
         gated: options.gated,
         sides: options.sides(),
     };
-    let multiprocessors = multiprocessors(client);
-    let plan = plan::plan(shape, tuning, multiprocessors, overlaps(client))?;
-    let most_cubes = tuning.cubes_before_next.saturating_mul(multiprocessors);
+    let plan = plan::plan(shape, tuning, multiprocessors(client), overlaps(client))?;
     Some(ProjectPlan {
-        lets_next_begin: plan.overlaps && items.cubes(plan) <= most_cubes,
         reads_ahead: plan.overlaps && tuning.reads_ahead && options.reads_parameters(first),
         ..plan
     })

@@ -60,12 +60,11 @@ pub(super) const WORDS: Tuning = Tuning {
     cubes_before_next: usize::MAX,
 };
 
-/// More cubes of whole weights are not on a multiprocessor at once. Where their launch lets the next one begin, that one's cubes come while the last of
-/// these still read, to wherever some have ended, several to one multiprocessor and none to another. Of E2B's shapes in bf16, as traced on an H200,
-/// `down`, which has 96 cubes, took 17 to 19 µs in most layers after the 768 of gate and up, and these 26; one after the other they take 12 and 21.5. Tokens/s at
-/// 128 and 8,192 tokens of context: 512 and 505 where launches of more than 700 cubes, which are gate and up and the head, end before the next begins;
-/// 481 and 488 where all let it. The other products have 96 to 256 cubes.
-const BEFORE_NEXT: usize = 4;
+/// More cubes of whole weights do not run at once. Where their launch lets the next one begin, that one's cubes read their first weights while the last
+/// of these still read theirs. Of E2B's shapes in bf16, as traced on an H200, `down`, which has 96 cubes, took 17 to 19 µs in most layers after those of gate and
+/// up, and these 26; one after the other they take 12 and 21.5. Tokens/s at 128 and 8,192 tokens of context: 512 and 505 where launches of more than 700
+/// cubes, which are gate and up (768 and 1,536) and the head, end before the next begins; 481 and 488 where all let it. The other products have 96 to 256.
+const BEFORE_NEXT: usize = 2;
 
 /// Cubes for each multiprocessor up to which a product makes its row itself, where it comes of the residual stream: the gate of a layer's embedding
 /// and projections of queries, keys and values have at most so many, gate and up have more, and each cube does it anew. E2B's shapes in bf16 on an
@@ -132,6 +131,8 @@ pub(super) fn plan(
         .filter(|warps| blocks.is_multiple_of(*warps))
         .find(is_enough)
         .unwrap_or_else(|| largest_divisor(blocks, MOST_WARPS));
+    let teams = (WARPS / warps).max(1);
+    let cubes = shape.outputs.div_ceil(outputs * teams);
     Some(ProjectPlan {
         rows: shape.rows,
         outputs,
@@ -140,12 +141,13 @@ pub(super) fn plan(
             units: warps * WARP,
             width: WARP,
         },
-        teams: (WARPS / warps).max(1),
+        teams,
         ranks: 0,
         sides: shape.sides,
         unroll,
         overlaps,
-        lets_next_begin: overlaps,
+        lets_next_begin: overlaps
+            && cubes <= tuning.cubes_before_next.saturating_mul(multiprocessors),
         reads_ahead: false,
     })
 }
@@ -202,6 +204,27 @@ mod tests {
         ] {
             let plan = of(shape).expect("whole steps");
             assert_eq!((plan.outputs, plan.team.parts()), (outputs, warps));
+        }
+    }
+
+    #[test]
+    fn products_of_many_cubes_end_before_the_next_launch_begins() {
+        // Down, attention's output and projections; gates and the head.
+        for (outputs, columns, gated, lets) in [
+            (1536, 12_288, false, true),
+            (1536, 2048, false, true),
+            (2560, 1536, false, true),
+            (3840, 15_360, false, true),
+            (4096, 1536, false, true),
+            (6144, 1536, true, false),
+            (15_360, 3840, true, false),
+            (262_144, 1536, false, false),
+        ] {
+            let shape = shape(outputs, columns, gated);
+            let plan = of(shape).expect("whole steps");
+            assert_eq!(plan.lets_next_begin, lets, "{plan:?}");
+            let of_older_cards = plan(shape, WHOLE, 132, false).expect("whole steps");
+            assert!(!of_older_cards.lets_next_begin);
         }
     }
 
