@@ -221,8 +221,8 @@ mod tests {
             (262_144, 1536, false, false),
         ] {
             let shape = shape(outputs, columns, gated);
-            let plan = of(shape).expect("whole steps");
-            assert_eq!(plan.lets_next_begin, lets, "{plan:?}");
+            let of_hopper = of(shape).expect("whole steps");
+            assert_eq!(of_hopper.lets_next_begin, lets, "{of_hopper:?}");
             let of_older_cards = plan(shape, WHOLE, 132, false).expect("whole steps");
             assert!(!of_older_cards.lets_next_begin);
         }
