@@ -4,7 +4,7 @@ use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
 use crate::programs::folder::Folder;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use burn_gemma4::{Gemma4, Gemma4Error, LoadOptions, Next, Sampling};
+use burn_gemma4::{Gemma4, Gemma4Error, LoadOptions, Next, Sampler, Sampling};
 use std::ops::ControlFlow;
 
 const NONE: f32 = f32::NEG_INFINITY;
@@ -70,6 +70,46 @@ fn numbers_are_found_among_what_is_none() {
             let expected = [last as u32, 2, 2, 1, 3];
             assert_eq!(found, expected, "{} {columns}", device.name);
         }
+    }
+}
+
+/// As models mask what is not to be chosen.
+#[test]
+fn the_least_number_is_one() {
+    for device in devices() {
+        for columns in [2, 300, 40_000] {
+            let last = columns - 1;
+            let mut rows = vec![vec![f32::MIN; columns], vec![NONE; columns]];
+            rows[1][last] = f32::MIN;
+            let found = likeliest(&rows, DType::F32, &device.device).expect("numbers");
+            assert_eq!(found, [0, last as u32], "{} {columns}", device.name);
+        }
+    }
+}
+
+/// More than one dimension of a grid has, a prime number of them.
+#[test]
+fn rows_are_as_many_as_there_are() {
+    const ROWS: u32 = 131_071;
+    let likely = |row: u32| row / 3 % 2;
+    for device in devices() {
+        let rows: Vec<f32> = (0..ROWS)
+            .flat_map(|row| [1.0 - likely(row) as f32, likely(row) as f32])
+            .map(|is_likely| 100.0 * is_likely)
+            .collect();
+        let data = TensorData::new(rows, [ROWS as usize, 1, 2]);
+        let logits = Tensor::<3>::from_data(data, &device.device);
+        let expected: Vec<u32> = (0..ROWS).map(likely).collect();
+        let found = Next::of(logits.clone()).argmax().expect("numbers");
+        assert!(found == expected, "{}", device.name);
+        let sampling = Sampling {
+            temperature: 1.0,
+            seed: Some(3),
+            ..Sampling::greedy()
+        };
+        let mut samplers = vec![Sampler::new(&sampling); ROWS as usize];
+        let found = Next::of(logits).sample(&mut samplers).expect("numbers");
+        assert!(found == expected, "{}", device.name);
     }
 }
 

@@ -19,6 +19,7 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     columns_of_values: ComptimeOption<&Tensor<I>>,
     largest: &mut Tensor<f32>,
     columns_of_largest: &mut Tensor<I>,
+    rows: u32,
     columns: u32,
     stretches: u32,
     #[comptime] held: usize,
@@ -30,6 +31,9 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     was_written(values, overlaps);
     was_written_if_there(columns_of_values, overlaps);
     let row = CUBE_POS as u32 / stretches;
+    if row >= rows {
+        terminate!();
+    }
     let stretch = CUBE_POS as u32 % stretches;
     let length = columns.div_ceil(stretches);
     let end = min((stretch + 1u32) * length, columns);
@@ -57,8 +61,8 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
         #[unroll]
         for index in 0..held {
             let value = f32::cast_from(held_values[index]);
-            // The columns of one unit come in their order.
-            if value > best {
+            // The columns of one unit come in their order. The least number that there is, is one, too, and WGSL has no −∞ to begin with.
+            if value > best || (value == best && best_column == u32::MAX) {
                 best = value;
                 best_column = column + comptime!((index * UNITS) as u32);
                 #[comptime]

@@ -13,7 +13,7 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::{
-    launch::{address_type, empty, exact_cube_count},
+    launch::{address_type, cube_count, empty},
     overlap::overlaps,
 };
 use cubecl::prelude::CubeDim;
@@ -51,13 +51,14 @@ fn launch(
     unsafe {
         argmax_overlapped::launch_unchecked(
             &client,
-            exact_cube_count(&client, rows * stretches),
+            cube_count(&client, rows * stretches),
             CubeDim::new_1d(UNITS as u32),
             address_type([&values]),
             values.into_tensor_arg(),
             columns_of_values.map(CubeTensor::into_tensor_arg).into(),
             largest.clone().into_tensor_arg(),
             numbers.clone().into_tensor_arg(),
+            rows as u32,
             columns as u32,
             stretches as u32,
             columns.div_ceil(stretches).div_ceil(UNITS).min(HELD),

@@ -12,7 +12,7 @@ use burn::{
     tensor::{Int, Tensor},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, exact_cube_count};
+use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, copy_each, go_on, take_guesses};
 
@@ -202,7 +202,7 @@ impl OverwriteBackend for CubeBackend {
         unsafe {
             go_on::launch_unchecked(
                 &client,
-                exact_cube_count(&client, rows.div_ceil(UNITS)),
+                cube_count(&client, rows.div_ceil(UNITS)),
                 CubeDim::new_1d(UNITS as u32),
                 into_contiguous(chosen).into_tensor_arg(),
                 tokens,
@@ -242,7 +242,7 @@ impl OverwriteBackend for CubeBackend {
         unsafe {
             begin_round::launch_unchecked(
                 &client,
-                exact_cube_count(&client, (rows * columns).div_ceil(UNITS)),
+                cube_count(&client, (rows * columns).div_ceil(UNITS)),
                 CubeDim::new_1d(UNITS as u32),
                 into_contiguous(numbers).into_tensor_arg(),
                 streams.into_tensor_arg(),
@@ -285,7 +285,7 @@ impl OverwriteBackend for CubeBackend {
         unsafe {
             take_guesses::launch_unchecked(
                 &client,
-                exact_cube_count(&client, rows.div_ceil(UNITS)),
+                cube_count(&client, rows.div_ceil(UNITS)),
                 CubeDim::new_1d(UNITS as u32),
                 first.first.into_tensor_arg(),
                 first.second.into_tensor_arg(),
@@ -344,10 +344,7 @@ impl OverwriteBackend for CubeBackend {
         unsafe {
             copy_each::launch_unchecked(
                 &client,
-                exact_cube_count(
-                    &client,
-                    most.div_ceil(UNITS_OF_VECTORS).clamp(1, MOST_CUBES),
-                ),
+                cube_count(&client, most.div_ceil(UNITS_OF_VECTORS).min(MOST_CUBES)),
                 CubeDim::new_1d(UNITS_OF_VECTORS as u32),
                 address,
                 first,
@@ -388,7 +385,7 @@ fn launch(first: &CubeTensor, others: [Option<CubeTensor>; 2], source: CubeTenso
     unsafe {
         copy::launch_unchecked(
             &client,
-            exact_cube_count(&client, all.div_ceil(UNITS)),
+            cube_count(&client, all.div_ceil(UNITS)),
             CubeDim::new_1d(UNITS as u32),
             into_contiguous(source).into_tensor_arg(),
             first.clone().into_tensor_arg(),
@@ -397,5 +394,24 @@ fn launch(first: &CubeTensor, others: [Option<CubeTensor>; 2], source: CubeTenso
             CountsLaunch::new(of_first, of_second, of_third),
             number,
         );
+    }
+}
+
+#[cfg(all(test, feature = "wgpu"))]
+mod tests {
+    use super::*;
+    use burn::tensor::{DType, Device, DeviceKind};
+
+    /// More cubes than one dimension of a grid has, a prime number of them.
+    #[test]
+    fn tensors_are_as_large_as_they_are() {
+        let device = Device::wgpu(DeviceKind::DefaultDevice);
+        let count = UNITS * 65_537 - 3;
+        let numbers: Vec<f32> = (0..count).map(|place| place as f32).collect();
+        let source = Tensor::<1>::from_data(numbers.as_slice(), (&device, DType::F32));
+        let target = Tensor::<1>::zeros([count], (&device, DType::F32));
+        let _ = overwrite_floats(target.clone(), source);
+        let found: Vec<f32> = target.into_data().to_vec().expect("floats");
+        assert!(found == numbers);
     }
 }

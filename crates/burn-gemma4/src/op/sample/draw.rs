@@ -78,6 +78,7 @@ pub(super) fn keep_overlapped<E: Float>(
     before: ComptimeOption<&Tensor<u32>>,
     summaries: &mut Tensor<u32>,
     limits: Limits,
+    rows: u32,
     columns: u32,
     stretches: u32,
     #[comptime] cuts: Cuts,
@@ -89,6 +90,9 @@ pub(super) fn keep_overlapped<E: Float>(
     was_written(largest, overlaps);
     was_written_if_there(before, overlaps);
     let stretch = stretch(columns, stretches);
+    if stretch.row >= rows {
+        terminate!();
+    }
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
     // The threshold is what top-p's search has found, or where top-k's has put the floor.
     let found = if comptime!(cuts.top_p) {
@@ -184,6 +188,7 @@ pub(super) fn draw_overlapped<E: Float>(
     positions: &Tensor<i32>,
     tokens: &mut Tensor<i32>,
     limits: Limits,
+    rows: u32,
     columns: u32,
     stretches: u32,
     #[comptime] cuts: Cuts,
@@ -197,6 +202,9 @@ pub(super) fn draw_overlapped<E: Float>(
     was_written(seeds, overlaps);
     was_written(positions, overlaps);
     let row = CUBE_POS as u32;
+    if row >= rows {
+        terminate!();
+    }
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
     let mut own_summaries = Shared::<[u32]>::new_slice(comptime!(MOST_STRETCHES * SUMMARY));
     let mut word = UNIT_POS;

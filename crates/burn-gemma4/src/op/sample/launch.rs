@@ -19,7 +19,7 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::{
-    launch::{address_type, cube_count, empty, exact_cube_count},
+    launch::{address_type, cube_count, empty},
     overlap::overlaps,
 };
 use cubecl::{
@@ -91,7 +91,7 @@ impl SampleBackend for CubeBackend {
         unsafe {
             mark::launch_unchecked(
                 &client,
-                exact_cube_count(&client, rows.div_ceil(units)),
+                cube_count(&client, rows.div_ceil(units)),
                 CubeDim::new_1d(units as u32),
                 seen.clone().into_tensor_arg(),
                 into_contiguous(tokens).into_tensor_arg(),
@@ -154,11 +154,12 @@ impl Rows {
         unsafe {
             largest_keys_overlapped::launch_unchecked(
                 client,
-                exact_cube_count(client, self.rows * self.stretches),
+                cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
                 address_type([&self.logits]),
                 self.logits.clone().into_tensor_arg(),
                 largest.clone().into_tensor_arg(),
+                self.rows as u32,
                 self.columns as u32,
                 self.stretches as u32,
                 overlaps(client),
@@ -175,7 +176,7 @@ impl Rows {
         unsafe {
             count_overlapped::launch_unchecked(
                 client,
-                exact_cube_count(client, self.rows * self.stretches),
+                cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
                 address_type([&self.logits, &records]),
                 self.logits.clone().into_tensor_arg(),
@@ -183,6 +184,7 @@ impl Rows {
                 before.map(CubeTensor::into_tensor_arg).into(),
                 records.clone().into_tensor_arg(),
                 self.limits(),
+                self.rows as u32,
                 self.columns as u32,
                 self.stretches as u32,
                 step,
@@ -202,7 +204,7 @@ impl Rows {
         unsafe {
             keep_overlapped::launch_unchecked(
                 client,
-                exact_cube_count(client, self.rows * self.stretches),
+                cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
                 address_type([&self.logits, &summaries]),
                 self.logits.clone().into_tensor_arg(),
@@ -210,6 +212,7 @@ impl Rows {
                 before.map(CubeTensor::into_tensor_arg).into(),
                 summaries.clone().into_tensor_arg(),
                 self.limits(),
+                self.rows as u32,
                 self.columns as u32,
                 self.stretches as u32,
                 cuts,
@@ -235,7 +238,7 @@ impl Rows {
         unsafe {
             draw_overlapped::launch_unchecked(
                 client,
-                exact_cube_count(client, self.rows),
+                cube_count(client, self.rows),
                 CubeDim::new_1d(UNITS as u32),
                 address_type([&self.logits]),
                 self.logits.clone().into_tensor_arg(),
@@ -245,6 +248,7 @@ impl Rows {
                 into_contiguous(positions).into_tensor_arg(),
                 tokens.clone().into_tensor_arg(),
                 self.limits(),
+                self.rows as u32,
                 self.columns as u32,
                 self.stretches as u32,
                 cuts,

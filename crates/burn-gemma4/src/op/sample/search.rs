@@ -126,6 +126,7 @@ pub(super) struct Limits {
 pub(super) fn largest_keys_overlapped<E: Float>(
     logits: &Tensor<E>,
     largest: &mut Tensor<u32>,
+    rows: u32,
     columns: u32,
     stretches: u32,
     #[comptime] overlaps: bool,
@@ -134,6 +135,9 @@ pub(super) fn largest_keys_overlapped<E: Float>(
     take_turn(overlaps);
     was_written(logits, overlaps);
     let stretch = stretch(columns, stretches);
+    if stretch.row >= rows {
+        terminate!();
+    }
     let from = stretch.row as usize * columns as usize;
     let mut best = 0u32;
     let mut column = stretch.start + UNIT_POS;
@@ -326,6 +330,7 @@ pub(super) fn count_overlapped<E: Float>(
     before: ComptimeOption<&Tensor<u32>>,
     records: &mut Tensor<u32>,
     limits: Limits,
+    rows: u32,
     columns: u32,
     stretches: u32,
     #[comptime] step: Step,
@@ -337,6 +342,9 @@ pub(super) fn count_overlapped<E: Float>(
     was_written(largest, overlaps);
     was_written_if_there(before, overlaps);
     let stretch = stretch(columns, stretches);
+    if stretch.row >= rows {
+        terminate!();
+    }
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
     let lows = Shared::<[Atomic<u32>]>::new_slice(comptime!(COPIES * BINS));
     let highs = Shared::<[Atomic<u32>]>::new_slice(comptime!(COPIES * BINS));
