@@ -19,10 +19,15 @@ pub(super) struct Kind {
 /// tanh of logits through the cap, which is at most 1; nothing where there is none.
 #[cube]
 fn bounded<N: Size>(logits: Vector<f32, N>, cap: f32) -> Vector<f32, N> {
-    // Drivers may compute tanh through exponentials that overflow; it is 1 long before.
-    (logits / Vector::cast_from(cap))
-        .clamp(Vector::cast_from(-15.0f32), Vector::cast_from(15.0f32))
-        .tanh()
+    let mut ratios = logits / Vector::cast_from(cap);
+    // Drivers may compute tanh through exponentials that overflow; it is 1 long before. What is no number is neither below nor above, and stays.
+    #[unroll]
+    for lane in 0..ratios.vector_size().comptime() {
+        let ratio = ratios.extract(lane);
+        let below = select(ratio < -15.0f32, -15.0f32, ratio);
+        ratios.insert(lane, select(ratio > 15.0f32, 15.0f32, below));
+    }
+    ratios.tanh()
 }
 
 #[cube]
@@ -43,6 +48,7 @@ pub(super) fn cross_entropy<E: Float, I: Int, N: Size>(
     logits: &mut Tensor<Vector<E, N>>,
     targets: &Tensor<I>,
     losses: &mut Tensor<f32>,
+    rows: u32,
     vectors: u32,
     cap: f32,
     #[comptime] kind: Kind,
@@ -50,6 +56,9 @@ pub(super) fn cross_entropy<E: Float, I: Int, N: Size>(
     #[define(I)] _integer: ElemType,
     #[define(N)] _vector: usize,
 ) {
+    if CUBE_POS >= rows as usize {
+        terminate!();
+    }
     let team = comptime!(kind.team);
     let units = comptime!(team.units as u32);
     let lanes = logits.vector_size().comptime();
@@ -122,8 +131,10 @@ pub(super) fn cross_entropy<E: Float, I: Int, N: Size>(
                     let bounded = values / Vector::cast_from(cap);
                     gradient *= Vector::cast_from(1.0f32) - bounded * bounded;
                 }
-                let weight = select(counts, 1.0f32, 0.0f32);
-                logits[at] = Vector::cast_from(gradient * Vector::cast_from(weight));
+                if !counts {
+                    gradient = Vector::<f32, N>::zeroed();
+                }
+                logits[at] = Vector::cast_from(gradient);
             }
         }
         place += units;

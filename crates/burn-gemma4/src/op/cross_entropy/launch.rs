@@ -13,7 +13,7 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 impl CrossEntropyBackend for CubeBackend {
@@ -63,12 +63,13 @@ fn launch(
     unsafe {
         cross_entropy::launch_unchecked(
             &client,
-            exact_cube_count(&client, rows),
+            cube_count(&client, rows),
             CubeDim::new_1d(kind.team.units as u32),
             address_type([logits]),
             logits.clone().into_tensor_arg(),
             targets.clone().into_tensor_arg(),
             losses.clone().into_tensor_arg(),
+            rows as u32,
             vectors as u32,
             cap.unwrap_or(1.0),
             kind,

@@ -56,8 +56,7 @@ fn by_operators(
 ) -> (Tensor<1>, Option<Tensor<2>>) {
     let (dtype, device) = (logits.dtype(), logits.device());
     let words = logits.dims()[1];
-    let counts = targets.clone().greater_equal_elem(0).float();
-    let counts = counts.cast(DType::F32).unsqueeze_dim::<2>(1);
+    let counts_nothing = targets.clone().lower_elem(0).unsqueeze_dim::<2>(1);
     let targets = targets.clamp_min(0).unsqueeze_dim::<2>(1);
     let logits = logits.cast(DType::F32);
     let (logits, bounded) = match cap {
@@ -69,17 +68,20 @@ fn by_operators(
     };
     let logarithms = log_softmax(logits, 1);
     let of_targets = logarithms.clone().gather(1, targets.clone());
-    let losses = (-(of_targets * counts.clone())).squeeze_dim(1);
+    let losses = (-of_targets).mask_fill(counts_nothing.clone(), 0.0);
+    let losses = losses.squeeze_dim(1);
     if !with_gradient {
         return (losses, None);
     }
     let numbers = Tensor::<1, Int>::arange(0..words as i64, &device).unsqueeze_dim::<2>(0);
     let is_target = numbers.equal(targets);
-    let gradient = (logarithms.exp() - is_target.float().cast(DType::F32)) * counts;
+    let gradient = logarithms.exp() - is_target.float().cast(DType::F32);
     let gradient = match bounded {
         Some(bounded) => gradient * (1.0 - bounded.square()),
         None => gradient,
     };
+    let counts_nothing = counts_nothing.expand(gradient.shape());
+    let gradient = gradient.mask_fill(counts_nothing, 0.0);
     (losses, Some(gradient.cast(dtype)))
 }
 

@@ -99,6 +99,89 @@ fn they_are_those_of_the_definition() {
     }
 }
 
+/// Of a cap, which has no bounds for them, too; and what does not count is nothing, whatever it is.
+#[test]
+fn what_is_no_number_stays_none_through_a_cap() {
+    let (nan, inf) = (f32::NAN, f32::INFINITY);
+    let rows = [
+        [1.0, nan, 3.0],
+        [nan, nan, nan],
+        [inf, -inf, 0.0],
+        [nan, inf, 1.0],
+        [1.0, 2.0, 3.0],
+    ];
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16] {
+            if !device.supports_dtype(dtype) {
+                continue;
+            }
+            let data = TensorData::new(rows.concat(), [5, 3]);
+            let logits = Tensor::<2>::from_data(data, (&device, DType::F32)).cast(dtype);
+            let targets = Tensor::<1, Int>::from_data([0, 1, 2, -1, 2], &device);
+            let (losses, gradient) = cross_entropy(logits, targets, Some(30.0), true);
+            let losses = values(losses);
+            assert!(losses[0].is_nan() && losses[1].is_nan(), "{losses:?}");
+            assert!((losses[2] - 30.0).abs() < 1e-4, "{losses:?}");
+            assert_eq!(losses[3], 0.0);
+            let gradient = values(gradient.expect("a gradient"));
+            assert!(gradient[0].is_nan() && gradient[3..6].iter().all(|x| x.is_nan()));
+            assert!(gradient[6..].iter().all(|x| x.is_finite()), "{gradient:?}");
+            assert_eq!(gradient[9..12], [0.0; 3]);
+        }
+    }
+}
+
+#[test]
+fn rows_that_do_not_count_are_nothing_without_a_cap() {
+    for device in devices() {
+        let data = TensorData::new(vec![f32::NAN, 1.0, 1.0, 2.0], [2, 2]);
+        let logits = Tensor::<2>::from_data(data, &device);
+        let targets = Tensor::<1, Int>::from_data([-1, 0], &device);
+        let (losses, gradient) = cross_entropy(logits, targets, None, true);
+        assert_eq!(values(losses)[0], 0.0);
+        assert_eq!(values(gradient.expect("a gradient"))[..2], [0.0; 2]);
+    }
+}
+
+/// Probabilities far below the rounding of 1, which together weigh as much as the target.
+#[test]
+fn small_probabilities_are_there_in_half_precision() {
+    for device in devices() {
+        for dtype in [DType::F16, DType::BF16] {
+            if !device.supports_dtype(dtype) {
+                continue;
+            }
+            let logits = Tensor::<2>::zeros([2, 8192], (&device, dtype));
+            let targets = Tensor::<1, Int>::from_data([5, 8191], &device);
+            let (_, gradient) = cross_entropy(logits, targets, Some(30.0), true);
+            for row in values(gradient.expect("a gradient")).chunks_exact(8192) {
+                let sum: f64 = row.iter().sum();
+                assert!(sum.abs() < 0.02, "{dtype:?}: {sum}");
+            }
+        }
+    }
+}
+
+/// More than one dimension of a grid has, and no multiple of anything.
+#[test]
+fn rows_are_as_many_as_there_are() {
+    const ROWS: usize = 65_537;
+    for device in devices() {
+        let logits = Tensor::<2>::zeros([ROWS, 4], &device);
+        let targets = Tensor::<1, Int>::zeros([ROWS], &device);
+        let (losses, gradient) = cross_entropy(logits, targets, None, true);
+        let losses = values(losses);
+        assert!(losses.iter().all(|loss| (loss - 4f64.ln()).abs() < 1e-6));
+        let gradient = values(gradient.expect("a gradient"));
+        assert_eq!(gradient.len(), 4 * ROWS);
+        assert!(
+            gradient
+                .chunks_exact(4)
+                .all(|row| (row[0] + 0.75).abs() < 1e-6)
+        );
+    }
+}
+
 #[test]
 fn what_is_no_number_stays_none() {
     for device in devices() {
