@@ -12,7 +12,8 @@ use burn::{
     tensor::{Device, Tensor, TensorData},
 };
 use burn_gemma4::{
-    DecodeMode, ExpertsConfig, Gemma4Config, Gemma4Model, LayerType, Logits,
+    DecodeMode, ExpertsConfig, Gemma4Config, Gemma4Model, GradientRecorder, LayerType, Lesson,
+    Logits,
     observe::{LayerSite, Observer, Site},
 };
 use std::collections::BTreeMap;
@@ -258,6 +259,38 @@ fn token_by_token_as_at_once() {
                 false => DecodeMode::Graph,
             };
             assert_eq!(decoder.mode(), expected, "{what}");
+        }
+    }
+}
+
+/// More experts than kernels choose among, so that the host has a part in each step.
+#[test]
+fn steps_of_very_many_experts_are_not_recorded() {
+    let case = Case {
+        num_experts: 520,
+        top_k_experts: 2,
+        moe_intermediate_size: 8,
+        positions: 9,
+        tied: false,
+    };
+    for device in devices() {
+        let tracked = device.device.clone().autodiff();
+        let model = case.model(&tracked);
+        let text = case.text();
+        for by_layer in [false, true] {
+            let recorder = || GradientRecorder::new().by_layer(by_layer);
+            let losses = [recorder(), recorder().without_graph_capture()].map(|mut recorder| {
+                let lesson = Lesson {
+                    tokens: tokens(&[&text[..8]], &tracked),
+                    packing: None,
+                    targets: tokens(&[&text[1..]], &tracked),
+                };
+                let outcome = recorder.gradients(&model, lesson, 1.0);
+                assert!(!recorder.has_graph());
+                let (loss, _) = outcome.expect("a lesson");
+                loss.into_scalar::<f32>()
+            });
+            assert!(losses[0] > 0.0 && losses[0] == losses[1], "{losses:?}");
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     qlora::adapted,
 };
 use burn::{
-    module::{Module, ModuleMapper, ModuleVisitor, Param},
+    module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId},
     optim::GradientsParams,
     tensor::{DType, Device, Distribution, Int, Tensor, TensorData},
 };
@@ -16,6 +16,7 @@ use burn_gemma4::{
     Gemma4Model, GradientRecorder, Lesson, LoadOptions, Packing, PerLayerTable, Quantization,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Launches may be tuned to other kernels than those before.
 const TOLERANCE: f64 = 1e-5;
@@ -276,6 +277,85 @@ fn what_is_not_like_the_first_is_computed() {
     }
 }
 
+/// Trains some of the parameters, and no others.
+struct TrainsOnly(Vec<ParamId>);
+
+impl ModuleMapper for TrainsOnly {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let is_trained = self.0.contains(&param.id);
+        param.map(|tensor| tensor.set_require_grad(is_trained))
+    }
+}
+
+/// The vectors of the model, with their sizes.
+#[derive(Default)]
+struct Vectors(Vec<(ParamId, usize)>);
+
+impl ModuleVisitor for Vectors {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if D == 1 {
+            self.0.push((param.id, param.val().dims()[0]));
+        }
+    }
+}
+
+/// The same parameters, of which others of the same size are trained.
+#[test]
+fn what_is_trained_may_change() {
+    for device in devices() {
+        let case = CASES[2];
+        let model = case.load(&device.device.clone().autodiff());
+        let mut vectors = Vectors::default();
+        model.visit(&mut vectors);
+        let of_equal_sizes = vectors.0.windows(2).find(|pair| pair[0].1 == pair[1].1);
+        let [(first, _), (other, _)] = of_equal_sizes.expect("norms one after the other") else {
+            unreachable!("two of them");
+        };
+        let (first, other) = (*first, *other);
+        let words = model.config().vocab_size as i32;
+        let mut random = StdRng::seed_from_u64(7);
+        let numbers = Numbers::draw(&mut random, words, case.is_packed, &device.device);
+        let mut recorder = GradientRecorder::new();
+        for trained in [first, other] {
+            let model = model.clone().map(&mut TrainsOnly(vec![trained]));
+            let mut plain = GradientRecorder::new().without_graph_capture();
+            let [found, expected] = [&mut recorder, &mut plain].map(|recorder| {
+                let outcome = recorder.gradients(&model, numbers.lesson(), 1.0);
+                let (_, gradients) = outcome.expect("a lesson");
+                assert!(gradients.get::<1>(trained).is_some(), "{}", device.name);
+                collected(&model, &gradients)
+            });
+            assert_eq!(found.len(), 1);
+            let error = relative(&found[0], &expected[0]);
+            assert!(error <= TOLERANCE, "{}: {error:e}", device.name);
+            let has_graph = device.name != "flex" && trained == first;
+            assert_eq!(recorder.has_graph(), has_graph, "{}", device.name);
+        }
+    }
+}
+
+/// A recorder that panics leaves the device to others.
+#[test]
+fn after_a_panic_others_record() {
+    for device in devices() {
+        let model = CASES[0].load(&device.device.clone().autodiff());
+        let words = model.config().vocab_size as i32;
+        let mut random = StdRng::seed_from_u64(8);
+        let numbers = Numbers::draw(&mut random, words, true, &device.device);
+        let frozen = model.clone().map(&mut TrainsOnly(Vec::new()));
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _ = GradientRecorder::new().gradients(&frozen, numbers.lesson(), 1.0);
+        }));
+        assert!(panicked.is_err(), "nothing is trained");
+        let sum = Tensor::<1>::ones([4], &device.device).sum();
+        assert_eq!(sum.into_scalar::<f32>(), 4.0, "{}", device.name);
+        let mut recorder = GradientRecorder::new();
+        let outcome = recorder.gradients(&model, numbers.lesson(), 1.0);
+        assert!(outcome.expect("a lesson").0.into_scalar::<f32>() > 0.0);
+        assert_eq!(recorder.has_graph(), device.name != "flex");
+    }
+}
+
 #[test]
 fn lessons_that_are_none_are_named() {
     let device = Device::flex().autodiff();
@@ -283,6 +363,14 @@ fn lessons_that_are_none_are_named() {
     let tensor = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device);
     let packing = Packing::new(vec![vec![3]; 2], 8).expect("rows that fit");
     let other = Packing::new(vec![vec![3]; 2], 9).expect("rows that fit");
+    let empty = Lesson {
+        tokens: tensor([0, 8]),
+        packing: None,
+        targets: tensor([0, 8]),
+    };
+    let outcome = GradientRecorder::new().gradients(&model, empty, 1.0);
+    let error = outcome.map(|_| ()).expect_err("no text").to_string();
+    assert!(error.starts_with("tokens"), "{error}");
     let cases = [
         ([2, 9], None, "targets"),
         ([1, 8], None, "targets"),

@@ -1,9 +1,10 @@
 //! A computation whose launches are captured in a graph once and replayed from then on.
 
 use burn::{
-    backend::{Backend, BackendGraph, Dispatch},
+    backend::{Backend, BackendGraph, Dispatch, DispatchDevice},
     tensor::{Device, ExecutionError},
 };
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Runs that find memory for what is captured, and let Burn's fusion and CubeCL tune: nothing may be allocated while launches are captured. The
 /// first run after another fuses anew.
@@ -86,6 +87,10 @@ impl<C: Computation> Recorded<C> {
         let device = self.computation.device();
         let device = device.as_dispatch();
         Dispatch::graph_prepare(device)?;
+        let mut window = Window {
+            device,
+            is_open: true,
+        };
         for _ in 0..WARM_UPS {
             // Of what nobody has any more, fusion launches nothing.
             let outputs = self.computation.compute_captured();
@@ -94,7 +99,29 @@ impl<C: Computation> Recorded<C> {
         }
         Dispatch::graph_start_capture(device)?;
         let outputs = self.computation.compute_captured();
-        let launches = Dispatch::graph_stop_capture(device)?;
+        let launches = window.close()?;
         Ok(Graph { launches, outputs })
+    }
+}
+
+/// From the preparations on. Where these fail, and where a computation panics, it is closed all the same: a device that goes on capturing runs nothing more.
+struct Window<'a> {
+    device: &'a DispatchDevice,
+    is_open: bool,
+}
+
+impl Window<'_> {
+    fn close(&mut self) -> Result<BackendGraph<Dispatch>, ExecutionError> {
+        self.is_open = false;
+        Dispatch::graph_stop_capture(self.device)
+    }
+}
+
+impl Drop for Window<'_> {
+    fn drop(&mut self) {
+        if self.is_open {
+            // What went wrong is told by whoever closes it this way.
+            let _ = catch_unwind(AssertUnwindSafe(|| self.close()));
+        }
     }
 }

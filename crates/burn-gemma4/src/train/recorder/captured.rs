@@ -10,7 +10,9 @@ use crate::{
     model::{any_rows::Rotations, forward::Text},
     op::{
         self,
+        linear::grouped,
         recorded::{Computation, Recorded},
+        route,
     },
 };
 use burn::{
@@ -31,7 +33,7 @@ pub(super) struct Captured {
     step: Recorded<Step>,
     shape: Shape,
     /// All parameters of the model.
-    parameters: Vec<ParamId>,
+    parameters: Vec<Parameter>,
 }
 
 /// What launches depend on.
@@ -39,6 +41,8 @@ pub(super) struct Captured {
 struct Shape {
     tokens: [usize; 2],
     targets: [usize; 2],
+    /// Of tokens and targets.
+    integers: [DType; 2],
     has_segments: bool,
 }
 
@@ -47,6 +51,7 @@ impl Shape {
         Self {
             tokens: read.text.ids.dims(),
             targets: read.targets.dims(),
+            integers: [read.text.ids.dtype(), read.targets.dtype()],
             has_segments: read.text.segments.is_some(),
         }
     }
@@ -62,6 +67,7 @@ impl Captured {
         if shape.tokens.iter().product::<usize>() > MOST_ROWS
             || parameters.trained_bytes > MOST_COPIED
             || !op::runs(&device, model.dtype())
+            || needs_host(model, &device, by_layer)
         {
             return None;
         }
@@ -77,7 +83,7 @@ impl Captured {
         Some(Self {
             step: Recorded::new(step),
             shape,
-            parameters: parameters.ids,
+            parameters: parameters.all,
         })
     }
 
@@ -85,7 +91,7 @@ impl Captured {
     pub fn serves(&self, model: &Gemma4Model, read: &Read) -> bool {
         let mut parameters = Parameters::default();
         model.visit(&mut parameters);
-        self.shape == Shape::of(read) && self.parameters == parameters.ids
+        self.shape == Shape::of(read) && self.parameters == parameters.all
     }
 
     /// Whether the last run was a graph's.
@@ -111,6 +117,16 @@ impl Captured {
         // A loss may be read after the next step has begun.
         (loss.mul_scalar(1.0), handed_out.to)
     }
+}
+
+/// Whether the host has a part in a step: it chooses where experts are very many, and reads the choice where a pass without autodiff is faster by
+/// matrix units, an expert at a time.
+fn needs_host(model: &Gemma4Model, device: &Device, by_layer: bool) -> bool {
+    let config = model.config();
+    config.experts.as_ref().is_some_and(|experts| {
+        let rows = Tensor::empty([1, config.hidden_size], (device, model.dtype()));
+        !route::chooses(experts.num_experts) || by_layer && !grouped::serves(&rows)
+    })
 }
 
 /// What a step reads, in the order in which it does.
@@ -146,25 +162,40 @@ impl ModuleVisitor for TrainedSources {
     }
 }
 
+/// One of the model.
+#[derive(PartialEq)]
+struct Parameter {
+    id: ParamId,
+    /// Of one that is trained, whose numbers are copied for each step.
+    trained: Option<(Vec<usize>, DType)>,
+}
+
 /// All parameters, and how much of them is trained.
 #[derive(Default)]
 struct Parameters {
-    ids: Vec<ParamId>,
+    all: Vec<Parameter>,
     trained_bytes: usize,
 }
 
 impl ModuleVisitor for Parameters {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.ids.push(param.id);
         let tensor = param.base();
-        if tensor.is_require_grad() {
+        let trained = tensor.is_require_grad().then(|| {
             let count = tensor.dims().iter().product::<usize>();
             self.trained_bytes += count * tensor.dtype().size();
-        }
+            (tensor.dims().to_vec(), tensor.dtype())
+        });
+        self.all.push(Parameter {
+            id: param.id,
+            trained,
+        });
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.ids.push(param.id);
+        self.all.push(Parameter {
+            id: param.id,
+            trained: None,
+        });
     }
 }
 

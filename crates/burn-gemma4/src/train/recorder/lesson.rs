@@ -35,6 +35,12 @@ impl Read {
         model.refuse_training_quantized()?;
         let [batch, positions] = tokens.dims();
         let [of, last] = targets.dims();
+        if batch == 0 {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("has the shape {:?}, of no text", [batch, positions]),
+            });
+        }
         let fewest = if packing.is_some() { positions } else { 1 };
         if of != batch || last > positions || last < fewest.max(1) {
             let which = match packing {

@@ -40,7 +40,7 @@ pub(crate) struct Groups {
 
 /// The groups of a choice that [`choose`](crate::op::route::choose) has made.
 pub(crate) fn groups(chosen: &Tensor<2, Int>, experts: usize) -> Groups {
-    let chosen = chosen.clone().without_autodiff();
+    let chosen = chosen.clone().without_autodiff().cast(NUMBERS);
     let result: Grouped<Dispatch> = Dispatch::group(chosen.into_dispatch(), experts);
     Groups {
         order: Tensor::from_dispatch(result.order),

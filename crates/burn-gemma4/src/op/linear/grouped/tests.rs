@@ -293,3 +293,23 @@ fn of_few_rows_are_the_definitions() {
         check(&values(found), &expected, &format!("{what}: mixed"));
     }
 }
+
+/// Where the device has others than the kernels'.
+#[test]
+fn choices_are_of_any_integers() {
+    let device = Device::default();
+    for case in cases() {
+        let chosen = case.chosen(&device);
+        let of = |chosen: &Tensor<2, Int>| {
+            let groups = groups(chosen, case.experts);
+            [groups.order, groups.starts]
+                .map(|numbers| numbers.into_data().iter::<i64>().collect::<Vec<_>>())
+        };
+        let expected = of(&chosen);
+        for dtype in [DType::I64, DType::U32] {
+            if device.supports_dtype(dtype) {
+                assert_eq!(of(&chosen.clone().cast(dtype)), expected, "{dtype:?}");
+            }
+        }
+    }
+}
