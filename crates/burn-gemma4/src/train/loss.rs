@@ -119,6 +119,9 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
 /// tensors in f32.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
+/// Rows that are in memory at once in f16: each adds up to a hidden state to the head's gradient, whose sum over a chunk's rows has to be below 65,504.
+const ROWS_IN_F16: usize = 256;
+
 /// The mean cross entropy of `targets` `[rows]` under the logits `hidden · headᵀ`, softcapped, in f32. `hidden` is
 /// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.
 fn mean_cross_entropy(
@@ -140,6 +143,10 @@ fn in_chunks(
     at_once: usize,
 ) -> Tensor<1> {
     let head = head.into();
+    let at_once = match hidden.dtype() {
+        DType::F16 => at_once.min(ROWS_IN_F16),
+        _ => at_once,
+    };
     let tracked_head = head.tracked();
     let targets = targets.inner();
     let counts = targets.clone().greater_equal_elem(0).float();
@@ -350,6 +357,22 @@ mod tests {
                 let error = (found - expected).abs();
                 assert!(error < 4e-3 * largest, "{found} instead of {expected}");
             }
+        }
+    }
+
+    /// Thousands of rows that all add up.
+    #[test]
+    fn large_sums_of_the_head_stay_finite_in_f16() {
+        let device = Device::flex().autodiff();
+        let rows = 1 << 14;
+        let hidden = Tensor::<2>::full([rows, 4], 8.0, (&device, DType::F16));
+        let head = Tensor::<2>::zeros([64, 4], (&device, DType::F16)).require_grad();
+        let targets = Tensor::<1, Int>::zeros([rows], &device);
+        let loss = in_chunks(hidden, head.clone(), targets, None, rows);
+        let gradient = values(head.grad(&loss.backward()).expect("a gradient"));
+        for (place, found) in gradient.into_iter().enumerate() {
+            let expected = if place < 4 { -8.0 * 63.0 / 64.0 } else { 0.125 };
+            assert!((found - expected).abs() < 1e-2, "{found}");
         }
     }
 
