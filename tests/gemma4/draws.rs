@@ -401,3 +401,48 @@ fn texts_are_those_that_the_host_draws() {
         }
     }
 }
+
+/// Options that nobody has validated before.
+#[test]
+fn options_that_make_no_sense_draw_nothing() {
+    for device in devices() {
+        for (argument, top_k, top_p) in [("top_k", Some(0), None), ("top_p", None, Some(0.0))] {
+            let wrong = Sampling {
+                top_k,
+                top_p,
+                ..sampling(1.0)
+            };
+            let logits = Tensor::<3>::ones([1, 1, 1000], &device.device);
+            let outcome = Next::of(logits).sample(&mut [Sampler::new(&wrong)]);
+            let Err(error) = outcome else {
+                panic!("{}: {argument} draws {outcome:?}", device.name)
+            };
+            assert!(error.to_string().starts_with(argument), "{error}");
+        }
+    }
+}
+
+/// Where one row has nothing to draw, all samplers are where they were.
+#[test]
+fn samplers_read_nothing_of_a_draw_that_failed() {
+    let seed = fresh();
+    let good = vec![vec![0.5, 0.25, 0.0, 0.125]; 2];
+    let mut bad = good.clone();
+    bad[1] = vec![f32::NAN; 4];
+    let sampling = Sampling {
+        repetition_penalty: 1.5,
+        ..sampling(1.0)
+    };
+    for device in devices() {
+        let mut after = samplers(&sampling, 2, seed);
+        let data = TensorData::new(bad.concat(), [2, 1, 4]);
+        let logits = Tensor::<3>::from_data(data, &device.device);
+        assert!(Next::of(logits).sample(&mut after).is_err());
+        let mut fresh = samplers(&sampling, 2, seed);
+        for _ in 0..8 {
+            let [found, expected] = [&mut after, &mut fresh]
+                .map(|samplers| draw(&good, samplers, DType::F32, &device.device));
+            assert_eq!(found, expected, "{}", device.name);
+        }
+    }
+}

@@ -82,11 +82,14 @@ impl Next<'_> {
     /// [with samplers](super::Decoder::with_samplers) has drawn in its step is that one.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where there is not one sampler for each of the logits' rows, and where every logit of a sequence, by its
-    /// penalty and suppressed tokens, is NaN or −∞; [`Gemma4Error::Device`] where the device failed.
+    /// [`Gemma4Error::Argument`] where there is not one sampler for each of the logits' rows, those of [`Sampling::validate`](crate::Sampling::validate), and where every logit of a sequence, by its
+    /// penalty and suppressed tokens, is NaN or −∞; [`Gemma4Error::Device`] where the device failed. No sampler has read a token then.
     pub fn sample(self, samplers: &mut [Sampler]) -> Result<Vec<u32>, Gemma4Error> {
         let [rows, vocabulary] = self.logits.dims();
         check_samplers(samplers.len(), rows)?;
+        for sampler in samplers.iter() {
+            sampler.sampling().validate()?;
+        }
         let of_rows: Vec<&Sampler> = samplers.iter().collect();
         if let Some(drawn) = self.draw(&of_rows) {
             let number =
@@ -99,8 +102,12 @@ impl Next<'_> {
         }
         let logits = self.logits()?;
         let rows = samplers.iter_mut().zip(logits.chunks_exact(vocabulary));
-        rows.map(|(sampler, logits)| sampler.sample(logits))
-            .collect()
+        let tokens = rows.map(|(sampler, logits)| sampler.choose(logits));
+        let tokens: Vec<u32> = tokens.collect::<Result<_, _>>()?;
+        for (sampler, token) in samplers.iter_mut().zip(&tokens) {
+            sampler.read(&[*token]);
+        }
+        Ok(tokens)
     }
 
     /// The next token of each row, drawn on the device by its sampler, which does not read it; nothing for a row where none can be.

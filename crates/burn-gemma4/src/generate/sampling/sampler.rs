@@ -44,24 +44,28 @@ impl Sampler {
     /// A token by its logits, one a token of the vocabulary. A logit that is NaN counts as −∞.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where every logit is NaN or −∞, so that there is no token to draw.
+    /// [`Gemma4Error::Argument`] where every logit is NaN or −∞, so that there is no token to draw, and those of [`Sampling::validate`].
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
+        self.sampling.validate()?;
+        let token = self.choose(logits)?;
+        self.read(&[token]);
+        Ok(token)
+    }
+
+    /// A token by its logits and by options that make sense, which it does not read.
+    pub(crate) fn choose(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         if !self.sampling.changes_logits() {
-            let token = self.choose(logits)?;
-            self.read(&[token]);
-            return Ok(token);
+            return self.choose_among(logits);
         }
         let mut changed = std::mem::take(&mut self.changed);
         changed.clear();
         changed.extend_from_slice(logits);
         self.change(&mut changed);
-        let token = self.choose(&changed)?;
+        let token = self.choose_among(&changed);
         self.changed = changed;
-        self.read(&[token]);
-        Ok(token)
+        token
     }
 
-    #[cfg(feature = "cube")]
     pub(crate) fn sampling(&self) -> &Sampling {
         &self.sampling
     }
@@ -100,7 +104,7 @@ impl Sampler {
         }
     }
 
-    fn choose(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
+    fn choose_among(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         let likeliest = possible(logits)
             .reduce(|best, next| if next.logit > best.logit { next } else { best })
             .ok_or_else(|| Gemma4Error::no_number(logits.len()))?;
