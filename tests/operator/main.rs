@@ -34,6 +34,7 @@ mod oracle;
 mod properties;
 mod quantized;
 mod segments;
+mod sinks;
 mod softcaps;
 mod strides;
 mod tails;

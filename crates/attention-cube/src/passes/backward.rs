@@ -143,9 +143,9 @@ impl<'a> BackwardPass<'a> {
         let problem = self.problem;
         let [batch, q_heads, q_len] = problem.logsumexp_shape();
         let rows = Shape::new([batch, q_heads, q_len, 1]);
-        let logsumexp =
-            reference::logsumexp_of_parts::<CubeBackend>(self.logsumexp.clone(), problem);
-        let logsumexp = CubeBackend::float_reshape(logsumexp, rows);
+        let parts = reference::parts::<CubeBackend>(self.logsumexp.clone(), problem);
+        let [reference, logarithm] =
+            parts.map(|part| CubeBackend::float_reshape(part, rows.clone()));
         let deltas = CubeBackend::float_slice(
             self.rows.clone(),
             &[
@@ -158,7 +158,8 @@ impl<'a> BackwardPass<'a> {
         let deltas = CubeBackend::float_swap_dims(deltas, 2, 3);
         let gradient = reference::gradients::sinks_gradient::<CubeBackend>(
             sinks.clone(),
-            logsumexp,
+            reference,
+            logarithm,
             deltas,
             problem,
         );

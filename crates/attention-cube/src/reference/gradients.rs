@@ -1,8 +1,10 @@
 //! The gradients, written out.
 
 use super::scores::{Scores, Weights};
-use super::tensors::{bool_dtype, cast, fill_rows, from_groups, sum_to, to_groups};
-use super::{empty, logsumexp_of_parts, parts};
+use super::tensors::{
+    bool_dtype, cast, fill_rows, from_groups, is_negative_infinity, sum_to, to_groups,
+};
+use super::{empty, parts};
 use crate::AttentionProblem;
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved, logsumexp_dtype};
 use crate::select::BackwardRequest;
@@ -32,23 +34,18 @@ pub(crate) fn backward<B: Backend>(
         Some(blind) => fill_rows::<B>(rows, blind),
         None => rows,
     };
-    // Of such a query the logsumexp is the sink, if there is one, and else −∞, a constant.
-    let logsumexp = logsumexp_of_parts::<B>(saved.logsumexp, problem);
-    let logsumexp = B::float_reshape(logsumexp, rows.clone());
-    let bools = bool_dtype::<B>(&logsumexp);
-    let constant = B::float_equal_elem(logsumexp.clone(), f64::NEG_INFINITY.into(), bools);
-    let defined = |rows| fill_rows::<B>(rows, &constant);
-    let logsumexp = defined(logsumexp);
+    // Not by the logsumexp: where scores are huge, one number does not keep how many there were.
+    let weights = Weights::<B>::new(scores.scores, scores.sinks, problem);
     let output_gradient = seeing(cast::<B>(saved.output_gradient, compute));
     let output = seeing(cast::<B>(saved.output, compute));
     let mut delta = B::float_sum_dim(B::float_mul(output_gradient.clone(), output), 3);
     if let Some(gradient) = saved.logsumexp_gradient.into_option() {
         let [gradient, _] = parts::<B>(gradient, problem);
         let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
-        delta = B::float_sub(delta, defined(gradient));
+        // Beside neither a key nor a sink the logsumexp is −∞, a constant.
+        delta = B::float_sub(delta, fill_rows::<B>(gradient, &weights.unseeing));
     }
-    // Not by the logsumexp: where scores are huge, one number does not keep how many there were.
-    let p = Weights::<B>::new(scores.scores, scores.sinks, problem).p;
+    let p = weights.p;
 
     let output_gradient = to_groups::<B>(output_gradient, problem);
     let dv = request.value.then(|| {
@@ -61,7 +58,7 @@ pub(crate) fn backward<B: Backend>(
         problem,
     );
     // A value that others see may be NaN.
-    let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bools);
+    let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p));
     let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
     let ds = B::float_mask_fill(ds, unseen, 0.0.into());
     let dbias = bias
@@ -69,7 +66,8 @@ pub(crate) fn backward<B: Backend>(
         .map(|bias| cast::<B>(sum_to::<B>(ds.clone(), &bias.shape()), bias.dtype()));
     let dsinks = sinks.filter(|_| request.sinks).map(|original| {
         let dtype = original.dtype();
-        let gradient = sinks_gradient::<B>(original, logsumexp, delta, problem);
+        let logarithm = B::float_log(weights.sum);
+        let gradient = sinks_gradient::<B>(original, weights.max, logarithm, delta, problem);
         cast::<B>(gradient, dtype)
     });
 
@@ -100,22 +98,23 @@ pub(crate) fn backward<B: Backend>(
 }
 
 /// The sinks' gradient, `−Σ exp(sink − lse)·Δ` over the batch and the queries: a sink is a score whose
-/// value is zero. `logsumexp` and `delta` are `[batch, q_heads, q_len, 1]`, and the gradient has their dtype.
+/// value is zero. The logsumexp's `reference` and `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`, and the gradient has their
+/// dtype.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
-    logsumexp: FloatTensor<B>,
+    reference: FloatTensor<B>,
+    logarithm: FloatTensor<B>,
     delta: FloatTensor<B>,
     problem: &AttentionProblem,
 ) -> FloatTensor<B> {
-    let compute = logsumexp.dtype();
+    let compute = reference.dtype();
     let per_head = Shape::new([1, problem.q_heads, 1, 1]);
     let shape = sinks.shape();
     let scores = B::float_reshape(cast::<B>(sinks, compute), per_head.clone());
-    // A sink of −∞ is none, also beside no key.
-    let bools = bool_dtype::<B>(&scores);
-    let none = B::float_equal_elem(scores.clone(), f64::NEG_INFINITY.into(), bools);
-    let p = B::float_exp(B::float_sub(scores, logsumexp));
-    let p = fill_rows::<B>(p, &none);
+    // A sink of −∞ is none, beside whatever the others of its head are.
+    let none = is_negative_infinity::<B>(&scores);
+    let p = B::float_exp(B::float_sub(B::float_sub(scores, reference), logarithm));
     let gradient = sum_to::<B>(B::float_neg(B::float_mul(p, delta)), &per_head);
+    let gradient = B::float_mask_fill(gradient, none, 0.0.into());
     B::float_reshape(gradient, shape)
 }

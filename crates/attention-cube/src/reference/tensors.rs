@@ -56,6 +56,12 @@ pub(super) fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) 
     B::float_mask_where(a, smaller, b)
 }
 
+/// Where a tensor is −∞, as a sink is that is none.
+pub(super) fn is_negative_infinity<B: Backend>(tensor: &FloatTensor<B>) -> BoolTensor<B> {
+    let bools = bool_dtype::<B>(tensor);
+    B::float_equal_elem(tensor.clone(), f64::NEG_INFINITY.into(), bools)
+}
+
 pub(super) fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
     if tensor.dtype() == dtype {
         return tensor;

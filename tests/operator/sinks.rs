@@ -1,0 +1,51 @@
+//! Sinks as large as the largest scores, where a logsumexp in one f32 does not tell what keys add to a sink.
+
+use crate::dense::read;
+use crate::devices::devices;
+use attention_cube::{AttentionOptions, fused_attention};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+/// Columns of queries, keys and values: what every engine has tiles for.
+const WIDTH: usize = 16;
+
+/// A row whose first columns are these, and the others 0.
+fn row(columns: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
+    let mut values = vec![0.0; WIDTH];
+    values[..columns.len()].copy_from_slice(columns);
+    let data = TensorData::new(values, [1, 1, 1, WIDTH]);
+    Tensor::from_data(data.convert_dtype(dtype), (device, dtype))
+}
+
+/// The sink of the only head.
+fn sink(value: f64, device: &Device) -> Tensor<1> {
+    let data = TensorData::new(vec![value as f32], [1]);
+    Tensor::from_data(data, (device, DType::F32))
+}
+
+/// The sink and the only score are equal, so each has half of the row: of a value that sums to 1 the sink's gradient is −½ · ½.
+#[test]
+fn a_sink_beside_an_equal_score_has_half_of_the_row() {
+    for device in devices() {
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F16, 1e-3), (DType::BF16, 1e-3)] {
+            if !device.supports(dtype) {
+                continue;
+            }
+            let on = &device.device.clone().autodiff();
+            for factor in [1.0, 32.0, 1024.0] {
+                let operand = row(&[factor; WIDTH], on, dtype);
+                let value = row(&[1.0 / WIDTH as f64; WIDTH], on, dtype);
+                let score = factor * factor * WIDTH as f64;
+                let sink = sink(score, on).require_grad();
+                let options = AttentionOptions::new().scale(1.0).sinks(sink.clone());
+                let output = fused_attention(operand.clone(), operand, value, options);
+                let gradient = sink.grad(&output.sum().backward()).map(read);
+                let found = gradient.expect("the sink has a gradient")[0];
+                assert!(
+                    (found + 0.25).abs() < 0.25 * tolerance,
+                    "{}, {dtype:?}, {score}: {found}",
+                    device.name
+                );
+            }
+        }
+    }
+}
