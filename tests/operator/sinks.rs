@@ -49,3 +49,40 @@ fn a_sink_beside_an_equal_score_has_half_of_the_row() {
         }
     }
 }
+
+/// A key whose score is 3 below a large sink and whose value is 0: the output is that of a query that sees nothing, and the value's
+/// gradient is the key's share of the row. In half precision beside a bias, where the backward has reference and logarithm apart.
+#[test]
+fn a_key_below_a_large_sink_is_seen() {
+    let share = 1.0 / (1.0 + 3.0f64.exp());
+    for device in devices() {
+        for (dtype, has_bias, tolerance) in [
+            (DType::F32, false, 1e-4),
+            (DType::F32, true, 1e-4),
+            (DType::F16, true, 1e-2),
+            (DType::BF16, true, 1e-2),
+        ] {
+            if !device.supports(dtype) {
+                continue;
+            }
+            let on = &device.device.clone().autodiff();
+            let query = row(&[1024.0, 1.0], on, dtype);
+            let key = row(&[1024.0, -3.0], on, dtype);
+            let value = row(&[], on, dtype).require_grad();
+            let sink = sink(1024.0 * 1024.0, on);
+            let mut options = AttentionOptions::new().scale(1.0).sinks(sink);
+            if has_bias {
+                options = options.bias(Tensor::zeros([1; 4], (on, DType::F32)));
+            }
+            let output = fused_attention(query, key, value.clone(), options);
+            let gradient = value.grad(&output.sum().backward()).map(read);
+            for found in gradient.expect("the value has a gradient") {
+                assert!(
+                    (found / share - 1.0).abs() < tolerance,
+                    "{}, {dtype:?}, {has_bias}: {found} instead of {share}",
+                    device.name
+                );
+            }
+        }
+    }
+}

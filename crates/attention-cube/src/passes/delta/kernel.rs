@@ -115,9 +115,11 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
         #[comptime]
         match &sinks {
             ComptimeOption::Some(sinks) => {
-                // Beside the sink alone the logsumexp is the sink, and the output 0.
+                // Beside the sink alone the sum by it is 1, and the output 0. Together both numbers would be a large sink for keys,
+                // too; a sum that they leave at 1 is one of which f32 holds nothing that they have.
                 let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                blind = constant || (reference + logarithm == sink && seen == 0.0f32);
+                let alone = reference == sink && logarithm == 0.0f32;
+                blind = constant || (alone && seen == 0.0f32);
             }
             ComptimeOption::None => {}
         }
