@@ -155,6 +155,32 @@ fn with_sinks_of_minus_infinity() {
     }
 }
 
+/// So it is where there are no keys, whatever reaches its logsumexp.
+#[test]
+fn a_sink_of_minus_infinity_beside_no_key_has_no_gradient() {
+    for device in devices() {
+        let on = &device.device.clone().autodiff();
+        let numbers = |values: [f32; 2]| {
+            Tensor::<1>::from_data(TensorData::new(values.to_vec(), [2]), (on, DType::F32))
+        };
+        let operand = |length| Tensor::<4>::ones([1, 2, length, 16], (on, DType::F32));
+        for operator in [Operator::Fused, Operator::Reference] {
+            for weight in [1.0, f32::NAN] {
+                let context = format!("{}, {operator:?}, {weight}", device.name);
+                let sinks = numbers([f32::NEG_INFINITY, 0.5]).require_grad();
+                let options = AttentionOptions::new().sinks(sinks.clone());
+                let (_, lse) = operator
+                    .call(operand(3), operand(0), operand(0), options)
+                    .unwrap_or_else(|error| panic!("{context}: {error}"));
+                let weights = numbers([weight, 1.0]).reshape([1, 2, 1]);
+                let gradient = sinks.grad(&(lse * weights).sum().backward());
+                let gradient = gradient.unwrap_or_else(|| panic!("{context}: no gradient"));
+                assert_eq!(read(gradient), [0.0, 3.0], "{context}");
+            }
+        }
+    }
+}
+
 /// Every second query sees nothing, beside others that see a key and a value of NaN: its output and its gradient are 0, and its
 /// logsumexp is −∞, or the sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {

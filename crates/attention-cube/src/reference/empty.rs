@@ -1,7 +1,7 @@
 //! Attention without queries or without keys, which no kernel is asked for.
 
 use super::parts;
-use super::tensors::{cast, float_dtype, sum_to};
+use super::tensors::{cast, float_dtype, is_negative_infinity, sum_to};
 use crate::AttentionProblem;
 use crate::backend::{
     AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, logsumexp_dtype,
@@ -9,6 +9,11 @@ use crate::backend::{
 use crate::select::BackwardRequest;
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
+
+/// Whether there are queries, which then see nothing.
+fn has_rows(problem: &AttentionProblem) -> bool {
+    !problem.logsumexp_shape().contains(&0)
+}
 
 /// No query or no key: output 0, logsumexp −∞ or the sink.
 pub(super) fn forward<B: Backend>(
@@ -21,7 +26,13 @@ pub(super) fn forward<B: Backend>(
     let logsumexp = match inputs.sinks.clone().into_option() {
         Some(sinks) => {
             let sinks = B::float_reshape(sinks, Shape::new([1, problem.q_heads, 1]));
-            B::float_expand(cast::<B>(sinks, dtype), rows)
+            let mut scores = cast::<B>(sinks, dtype);
+            if has_rows(problem) {
+                // A sink of −∞ is none, and so a constant.
+                let none = is_negative_infinity::<B>(&scores);
+                scores = B::float_mask_fill(scores, none, f64::NEG_INFINITY.into());
+            }
+            B::float_expand(scores, rows)
         }
         None => B::float_full(rows, f64::NEG_INFINITY.into(), &device, float_dtype(dtype)),
     };
@@ -53,11 +64,16 @@ pub(crate) fn backward<B: Backend>(
         bias: bias.map(|bias| zeros(&bias)).into(),
         sinks: sinks
             .map(|sinks| match saved.logsumexp_gradient.into_option() {
-                Some(gradient) if problem.batch * problem.q_len > 0 => {
+                Some(gradient) if has_rows(problem) => {
                     let per_head = Shape::new([1, problem.q_heads, 1]);
                     let [gradient, _] = parts::<B>(gradient, problem);
                     let gradient = sum_to::<B>(gradient, &per_head);
-                    cast::<B>(B::float_reshape(gradient, sinks.shape()), sinks.dtype())
+                    let gradient = B::float_reshape(gradient, sinks.shape());
+                    let scores = cast::<B>(sinks.clone(), gradient.dtype());
+                    // A sink of −∞ is none.
+                    let none = is_negative_infinity::<B>(&scores);
+                    let gradient = B::float_mask_fill(gradient, none, 0.0.into());
+                    cast::<B>(gradient, sinks.dtype())
                 }
                 _ => zeros(&sinks),
             })
