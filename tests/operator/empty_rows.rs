@@ -8,7 +8,7 @@ use crate::inputs::Inputs;
 use crate::run::Operator;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use attention_cube::{AttentionOptions, attention_with_lse};
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
 /// Checks with NaN in the queries that `blind` names, and in their output's gradient.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
@@ -252,6 +252,36 @@ fn all_queries_at_once() {
             mask.values.fill(0.0);
         }
         check_blind(&case, &inputs, |_| true);
+    }
+}
+
+/// Without a key to see, or without a query, the definition's output is a function of the query all the same, even of one of NaN, and so
+/// has a gradient of zeros.
+#[test]
+fn the_definition_has_gradients_without_elements() {
+    let on = &Device::flex().autodiff();
+    for (q_len, kv_len) in [(2, 0), (0, 3), (0, 0)] {
+        let operand = |length, number: f32| {
+            Tensor::<4>::full([1, 1, length, 8], number, (on, DType::F32)).require_grad()
+        };
+        let query = operand(q_len, f32::NAN);
+        let options = AttentionOptions::new();
+        let (output, _) = Operator::Reference
+            .call(
+                query.clone(),
+                operand(kv_len, 1.0),
+                operand(kv_len, 1.0),
+                options,
+            )
+            .unwrap_or_else(|error| panic!("{q_len}, {kv_len}: {error}"));
+        assert!(read(output.clone().inner()).iter().all(|x| *x == 0.0));
+        let gradient = query.grad(&(output * f32::NAN).sum().backward());
+        let gradient = gradient.unwrap_or_else(|| panic!("{q_len}, {kv_len}: no gradient"));
+        assert_eq!(gradient.dims(), query.dims());
+        assert!(
+            read(gradient).iter().all(|x| *x == 0.0),
+            "{q_len}, {kv_len}"
+        );
     }
 }
 

@@ -1,7 +1,7 @@
 //! Attention without queries or without keys, which no kernel is asked for.
 
 use super::parts;
-use super::tensors::{cast, float_dtype, is_negative_infinity, sum_to};
+use super::tensors::{bool_dtype, cast, fill_rows, float_dtype, is_negative_infinity, sum_to};
 use crate::AttentionProblem;
 use crate::backend::{
     AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, logsumexp_dtype,
@@ -36,12 +36,17 @@ pub(super) fn forward<B: Backend>(
         }
         None => B::float_full(rows, f64::NEG_INFINITY.into(), &device, float_dtype(dtype)),
     };
-    // The zero output stays a function of the query, so that autodiff finds a (zero) gradient.
-    let output = B::float_zeros(
-        Shape::new(problem.output_shape()),
-        &device,
-        float_dtype(problem.dtype),
-    );
+    // The zero output stays a function of the query, so that autodiff finds a (zero) gradient, whatever the query holds.
+    let query = inputs.query.clone();
+    let shape = Shape::new(problem.output_shape());
+    let output = if has_rows(problem) {
+        let all = B::bool_ones(Shape::new([1; 4]), &device, bool_dtype::<B>(&query));
+        let nothing = B::float_sum_dim(fill_rows::<B>(query, &all), 3);
+        let zeros = B::float_zeros(shape, &device, float_dtype(problem.dtype));
+        B::float_add(zeros, nothing)
+    } else {
+        B::float_reshape(query, shape)
+    };
     AttentionOutput { output, logsumexp }
 }
 
