@@ -34,6 +34,7 @@ mod oracle;
 mod properties;
 mod quantized;
 mod segments;
+mod settings;
 mod sinks;
 mod softcaps;
 mod strides;

@@ -15,7 +15,12 @@ pub(super) fn visibility<B: Backend>(
 ) -> Option<BoolTensor<B>> {
     let device = inputs.query.device();
     let settings = get_or_init_device_settings::<B>(&device);
-    let (ints, bools) = (settings.int_dtype, settings.bool_dtype);
+    let ints = settings.int_dtype;
+    // The mask's, where there is one: a caller may have the device's configured, which a backend beneath Burn's dispatch is not told of.
+    let bools = match inputs.mask.as_option() {
+        Some(mask) => mask.dtype().into(),
+        None => settings.bool_dtype,
+    };
     let (q_len, kv_len) = (problem.q_len, problem.kv_len);
     let mut conditions = Vec::new();
 

@@ -1,0 +1,100 @@
+//! Dtypes that a device was configured to, and so the masks, lengths and ids made there have: the definition sees by them what it sees by
+//! others, called by itself and in the place of kernels.
+//!
+//! A device is configured once in a process, so each test runs itself anew for every dtype.
+
+use crate::case::{Case, FULL};
+use crate::dense::{Dense, read};
+use crate::devices::{TestDevice, devices};
+use crate::run::Operator;
+use attention_cube::CausalAlignment;
+use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
+use std::env;
+use std::process::Command;
+
+/// Set in the environment of a process whose device is configured, to the dtype.
+const CONFIGURED: &str = "ATTENTION_TEST_CONFIGURED";
+
+fn config(dtype: DType) -> DeviceConfig {
+    match dtype {
+        DType::Bool(store) => DeviceConfig::from(store),
+        _ => DeviceConfig::from(IntDType::from(dtype)),
+    }
+}
+
+/// Runs `check` on every device in a process for each of these dtypes that it has, with the definition in the place of kernels. `test` is the
+/// calling test's name.
+fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
+    let own = env::var(CONFIGURED).ok();
+    for device in devices() {
+        let has = |dtype: &&DType| device.device.supports_dtype(**dtype);
+        for dtype in dtypes.iter().filter(has) {
+            let name = format!("{dtype:?}");
+            if let Some(own) = &own {
+                if *own == name {
+                    let configured = device.device.clone().configure(config(*dtype));
+                    configured.expect("nothing was made on the device yet");
+                    check(&device);
+                }
+                continue;
+            }
+            let ended = Command::new(env::current_exe().expect("the path of this test"))
+                .args(["--exact", &format!("settings::{test}"), "--nocapture"])
+                .env(CONFIGURED, &name)
+                .env("ATTENTION_ENGINES", "reference")
+                .env("ATTENTION_TEST_DEVICES", device.name)
+                .output()
+                .expect("a process");
+            let text = String::from_utf8_lossy(&ended.stdout);
+            assert!(
+                ended.status.success() && text.contains("1 passed"),
+                "{}, {name}: {text}{}",
+                device.name,
+                String::from_utf8_lossy(&ended.stderr)
+            );
+        }
+    }
+}
+
+/// Checks how many keys each query sees, by everything that hides some: of scores of 0 that is what the logsumexp is the logarithm of.
+fn check_counts(device: &TestDevice) {
+    let (q_len, kv_len) = (170, 150);
+    let ids = |length: i64| (0..2 * length).map(|i| i % length / 60).collect();
+    let case = Case {
+        dtype: DType::F32,
+        causal: Some(CausalAlignment::BottomRight),
+        window: (Some(40), None),
+        mask: Some(FULL),
+        kv_lengths: Some(vec![127, 41]),
+        segments: Some((ids(q_len), ids(kv_len))),
+        ..Case::new([2, 2, 1, q_len as usize, kv_len as usize, 8, 8])
+    };
+    let mut inputs = case.inputs();
+    inputs.query.values.fill(0.0);
+    let tensor = |operand: &Dense| operand.tensor(&device.device, case.dtype);
+    for operator in [Operator::Fused, Operator::Reference] {
+        let options = case.options(inputs.extras(&device.device, case.dtype));
+        let [query, key, value] = [&inputs.query, &inputs.key, &inputs.value].map(tensor);
+        let (_, lse) = operator
+            .call(query, key, value, options)
+            .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+        for (row, lse) in read(lse).into_iter().enumerate() {
+            let (plane, i) = (row / case.q_len, row % case.q_len);
+            let (b, h) = (plane / case.q_heads, plane % case.q_heads);
+            let seen = (0..case.kv_len).filter(|j| case.sees(&inputs, [b, h, i, *j]));
+            let seen = seen.count() as f64;
+            assert!(
+                (lse.exp() - seen).abs() <= 1e-3 * seen,
+                "{operator:?}: query {i} of head {h} in sequence {b} sees {} keys, not {seen}",
+                lse.exp()
+            );
+        }
+    }
+}
+
+/// A mask is of the store that its device is configured to, whatever that of the definition's own conditions would be.
+#[test]
+fn masks_of_every_store() {
+    let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);
+    configured("masks_of_every_store", &stores, check_counts);
+}
