@@ -98,3 +98,14 @@ fn masks_of_every_store() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);
     configured("masks_of_every_store", &stores, check_counts);
 }
+
+/// Positions before the first key are negative, and longer than the narrowest integers.
+#[test]
+fn positions_beside_integers_of_every_dtype() {
+    let dtypes = [DType::U32, DType::I64, DType::I8];
+    configured(
+        "positions_beside_integers_of_every_dtype",
+        &dtypes,
+        check_counts,
+    );
+}

@@ -8,18 +8,20 @@ use burn::backend::{
 };
 use burn::tensor::{DType, IntDType, Shape};
 
+/// Of positions, lengths and ids, as kernels have them: a device's own integers may be too narrow, or without negative positions, as
+/// queries before the first key have.
+const INTS: IntDType = IntDType::I32;
+
 /// Which keys each query sees, broadcastable to the scores; `None` if all see all.
 pub(super) fn visibility<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> Option<BoolTensor<B>> {
     let device = inputs.query.device();
-    let settings = get_or_init_device_settings::<B>(&device);
-    let ints = settings.int_dtype;
     // The mask's, where there is one: a caller may have the device's configured, which a backend beneath Burn's dispatch is not told of.
     let bools = match inputs.mask.as_option() {
         Some(mask) => mask.dtype().into(),
-        None => settings.bool_dtype,
+        None => get_or_init_device_settings::<B>(&device).bool_dtype,
     };
     let (q_len, kv_len) = (problem.q_len, problem.kv_len);
     let mut conditions = Vec::new();
@@ -27,18 +29,18 @@ pub(super) fn visibility<B: Backend>(
     let lengths = inputs.kv_lengths.as_option().map(|lengths| {
         let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
         // In the wider of the two dtypes, which holds both the lengths and their bound.
-        let lengths = match lengths.dtype().size() < DType::from(ints).size() {
-            true => clamp(B::int_cast(lengths.clone(), ints)),
-            false => B::int_cast(clamp(lengths.clone()), ints),
+        let lengths = match lengths.dtype().size() < DType::from(INTS).size() {
+            true => clamp(B::int_cast(lengths.clone(), INTS)),
+            false => B::int_cast(clamp(lengths.clone()), INTS),
         };
         B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
     });
-    let keys = positions::<B>(kv_len, 3, &device, ints);
+    let keys = positions::<B>(kv_len, 3, &device);
     if let Some(lengths) = &lengths {
         conditions.push(B::int_lower(keys.clone(), lengths.clone(), bools));
     }
     if problem.right().is_some() || problem.window_left.is_some() {
-        let queries = positions::<B>(q_len, 2, &device, ints);
+        let queries = positions::<B>(q_len, 2, &device);
         let own = match (problem.is_bottom_right(), lengths) {
             (false, _) => queries,
             (true, None) => B::int_add_scalar(queries, (kv_len as i64 - q_len as i64).into()),
@@ -58,11 +60,11 @@ pub(super) fn visibility<B: Backend>(
     let segments = inputs.query_segments.as_option();
     if let Some((queries, keys)) = segments.zip(inputs.key_segments.as_option()) {
         let queries = B::int_reshape(
-            B::int_cast(queries.clone(), ints),
+            B::int_cast(queries.clone(), INTS),
             Shape::new([problem.batch, 1, q_len, 1]),
         );
         let keys = B::int_reshape(
-            B::int_cast(keys.clone(), ints),
+            B::int_cast(keys.clone(), INTS),
             Shape::new([problem.batch, 1, 1, kv_len]),
         );
         let scores = |heads| Shape::new([problem.batch, heads, q_len, kv_len]);
@@ -97,16 +99,11 @@ fn clamp_window(window: usize) -> i64 {
 }
 
 /// `0..length` along dimension `dim` of four.
-fn positions<B: Backend>(
-    length: usize,
-    dim: usize,
-    device: &Device<B>,
-    dtype: IntDType,
-) -> IntTensor<B> {
+fn positions<B: Backend>(length: usize, dim: usize, device: &Device<B>) -> IntTensor<B> {
     let mut shape = [1; 4];
     shape[dim] = length;
     B::int_reshape(
-        B::int_arange(0..length as i64, device, dtype),
+        B::int_arange(0..length as i64, device, INTS),
         Shape::new(shape),
     )
 }
