@@ -95,6 +95,26 @@ fn of_every_size_in_half_precision() {
     }
 }
 
+/// So far below the scale that the quotient of both is beyond f32 in powers of two: scores of 0 stay and have the scale as their slope, and
+/// all others are at the cap.
+#[test]
+fn far_below_the_scale() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for bias in [None, Some(FULL)] {
+            let case = Case {
+                dtype,
+                bias,
+                scale: Some(4.0),
+                softcap: Some(2e-38),
+                ..Case::new([1, 2, 1, 70, 140, 64, 64])
+            };
+            let mut inputs = case.inputs();
+            inputs.query.fill_rows(0.0, |[_, _, query]| query % 2 == 0);
+            case.check_inputs(&inputs, &inputs);
+        }
+    }
+}
+
 /// What is so far above the scores changes nothing, of the operator and of its definition.
 #[test]
 fn the_largest_are_none() {

@@ -32,10 +32,15 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
     }
 }
 
-/// `2 / c` of a scaled dot, in powers of two.
+/// The largest number.
+const LARGEST: f32 = f32::MAX;
+
+/// `2 / c` of a scaled dot, in powers of two. Of a cap far below the scale it is the largest number: infinity times a dot of 0 would be none,
+/// and all other dots are at the cap by either.
 #[cube]
 fn softcap_power(arguments: &ScoreArguments) -> f32 {
-    comptime!(2.0 * std::f32::consts::LOG2_E) * arguments.scale / arguments.softcap
+    let power = comptime!(2.0 * std::f32::consts::LOG2_E) * arguments.scale / arguments.softcap;
+    max(min(power, LARGEST), -LARGEST)
 }
 
 /// From this power of two on, `tanh` is 1 in f32; twice of it is far from f32's largest.
