@@ -11,7 +11,7 @@ use crate::inputs::Inputs;
 use crate::quantized::check_in_fragments;
 use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::engine::{Engine, Kernel, Plan};
-use attention_cube::select::{Layouts, Pass, Refusal, Selection, select};
+use attention_cube::select::{Layouts, Pass, Refusal, Selection, Warning, select};
 use attention_cube::tile::fragment_tiles::Fragments;
 use attention_cube::tile::tiles::Products;
 use attention_cube::{AttentionProblem, CausalAlignment, explain};
@@ -304,6 +304,29 @@ fn served() {
                 }
             }
         }
+    }
+}
+
+/// The gradients of the scores are in the dtype of the fragments, whatever the inputs' is.
+#[test]
+fn gradients_in_f16_are_warned_of() {
+    for (own, staged, pass, warned) in [
+        (DType::F16, DType::F16, Pass::Backward, true),
+        (DType::F16, DType::F16, Pass::Forward, false),
+        (DType::F16, DType::F32, Pass::Backward, false),
+        (DType::BF16, DType::BF16, Pass::Backward, false),
+        (DType::BF16, DType::F32, Pass::Backward, false),
+    ] {
+        let selection = selection(&problem(64, own), &card([16, 16, 16], staged), pass);
+        assert_eq!(selection.kernel.engine(), Engine::Cmma, "{selection:?}");
+        let expected: &[Warning] = match warned {
+            true => &[Warning::ScoreGradientsInF16],
+            false => &[],
+        };
+        assert_eq!(
+            selection.warnings, expected,
+            "{own:?}, {staged:?}, {pass:?}"
+        );
     }
 }
 

@@ -34,7 +34,7 @@
 //! | a sink of −∞ | none |
 //! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where copies by hardware cannot read them ([`explain`] says which); same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
-//! | f16 gradients, by matrix units (wgmma, mma and cmma) | the gradients of the scores, `P ∘ (dP − Δ)`, are f16 there: beyond 65,504 the gradients of query and keys are infinite even if they would fit; [`explain`] warns |
+//! | f16 gradients, by matrix units (wgmma, mma, and cmma where it multiplies f16) | the gradients of the scores, `P ∘ (dP − Δ)`, are f16 there: beyond 65,504 the gradients of query and keys are infinite even if they would fit; [`explain`] warns |
 //! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next one takes it; [`explain`] says which and why |
 //!

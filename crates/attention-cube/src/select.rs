@@ -311,9 +311,9 @@ pub fn select(
         match answer {
             Ok(kernel) => {
                 return Selection {
+                    warnings: kernel.warnings(problem),
                     kernel,
                     refusals,
-                    warnings: engine.warnings(problem, pass),
                 };
             }
             Err(refusal) => refusals.push((engine, refusal)),

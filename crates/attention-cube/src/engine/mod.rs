@@ -65,8 +65,8 @@ pub trait AttentionEngine {
     /// Parts that the keys are split into, side by side, whose results are combined: 1 where they are not.
     fn splits(plan: &Self::Forward) -> usize;
 
-    /// Where its kernels fall short of the contract.
-    fn warnings(_problem: &AttentionProblem, _pass: Pass) -> Vec<Warning> {
+    /// Where a backward's kernels fall short of the contract.
+    fn warnings(_problem: &AttentionProblem, _plan: &Self::Backward) -> Vec<Warning> {
         Vec::new()
     }
 }
@@ -179,14 +179,6 @@ macro_rules! engines {
                     Self::Reference => false,
                 }
             }
-
-            /// Where its kernels fall short of the contract.
-            pub(crate) fn warnings(self, problem: &AttentionProblem, pass: Pass) -> Vec<Warning> {
-                match self {
-                    $(Self::$engine => $module::$engine::warnings(problem, pass),)+
-                    Self::Reference => Vec::new(),
-                }
-            }
         }
 
         impl fmt::Display for Engine {
@@ -223,6 +215,14 @@ macro_rules! engines {
                 match self {
                     $(Self::$engine(Plan::Forward(plan)) => $module::$engine::splits(plan),)+
                     _ => 1,
+                }
+            }
+
+            /// Where they fall short of the contract.
+            pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
+                match self {
+                    $(Self::$engine(Plan::Backward(plan)) => $module::$engine::warnings(problem, plan),)+
+                    _ => Vec::new(),
                 }
             }
 

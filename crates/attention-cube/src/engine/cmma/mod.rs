@@ -12,7 +12,7 @@ use crate::engine::AttentionEngine;
 use crate::engine::Launch;
 #[cfg(feature = "cube")]
 use crate::select::BackwardRequest;
-use crate::select::{Layouts, Pass, Refusal, Warning};
+use crate::select::{Layouts, Refusal, Warning};
 #[cfg(feature = "cube")]
 use crate::tiled::launch;
 use crate::tiled::plan::{BackwardPlan, ForwardPlan};
@@ -49,8 +49,11 @@ impl AttentionEngine for Cmma {
         plan.splits
     }
 
-    fn warnings(problem: &AttentionProblem, pass: Pass) -> Vec<Warning> {
-        let in_f16 = pass == Pass::Backward && problem.dtype == DType::F16;
+    fn warnings(_problem: &AttentionProblem, plan: &BackwardPlan) -> Vec<Warning> {
+        let kernels = [plan.query, plan.key_value];
+        let in_f16 = kernels
+            .iter()
+            .any(|tiles| tiles.product_dtype() == DType::F16);
         Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16))
     }
 }

@@ -29,7 +29,7 @@ use crate::engine::Launch;
 use crate::passes::aligned::{aligned, aligned_inputs};
 #[cfg(feature = "cuda")]
 use crate::select::BackwardRequest;
-use crate::select::{Layouts, Pass, Refusal, Warning};
+use crate::select::{Layouts, Refusal, Warning};
 use burn::tensor::DType;
 #[cfg(feature = "cuda")]
 use burn_cubecl::CubeBackend;
@@ -62,8 +62,8 @@ impl AttentionEngine for Wgmma {
         plan.splits
     }
 
-    fn warnings(problem: &AttentionProblem, pass: Pass) -> Vec<Warning> {
-        let in_f16 = pass == Pass::Backward && problem.dtype == DType::F16;
+    fn warnings(problem: &AttentionProblem, _plan: &BackwardPlan) -> Vec<Warning> {
+        let in_f16 = problem.dtype == DType::F16;
         Vec::from_iter(in_f16.then_some(Warning::ScoreGradientsInF16))
     }
 }
