@@ -411,7 +411,7 @@ mod tests {
         let source = Tensor::<1>::from_data(numbers.as_slice(), (&device, DType::F32));
         let target = Tensor::<1>::zeros([count], (&device, DType::F32));
         let _ = overwrite_floats(target.clone(), source);
-        let found: Vec<f32> = target.into_data().to_vec().expect("floats");
+        let found: Vec<f32> = target.into_data().try_to_vec().expect("floats");
         assert!(found == numbers);
     }
 }

@@ -19,8 +19,9 @@ use std::{fmt, marker::PhantomData};
 /// Computes the gradients of steps, whose launches it captures in a graph where the device can.
 ///
 /// The first text's launches are captured, if it has at most 4,096 rows and at most 1 GB is trained, and the graph is replayed for every text
-/// of the same shape. It keeps all memory that a step takes. With a text of another shape it ends, and that one and all later ones are
-/// computed launch by launch, as where nothing can be captured. Gradients are the same.
+/// of the same shape. It keeps all memory that a step takes. With a text of another shape it ends, and where other parameters are trained, and that one and all
+/// later ones are computed launch by launch, as where nothing can be captured. So are steps in which the host has a part: of experts that are more than 512,
+/// and in half precision on CUDA of experts [by layer](Self::by_layer). Gradients are the same.
 ///
 /// A capture runs the step four times. On CUDA it concerns the whole process: another thread's call that waits for the device or allocates
 /// on it ends in an error meanwhile. A program whose threads share a CUDA device goes [`without_graph_capture`](Self::without_graph_capture).
@@ -105,7 +106,7 @@ impl GradientRecorder {
     /// The mean loss of a text, `[1]` in f32 without autodiff, and the gradients of `factor` times that. The next call may write over
     /// gradients that are still there.
     ///
-    /// From call to call nothing of the model may change but what is trained.
+    /// From call to call nothing of the model may change but what is trained, and which parameters that are.
     ///
     /// # Errors
     /// Where the targets are of other rows than the tokens, of none of their positions or of more, or with a packing not of all; and those
