@@ -50,14 +50,30 @@ fn run(cli: &Cli) -> Result<(), Error> {
         },
     };
     if conversation.messages.is_empty() {
-        conversation.reset();
+        // What was read without one may be what this one begins with.
+        conversation.messages.clone_from(&conversation.beginning);
     }
+    let mut output = Output::default();
+    let talked = talk(&mut conversation, &mut output, &interrupt);
+    // Whatever has ended it, what was said before is kept.
+    let Conversation {
+        session, messages, ..
+    } = &conversation;
+    let kept = cli.generation.keep(session, messages);
+    talked.and(kept)?;
+    output.finish()
+}
 
+/// Answers until nothing more is said.
+fn talk(
+    conversation: &mut Conversation<'_>,
+    output: &mut Output,
+    interrupt: &Interrupt,
+) -> Result<(), Error> {
     let is_interactive = stdin().is_terminal();
     if is_interactive {
         note(COMMANDS);
     }
-    let mut output = Output::default();
     while !output.is_closed() {
         if is_interactive {
             prompt("> ");
@@ -72,18 +88,14 @@ fn run(cli: &Cli) -> Result<(), Error> {
             word if word.starts_with('/') && !word.contains(char::is_whitespace) => {
                 note(format_args!("{word} is no command. {COMMANDS}"));
             }
-            message => match conversation.answer(message, &mut output, &interrupt) {
+            message => match conversation.answer(message, output, interrupt) {
                 // A person can say something else; a script cannot.
                 Err(error) if is_interactive => note(format_args!("error: {error}")),
                 outcome => outcome?,
             },
         }
     }
-    let Conversation {
-        session, messages, ..
-    } = &conversation;
-    cli.generation.keep(session, messages)?;
-    output.finish()
+    Ok(())
 }
 
 /// What the conversation begins with: what is asked for, or what one from a file began with.
@@ -132,6 +144,12 @@ impl Conversation<'_> {
             self.session.generate(prompt, &self.options, on_token)
         });
         match answer {
+            Ok(answer)
+                if answer.finish_reason == FinishReason::Cancelled && answer.text.is_empty() =>
+            {
+                self.messages.pop();
+                Ok(())
+            }
             Ok(answer) => {
                 if answer.finish_reason == FinishReason::Length {
                     note(format_args!(

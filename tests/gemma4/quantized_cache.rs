@@ -289,6 +289,26 @@ fn words_of_another_dtype_are_refused() {
     );
 }
 
+/// Words do not tell in what they were computed.
+#[test]
+fn words_that_another_dtype_was_computed_in_are_refused() {
+    let fixture = Fixture::open("dense-ple");
+    let [gemma, other] =
+        [DType::F32, DType::BF16].map(|dtype| fixture.load(&Device::flex(), dtype));
+    let kept = TempDir::new().expect("a folder");
+    let path = kept.path().join("session");
+    let mut session = gemma.session();
+    let options = quantized(&greedy(&gemma, 2));
+    let found = session.generate(vec![20, 30, 40], &options, |_| ControlFlow::Continue(()));
+    found.expect("a generation");
+    session.save(&path, &[]).expect("saved");
+    SavedSession::read(gemma.model(), &path).expect("the same");
+    let error = SavedSession::read(other.model(), &path).expect_err("another dtype");
+    let text = error.to_string();
+    assert!(matches!(error, Gemma4Error::Unsupported { .. }), "{text}");
+    assert!(text.contains("computed in f32"), "{text}");
+}
+
 /// A byte a number, and 4 a slot and head.
 #[test]
 fn memory() {

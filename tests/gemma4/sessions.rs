@@ -291,6 +291,30 @@ fn sessions_are_kept_on_disk() {
     }
 }
 
+/// Which a reader of JSON may take for its neighbour, another each time.
+#[test]
+fn a_session_is_of_its_model_whatever_the_numbers_of_its_configuration() {
+    let config = fs::read(folder("dense-ple").join("config.json")).expect("a file");
+    let mut config: serde_json::Value = serde_json::from_slice(&config).expect("JSON");
+    config["rms_norm_eps"] = serde_json::json!(1.1867152238664858e-07);
+    let copy = TempDir::new().expect("a folder");
+    for file in [
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ] {
+        fs::copy(folder("dense-ple").join(file), copy.path().join(file)).expect("a file");
+    }
+    fs::write(copy.path().join("config.json"), config.to_string()).expect("written");
+    let gemma = Gemma4::load(copy.path(), &Device::flex(), LoadOptions::new());
+    let gemma = gemma.expect("a model");
+    let path = copy.path().join("session");
+    let mut session = gemma.session();
+    generate(&mut session, text(0, 20), &greedy(&gemma, 2));
+    session.save(&path, &[]).expect("saved");
+    SavedSession::read(gemma.model(), &path).expect("the same model");
+}
+
 #[test]
 fn a_session_of_another_model_is_refused() {
     let device = Device::flex();

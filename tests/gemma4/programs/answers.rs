@@ -184,8 +184,8 @@ fn a_prompt_with_its_own_beginning() {
 
 /// A program that has minutes of prompt to read.
 #[cfg(unix)]
-fn reading(name: &str, folder: &Folder) -> Child {
-    let mut command = on(name, folder, &[]);
+fn reading(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
+    let mut command = on(name, folder, arguments);
     let mut child = command.stdin(Stdio::piped()).spawn().expect("a process");
     write(&mut child, &("a".repeat(400_000) + "\n"));
     if name == "generate" {
@@ -203,17 +203,26 @@ fn reading(name: &str, folder: &Folder) -> Child {
 fn ctrl_c_ends_the_reading_of_a_prompt() {
     let folder = endless();
     let start = Instant::now();
-    let child = reading("generate", &folder);
+    let child = reading("generate", &folder, &[]);
     let ended = Ended::from(child.wait_with_output().expect("its end"));
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert_eq!(ended.stdout, "\n", "{ended:?}");
     assert!(ended.stderr.contains("stopped"), "{ended:?}");
 
-    let mut child = reading("chat", &folder);
+    let kept = tempfile::tempdir().expect("a folder");
+    let path = kept.path().join("session");
+    let path = path.to_str().expect("a name");
+    let mut child = reading("chat", &folder, &["--cache", path]);
     write(&mut child, "/heard?\n/exit\n");
     let ended = Ended::from(child.wait_with_output().expect("its end"));
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(ended.stderr.contains("/heard? is no command"), "{ended:?}");
+    // A message without an answer has not been said.
+    let mut again = on("chat", &folder, &["--cache", path]);
+    let mut child = again.stdin(Stdio::piped()).spawn().expect("a process");
+    write(&mut child, "");
+    let again = Ended::from(child.wait_with_output().expect("its end"));
+    assert!(again.stderr.contains("0 messages"), "{again:?}");
     assert!(
         start.elapsed() < Duration::from_secs(120),
         "{:?}",

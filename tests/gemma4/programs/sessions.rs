@@ -4,9 +4,9 @@ use super::{Ended, greedy, program, refused, report, run, succeed, write};
 use crate::fixture;
 #[cfg(unix)]
 use std::os::unix::fs::PermissionsExt;
-use std::process::Stdio;
 #[cfg(unix)]
 use std::{fs, path::Path};
+use std::{io::Write, process::Stdio};
 
 /// A second run reads what is new, and a chat goes on with its conversation.
 #[test]
@@ -81,10 +81,50 @@ fn sessions_are_kept_in_a_file() {
     refused::check("another system", &other, 2, &["--system", "--cache"]);
     let again = chat(&[], "");
     assert!(again.stderr.contains("5 messages"), "{again:?}");
+    // What cannot be read ends a chat, and loses nothing that was said.
+    let mut broken = program("chat");
+    broken.args([
+        "--device",
+        "flex",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4",
+    ]);
+    broken.arg("--model").arg(fixture::folder("dense-ple"));
+    broken.arg("--cache").arg(&path);
+    let mut child = broken.stdin(Stdio::piped()).spawn().expect("a process");
+    let mut input = child.stdin.take().expect("its input");
+    input.write_all(b"go on\n\xff\n").expect("written");
+    drop(input);
+    let broken = Ended::from(child.wait_with_output().expect("its end"));
+    assert_ne!(broken.code, Some(0), "{broken:?}");
+    let again = chat(&[], "");
+    assert!(again.stderr.contains("7 messages"), "{again:?}");
     // Another program goes on from the keys, and leaves the conversation alone.
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
     succeed(generate.arg(&path));
     let again = chat(&[], "");
-    assert!(again.stderr.contains("5 messages"), "{again:?}");
+    assert!(again.stderr.contains("7 messages"), "{again:?}");
+
+    // A chat of which nothing was said leaves what another program has read.
+    let path = folder.path().join("session.safetensors");
+    let mut nothing = program("chat");
+    nothing.args(["--device", "flex", "--cache"]).arg(&path);
+    nothing.arg("--model").arg(fixture::folder("dense-ple"));
+    let mut child = nothing.stdin(Stdio::piped()).spawn().expect("a process");
+    write(&mut child, "");
+    let nothing = Ended::from(child.wait_with_output().expect("its end"));
+    assert_eq!(nothing.code, Some(0), "{nothing:?}");
+    let mut generate = greedy("dense-ple", "flex");
+    generate.args(["--prompt-tokens", &longer, "--max-tokens", "4"]);
+    generate
+        .args(["--ignore-eos", "--json", "--cache"])
+        .arg(&path);
+    let again = report(&succeed(&mut generate));
+    assert!(
+        again["timings"]["prefill_tokens"].as_u64() < Some(16),
+        "{again}"
+    );
 }

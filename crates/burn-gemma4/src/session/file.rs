@@ -35,6 +35,9 @@ struct Header {
     /// In what keys and values are.
     #[serde(default, skip_serializing_if = "is_of_model")]
     kv: KvPrecision,
+    /// In what they were computed, where they are not in that themselves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    computed_in: Option<String>,
     /// Columns that may be forgotten.
     spare: usize,
     /// Columns that rings still have.
@@ -123,6 +126,10 @@ impl Session<'_> {
             config: config(model)?,
             compact_keys: self.cache.kind().compact_keys,
             kv: self.cache.kind().precision,
+            computed_in: match self.cache.kind().precision {
+                KvPrecision::Model => None,
+                KvPrecision::Q8 => Some(model.dtype().name().to_owned()),
+            },
             spare: self.cache.spare(),
             kept: now.kept,
             turn: turn.map(|turn| Turn {
@@ -261,7 +268,10 @@ impl<'a> File<'a> {
 
     /// Refuses a session of another model.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
-        let own = config(model)?;
+        // Read as often as what is in the file: a float may be another after each time.
+        let own = config(model)?.to_string();
+        let own: Value =
+            serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;
         if own != self.header.config {
             let of = |config: &Value| config.as_object().cloned().unwrap_or_default();
             let (own, other) = (of(&own), of(&self.header.config));
@@ -269,6 +279,14 @@ impl<'a> File<'a> {
             let mut differs = differs.filter(|key| own.get(*key) != other.get(*key));
             let key = differs.next().map_or("config", String::as_str);
             return Err(self.of_another(format!("{key} differs")));
+        }
+        let computes_in = model.dtype().name();
+        if let Some(computed_in) = &self.header.computed_in
+            && computed_in != computes_in
+        {
+            return Err(self.of_another(format!(
+                "its keys were computed in {computed_in}, and the model computes in {computes_in}"
+            )));
         }
         let numbers = self.list(WEIGHTS, Dtype::F32)?;
         let numbers: Vec<f32> = numbers

@@ -43,6 +43,9 @@ pub struct Cache {
     /// Of every layer that has its own keys and values.
     stores: Vec<Store>,
     window: usize,
+    /// Positions that the model has.
+    #[cfg(feature = "cube")]
+    positions: usize,
     /// Columns that may be forgotten at once, for each of which a ring has a slot beside the window's.
     spare: usize,
     /// Columns written, padding included, but for those that are forgotten.
@@ -97,6 +100,8 @@ impl Cache {
         Self {
             stores,
             window: config.sliding_window,
+            #[cfg(feature = "cube")]
+            positions: config.max_position_embeddings,
             spare: 0,
             columns: 0,
             written: 0,

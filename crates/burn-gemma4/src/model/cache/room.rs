@@ -24,10 +24,13 @@ impl Cache {
     }
 
     /// Gets room for at least `count` more columns. Whoever writes a few columns at a time notices that buffers move, so they
-    /// grow by an eighth, and not by fewer than 1,024 columns.
+    /// grow by an eighth, and not by fewer than 1,024 columns, up to the model's positions.
     pub(crate) fn make_room(&mut self, count: usize) {
         let columns = self.columns;
-        let room = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
+        let ahead = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
+        let room = ahead
+            .min(capacity(self.positions))
+            .max(capacity(columns + count));
         let grow = |buffer: &mut Slots| *buffer = grown(buffer.clone(), room, columns);
         for store in &mut self.stores {
             match store {
@@ -72,6 +75,37 @@ impl Store {
             Self::Ring(None) | Self::Growing(None) | Self::Compact(_, None) => {
                 panic!("an empty cache has no buffers")
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Gemma4Config, KvPrecision, model::cache::kind::CacheKind};
+
+    #[test]
+    fn there_is_none_beyond_the_positions() {
+        let config = Gemma4Config {
+            max_position_embeddings: 2048,
+            ..Gemma4Config::e2b()
+        };
+        let kind = CacheKind {
+            compact_keys: false,
+            precision: KvPrecision::Model,
+        };
+        for (columns, count, room) in [
+            (0, 1, 1024),
+            (1100, 1, 2048),
+            (2047, 1, 2048),
+            (2048, 9, 2304),
+        ] {
+            let mut cache = Cache {
+                columns,
+                ..Cache::new(&config, vec![0], kind)
+            };
+            cache.make_room(count);
+            assert_eq!(cache.room(), room, "{columns} and {count}");
         }
     }
 }
