@@ -1,6 +1,6 @@
 //! Checkpoints and adapters that are not ours to load: each is refused by what it is, not by the first thing in it that looks odd.
 
-use crate::fixture::folder;
+use crate::fixture::{folder, values};
 use crate::programs::folder::Folder;
 use burn::tensor::Device;
 use burn_gemma4::{Adapter, Gemma4Config, Gemma4Error, Gemma4Model, LoadOptions};
@@ -324,5 +324,51 @@ fn factors_of_keys_that_are_not_made() {
             true => drop(merged(written.path()).expect(module)),
             false => check(module, merged(written.path()), &[module]),
         }
+    }
+}
+
+/// A head is beside the model that has the layers, and so is what an adapter adds to it.
+#[test]
+fn factors_of_a_head() {
+    let device = Device::flex();
+    let config = Gemma4Config {
+        tie_word_embeddings: false,
+        ..load(&folder("dense-ple"))
+            .expect("a model")
+            .config()
+            .clone()
+    };
+    let model = Gemma4Model::new(&config, &device);
+    let head = |model: &Gemma4Model| {
+        let head = model.lm_head.as_ref().expect("a head");
+        values(head.weight.val())
+    };
+    let before = head(&model);
+    let written = adapter(4);
+    let path = written.path().join("adapter_model.safetensors");
+    let ones = 1f32.to_le_bytes();
+    let factors = [
+        ("lora_A", [4, config.hidden_size]),
+        ("lora_B", [config.vocab_size, 4]),
+    ];
+    let numbers = factors.map(|(_, [rows, columns])| ones.repeat(rows * columns));
+    let views = factors
+        .iter()
+        .zip(&numbers)
+        .map(|((part, shape), numbers)| {
+            let view = TensorView::new(Dtype::F32, shape.to_vec(), numbers).expect("a matrix");
+            (format!("base_model.model.lm_head.{part}.weight"), view)
+        });
+    fs::write(&path, serialize(views, None).expect("a file")).expect("written");
+    let after = head(
+        &model
+            .merge_adapter(written.path())
+            .expect("a head's adapter"),
+    );
+    let file = fs::read(written.path().join("adapter_config.json")).expect("a file");
+    let file: Value = serde_json::from_slice(&file).expect("JSON");
+    let added = 4.0 * file["lora_alpha"].as_f64().expect("a number") as f32 / 4.0;
+    for (after, before) in after.iter().zip(&before) {
+        assert!((after - before - added).abs() < 1e-4, "{after}, {before}");
     }
 }

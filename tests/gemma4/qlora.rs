@@ -315,3 +315,70 @@ fn one_may_come_after_another() {
     let expected = twice(model.clone(), false);
     fixture::assert_close(&twice(model, true), &expected, "twice");
 }
+
+/// Neither over words nor over whole weights, one of which would lose the first and the other the second.
+#[test]
+fn a_second_one_is_not_trained_beside_the_first() {
+    let device = Device::flex().autodiff();
+    for form in [Quantization::Q8, Quantization::Stored] {
+        let options = LoadOptions::new().quantization(form);
+        let model = Gemma4Model::load(fixture::folder("dense-ple"), &device, options);
+        let model = adapted(model.expect("a model"));
+        let error = Adapter::new(2, 4.0).attach(model).map(|_| ());
+        let error = error.expect_err("a second adapter").to_string();
+        assert!(
+            error.starts_with("model") && error.contains("merged"),
+            "{error}"
+        );
+    }
+}
+
+/// A model that is being trained becomes whole, with what its adapter has learned.
+#[test]
+fn what_is_trained_over_words_becomes_whole() {
+    let device = Device::flex().autodiff();
+    let load = || {
+        let options = LoadOptions::new().quantization(Quantization::Q8);
+        let model = Gemma4Model::load(fixture::folder("dense-ple"), &device, options);
+        model.expect("a model")
+    };
+    let model = adapted(load());
+    let logits = |model: &Gemma4Model| {
+        let logits = model.forward(tokens(&[&PROMPT], &device));
+        values(logits.expect("tokens within"))
+    };
+    let expected = logits(&model);
+    let whole = model.clone().quantize(Quantization::Whole).expect("whole");
+    assert!(!whole.is_quantized());
+    fixture::assert_close(&logits(&whole), &expected, "whole");
+    // Over nothing but zeros it stays what it is.
+    let folder = TempDir::new().expect("a folder");
+    let adapter = Adapter::new(2, 4.0);
+    let untrained = adapter.attach(load()).expect("an adapter");
+    adapter
+        .save(&untrained, folder.path(), "dense-ple")
+        .expect("saved");
+    for found in [
+        model.clone().merge_adapter(folder.path()),
+        model.attach_adapter(folder.path()),
+    ] {
+        fixture::assert_close(&logits(&found.expect("merged")), &expected, "merged");
+    }
+}
+
+/// Norms have no factors.
+#[test]
+fn modules_without_a_matrix_are_refused() {
+    let device = Device::flex().autodiff();
+    for form in [Quantization::Q8, Quantization::Stored] {
+        let options = LoadOptions::new().quantization(form);
+        let model = Gemma4Model::load(fixture::folder("dense-ple"), &device, options);
+        let adapter = Adapter {
+            modules: vec!["q_norm".into()],
+            ..Adapter::new(2, 4.0)
+        };
+        let error = adapter.attach(model.expect("a model")).map(|_| ());
+        let error = error.expect_err("no matrix").to_string();
+        assert!(error.starts_with("modules"), "{error}");
+    }
+}

@@ -1,7 +1,10 @@
 //! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
 
 use super::{
-    create, files::TensorFiles, names::Names, stored, upload_f32, write_file, write_tensors,
+    create,
+    files::TensorFiles,
+    names::{HEAD, Names},
+    stored, upload_f32, write_file, write_tensors,
 };
 use crate::{
     Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product,
@@ -105,8 +108,8 @@ impl Adapter {
     /// (Dettmers et al. 2023, arXiv:2305.14314).
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices, or one is
-    /// smaller than the rank.
+    /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices or an adapter already, or
+    /// one is smaller than the rank.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
         if self.rank == 0 {
@@ -116,13 +119,18 @@ impl Adapter {
             let reason = format!("{} over the rank {} is no number", self.alpha, self.rank);
             return refuse("alpha", reason);
         }
-        let whole = stored(&model, DType::F32).into_iter();
+        let parameters = stored(&model, DType::F32);
+        if parameters.iter().any(|(path, _)| path.ends_with(".lora.a")) {
+            let reason = "has an adapter already, which has to be merged first";
+            return refuse("model", reason.into());
+        }
+        let whole = parameters.into_iter();
         let whole = whole.map(|(path, tensor)| (path, tensor.shape().to_vec()));
         let quantized = model.quantized_weights().into_iter();
         let quantized = quantized.map(|(path, numbers)| (path, numbers.shape));
         let matrices: Vec<(String, Vec<usize>)> = whole
             .chain(quantized)
-            .filter(|(path, _)| self.adapts(path))
+            .filter(|(path, shape)| shape.len() == 2 && self.adapts(path))
             .collect();
         if matrices.is_empty() {
             return refuse(
@@ -379,7 +387,12 @@ struct Merger<'a> {
 impl Merger<'_> {
     /// Of the factors of the matrix at `path`.
     fn names(&self, path: &str) -> [String; 2] {
-        FACTORS.map(|suffix| format!("{}{path}{suffix}", self.prefix))
+        // A head is beside the model that has all else.
+        let prefix = match HEAD.strip_suffix(".weight") == Some(path) {
+            true => WRAPPED,
+            false => &self.prefix,
+        };
+        FACTORS.map(|suffix| format!("{prefix}{path}{suffix}"))
     }
 
     /// Whether the adapter has something to add to the matrix at `path`.

@@ -12,7 +12,7 @@ use crate::{
     Gemma4Config, Gemma4Error, Gemma4Model,
     config::name_of,
     error::{existing, read},
-    model::layer::weight::QuantizedNumbers,
+    model::layer::weight::{QuantizedNumbers, portions},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -24,6 +24,7 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap},
     fs,
+    ops::Range,
     path::Path,
     sync::Arc,
 };
@@ -119,7 +120,7 @@ impl Gemma4Model {
             // Of its adapter, too.
             parameters.retain(|(parameter, _)| !parameter.starts_with(&format!("{path}.")));
             let QuantizedNumbers { shape, make } = numbers;
-            parameters.push((path, Stored::new(shape, dtype, make)));
+            parameters.push((path, Stored::of_rows(shape, dtype, make)));
         }
         // The table's parts are no parameters of a checkpoint's.
         parameters.retain(|(path, _)| !path.starts_with("split_table."));
@@ -358,6 +359,26 @@ impl Stored {
                 data.into_bytes().to_vec()
             }),
         }
+    }
+
+    /// Rows that are made a few at a time, in `dtype` and in this shape.
+    fn of_rows(
+        shape: Vec<usize>,
+        dtype: DType,
+        make: impl Fn(Range<usize>) -> Tensor<2> + 'static,
+    ) -> Self {
+        let columns = shape.last().copied().unwrap_or(1);
+        let rows = shape.iter().product::<usize>() / columns.max(1);
+        Self::of_read(shape, dtype_in_file(dtype), move || {
+            let bytes = portions(rows, columns).flat_map(|rows| {
+                make(rows)
+                    .into_data()
+                    .convert_dtype(dtype)
+                    .into_bytes()
+                    .to_vec()
+            });
+            bytes.collect()
+        })
     }
 
     /// So many numbers as they are written.

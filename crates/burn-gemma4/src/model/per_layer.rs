@@ -1,6 +1,9 @@
 //! Per-layer embeddings: of each token a row for all layers, from a table that may be too large for the device.
 
-use super::{Gemma4Model, layer::Weight};
+use super::{
+    Gemma4Model,
+    layer::{Weight, weight::portions},
+};
 use crate::{Gemma4Error, checkpoint::placement::TablePlacement, op::linear::Matrix};
 use burn::{
     module::Module,
@@ -62,9 +65,19 @@ impl SplitTable {
     /// The whole table's bytes in `dtype`, little-endian.
     pub fn whole(&self, dtype: DType) -> Vec<u8> {
         let mut bytes = Vec::new();
-        for part in &self.parts {
-            let numbers = part.val().into_data().convert_dtype(dtype);
+        let mut add = |numbers: Tensor<2>| {
+            let numbers = numbers.into_data().convert_dtype(dtype);
             bytes.extend_from_slice(&numbers.into_bytes());
+        };
+        for part in &self.parts {
+            match part {
+                Weight::Whole(numbers) => add(numbers.val()),
+                Weight::Quantized(weight) => {
+                    let matrix = weight.matrix();
+                    let rows = portions(matrix.words.dims()[0], matrix.layout.columns);
+                    rows.for_each(|rows| add(weight.rows(rows)));
+                }
+            }
         }
         bytes
     }

@@ -195,8 +195,10 @@ impl Export<'_> {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
             };
+            // Nobody has read it, whatever it is.
             if let [rows, columns] = source.shape[..]
                 && columns.is_multiple_of(GROUP)
+                && rows * columns > 0
             {
                 let matrix = Matrix {
                     name: self

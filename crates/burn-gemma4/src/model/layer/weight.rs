@@ -17,6 +17,7 @@ use burn::{
     },
     tensor::{DType, Device, Int, Tensor},
 };
+use std::ops::Range;
 
 /// A weight matrix, or several of them: its rows are what products give, its last dimension what they read.
 #[derive(Clone, Debug)]
@@ -67,6 +68,17 @@ impl<const D: usize> QuantizedWeight<D> {
         match &self.lora {
             Some(adapter) => adapter.apply(numbers),
             None => numbers,
+        }
+    }
+
+    /// Of these rows, with what an adapter adds.
+    pub(crate) fn rows(&self, rows: Range<usize>) -> Tensor<2> {
+        match &self.lora {
+            Some(_) => flat_rows(self.val()).slice([rows]),
+            None => {
+                let portion = self.matrix().rows(rows.start, rows.len());
+                portion.dequantized(self.dtype)
+            }
         }
     }
 
@@ -202,8 +214,16 @@ pub(crate) trait AnyWeight {
 /// The numbers of a quantized weight, made when they are asked for.
 pub(crate) struct QuantizedNumbers {
     pub shape: Vec<usize>,
-    /// In the dtype that the model computes in or, with an adapter, in f32.
-    pub make: Box<dyn Fn() -> Tensor<2>>,
+    /// So many of its rows, all dimensions but the last being one, in the dtype that the model computes in or, with an adapter, in f32.
+    pub make: Box<dyn Fn(Range<usize>) -> Tensor<2>>,
+}
+
+/// Rows of so many columns, as many at a time as any device has a buffer for: of a table whose words are in one the numbers may be too many.
+pub(crate) fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
+    const NUMBERS: usize = 1 << 24;
+    let at_once = (NUMBERS / columns.max(1)).max(1);
+    let portion = move |start| start..rows.min(start + at_once);
+    (0..rows).step_by(at_once).map(portion)
 }
 
 impl<const D: usize> AnyWeight for Weight<D> {
@@ -218,7 +238,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
     fn dequantize(&mut self) {
         if let Self::Quantized(_) = self {
             let dtype = self.dtype();
-            *self = Self::Whole(Param::from_tensor(self.val().cast(dtype)));
+            // Of an adapter's factors that are trained, the sum is no parameter.
+            *self = Self::Whole(Param::from_tensor(self.val().detach().cast(dtype)));
         }
     }
 
@@ -242,7 +263,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
             Self::Quantized(weight) => {
                 let shape = weight.shape.to_vec();
                 let weight = weight.clone();
-                let make = Box::new(move || flat_rows(weight.val()));
+                let make = Box::new(move |rows| weight.rows(rows));
                 Some(QuantizedNumbers { shape, make })
             }
         }
@@ -351,3 +372,21 @@ impl<const D: usize> ModuleDisplayDefault for Weight<D> {
 }
 
 impl<const D: usize> ModuleDisplay for Weight<D> {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn portions_are_all_rows_in_their_order() {
+        for (rows, columns) in [(0, 4), (5, 1 << 26), (10, 1 << 23), (1 << 20, 37), (3, 0)] {
+            let mut next = 0;
+            for portion in portions(rows, columns) {
+                assert_eq!(portion.start, next);
+                assert!(portion.len() == 1 || portion.len() * columns <= 1 << 24);
+                next = portion.end;
+            }
+            assert_eq!(next, rows, "{columns} columns");
+        }
+    }
+}
