@@ -4,7 +4,7 @@
 use crate::{
     fixture,
     programs::{
-        folder::{Folder, tensors},
+        folder::{Folder, Stored, tensors},
         refused::check,
         report,
     },
@@ -446,5 +446,30 @@ fn towers_are_kept_or_named() {
         "max_new_tokens",
     ] {
         assert!(ended.stderr.contains(words), "{ended:?}");
+    }
+}
+
+/// Keys of a layer that reads an earlier one's, of no size at all, as loading leaves them alone.
+#[test]
+fn what_nobody_reads_may_be_nothing() {
+    for shape in [[8, 0], [0, 32]] {
+        let folder = Folder::copy("dense-ple");
+        folder.edit(|tensors| {
+            let empty = Stored {
+                dtype: Dtype::F32,
+                shape: shape.to_vec(),
+                bytes: Vec::new(),
+            };
+            let layer = tensors
+                .keys()
+                .filter(|name| name.ends_with("q_proj.weight"));
+            let last = layer.max().expect("layers").clone();
+            tensors.insert(last.replace("q_proj", "k_proj"), empty);
+        });
+        load(folder.path(), Quantization::Stored);
+        let out = TempDir::new().expect("a folder");
+        let out = out.path().join("quantized");
+        quantize_checkpoint(folder.path(), &out, Quantization::Q8, |_| ()).expect("quantized");
+        load(&out, Quantization::Stored);
     }
 }

@@ -108,6 +108,7 @@ fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
     let scale = largest / -8.0;
     let inverse = inverse(scale);
     for (code, number) in codes.iter_mut().zip(numbers) {
+        // As llama.cpp's reference: the product is rounded before the sum, which decides between the codes of a number halfway between.
         *code = ((number * inverse + 8.5) as u8).min(15);
     }
     f16::from_f32(scale)
@@ -117,6 +118,17 @@ fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
 mod tests {
     use super::*;
     use safetensors::SafeTensors;
+
+    /// As llama.cpp's `quantize_row_q4_0_ref` has it in f32; of the exact product the second number's code would be 3.
+    #[test]
+    fn numbers_halfway_between_codes_are_llama_cpps() {
+        let mut numbers = [0f32; COLUMNS];
+        [numbers[0], numbers[1]] = [-1.75, -0.984375];
+        let mut bytes = [0; 18];
+        assert!(Target::Q4.write(&numbers, &mut bytes));
+        assert_eq!(bytes[..2], f16::from_f32(0.21875).to_le_bytes());
+        assert_eq!([bytes[2] & 15, bytes[3] & 15, bytes[4]], [0, 4, 0x88]);
+    }
 
     /// Against the Python package `gguf`: the same blocks, so that the same words.
     #[test]

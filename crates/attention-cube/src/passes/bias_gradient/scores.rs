@@ -3,8 +3,8 @@
 //! Budget: the stage of the forward and 16 bytes a unit of shared memory; registers a unit:
 //! `12 · rows_per_unit`. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP a tile of scores, for
 //! every tile of scores. A bias broadcast along queries leaves little to run side by side: cubes take parts of the sum then, in
-//! the grid's splits, which `together`'s `sum_parts` sums in their order. One that is broadcast along keys needs no scores:
-//! `constant_bias`.
+//! the grid's splits, which `sum_parts` sums in their order. One that is broadcast along keys needs no scores:
+//! `constant_bias_gradient`.
 
 use crate::math::gradient::score_gradient;
 use crate::math::layout::head_operand;

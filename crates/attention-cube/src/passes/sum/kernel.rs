@@ -5,7 +5,7 @@ use crate::passes::delta::kernel::is_blind;
 use cubecl::prelude::*;
 
 /// Sums `count` parts of the gradients, from `first` on and one after the other, a vector a unit. With the terms of queries,
-/// `[batch, q_heads, 2, …]`, the gradient is the queries': 0 for one that sees nothing, whatever others of its tile have seen.
+/// `[batch, q_heads, 3, …]`, the gradient is the queries': 0 for one that sees nothing, whatever others of its tile have seen.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_parts<E: Float, N: Size>(
     gradients: &Tensor<Vector<f32, N>>,
