@@ -144,12 +144,6 @@ impl Conversation<'_> {
             self.session.generate(prompt, &self.options, on_token)
         });
         match answer {
-            Ok(answer)
-                if answer.finish_reason == FinishReason::Cancelled && answer.text.is_empty() =>
-            {
-                self.messages.pop();
-                Ok(())
-            }
             Ok(answer) => {
                 if answer.finish_reason == FinishReason::Length {
                     note(format_args!(
@@ -158,7 +152,10 @@ impl Conversation<'_> {
                     ));
                 }
                 // Thoughts are not part of a conversation, as in the checkpoints' own templates.
-                self.messages.push(Message::assistant(answer.text));
+                match answer.text.is_empty() {
+                    true => drop(self.messages.pop()),
+                    false => self.messages.push(Message::assistant(answer.text)),
+                }
                 Ok(())
             }
             Err(error) => {

@@ -16,7 +16,7 @@ use attention_workspace::{
         documents,
         loader::Data,
         resume,
-        rows::whole,
+        rows::{Example, whole},
         run::Run,
         world::{World, exit_code},
     },
@@ -256,35 +256,50 @@ impl Cli {
 /// The rows to train on, and those to validate on.
 fn data(cli: &Cli, gemma: &Gemma4) -> Result<(Data, Data), Error> {
     let length = cli.training.length;
-    let mut examples = documents::read(&cli.data, gemma)?;
-    examples.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
-    let count = examples.len();
-    let validation = ((count as f64 * VALIDATION).round() as usize).max(1);
-    // A single example is both.
-    let validation = match count {
-        1 => examples.clone(),
-        _ => examples.split_off(count - validation),
+    let mut documents = documents::documents(&cli.data, gemma)?;
+    documents.shuffle(&mut StdRng::seed_from_u64(cli.training.seed));
+    let all = documents.iter().flat_map(|document| &document.examples);
+    let (count, cut) = (
+        all.clone().count(),
+        all.filter(|example| example.tokens.len() > length).count(),
+    );
+    // The examples of a conversation have parts of each other, so they stay on one side.
+    let fitting = documents.into_iter().map(|document| {
+        let examples = document.examples.into_iter();
+        let examples = examples.filter_map(|example| example.within(length));
+        examples.collect::<Vec<_>>()
+    });
+    let mut training: Vec<_> = fitting.filter(|examples| !examples.is_empty()).collect();
+    let left_out = count - training.iter().map(Vec::len).sum::<usize>();
+    if training.is_empty() {
+        let path = cli.data.display();
+        return Err(format!("{path}: nothing to learn within --length {length}").into());
+    }
+    let validation = ((training.len() as f64 * VALIDATION).round() as usize).max(1);
+    // A single one is both.
+    let validation = match training.len() {
+        1 => training.clone(),
+        documents => training.split_off(documents - validation),
     };
-    let pack = |examples| {
-        let (rows, too_long) = whole(examples, length);
-        let data = Data {
+    let pack = |documents: Vec<Vec<Example>>| {
+        let (rows, _) = whole(documents.concat(), length);
+        Data {
             rows,
             positions: length,
             batch: cli.training.batch,
             padding: gemma.config().pad_token,
-        };
-        (data, too_long)
+        }
     };
-    let ((training, cut), (validation, also_cut)) = (pack(examples), pack(validation));
-    let cut = cut + also_cut;
+    let (training, validation) = (pack(training), pack(validation));
     if cut > 0 {
         note(format_args!(
             "{cut} of {count} examples are longer than --length {length}, and cut"
         ));
     }
-    if training.rows.is_empty() || validation.rows.is_empty() {
-        let path = cli.data.display();
-        return Err(format!("{path}: nothing to learn within --length {length}").into());
+    if left_out > 0 {
+        note(format_args!(
+            "{left_out} of {count} examples have nothing to learn within it, and are left out"
+        ));
     }
     note(format_args!(
         "{count} examples: {} rows of {length} tokens to train on, {} to validate on",

@@ -95,6 +95,13 @@ fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     let size = trained.get_vocab_size(true);
     // A multiple that matrix units like.
     let config = cli.config.config(size.next_multiple_of(64));
+    if size > config.vocab_size {
+        let reason = format!(
+            "--vocabulary: {size} tokens are more than the {} of --config",
+            config.vocab_size
+        );
+        return Err(WrongArgument(reason).into());
+    }
     let (training, validation) = rows(cli, &texts, trained, &config)?;
     note(format_args!(
         "{} files; a vocabulary of {size}; {} rows of {} tokens to train on, {} to validate on",

@@ -4,8 +4,9 @@ use crate::device::{Chosen, DeviceName, choose};
 use crate::terminal::note;
 use crate::{Dtype, Error};
 use burn_gemma4::{
-    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, KvPrecision, LoadOptions,
-    LoadProgress, Message, PerLayerTable, Quantization, Sampling, SavedSession, Session,
+    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, GenerationDefaults, KvPrecision,
+    LoadOptions, LoadProgress, Message, PerLayerTable, Quantization, Sampling, SavedSession,
+    Session,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -309,7 +310,7 @@ impl GenerationArguments {
         if let Some(max_tokens) = self.max_tokens {
             options.max_tokens = max_tokens;
         }
-        options.sampling = self.sampling(options.sampling);
+        options.sampling = self.sampling(gemma.defaults());
         if !self.stop.is_empty() {
             options.stop_strings.clone_from(&self.stop);
         }
@@ -327,9 +328,14 @@ impl GenerationArguments {
         options
     }
 
-    fn sampling(&self, checkpoint: Sampling) -> Sampling {
-        // Who asks for a choice among several tokens asks for sampling.
+    fn sampling(&self, defaults: &GenerationDefaults) -> Sampling {
+        // Who asks for a choice among several tokens asks for sampling, by what the checkpoint says of that.
         let draws = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
+        let checkpoint = GenerationDefaults {
+            do_sample: defaults.do_sample || draws || self.temperature.is_some(),
+            ..defaults.clone()
+        };
+        let checkpoint = checkpoint.sampling();
         let usual = match checkpoint.temperature {
             0.0 if draws => 1.0,
             temperature => temperature,
@@ -416,36 +422,48 @@ mod tests {
         generation: GenerationArguments,
     }
 
-    fn sampling(arguments: &[&str], checkpoint: Sampling) -> Sampling {
+    fn sampling(arguments: &[&str], checkpoint: GenerationDefaults) -> Sampling {
         let arguments = ["program"].iter().chain(arguments);
         let cli = Cli::try_parse_from(arguments).expect("arguments");
-        cli.generation.sampling(checkpoint)
+        cli.generation.sampling(&checkpoint)
     }
 
-    fn checkpoint() -> Sampling {
-        Sampling {
+    fn checkpoint() -> GenerationDefaults {
+        GenerationDefaults {
+            do_sample: true,
             temperature: 0.9,
             top_k: Some(64),
             top_p: Some(0.95),
             repetition_penalty: 1.1,
             suppress_tokens: vec![7],
-            ..Sampling::greedy()
+            ..GenerationDefaults::default()
+        }
+    }
+
+    /// One that says how tokens are drawn, and draws none.
+    fn greedy() -> GenerationDefaults {
+        GenerationDefaults {
+            do_sample: false,
+            ..checkpoint()
         }
     }
 
     #[test]
     fn what_is_left_out_is_the_checkpoints() {
-        assert_eq!(sampling(&[], checkpoint()), checkpoint());
-        assert_eq!(sampling(&[], Sampling::greedy()), Sampling::greedy());
+        assert_eq!(sampling(&[], checkpoint()), checkpoint().sampling());
+        assert_eq!(sampling(&[], greedy()), greedy().sampling());
+        assert!(sampling(&[], greedy()).is_greedy());
         let expected = Sampling {
             top_k: Some(3),
             seed: Some(5),
-            ..checkpoint()
+            ..checkpoint().sampling()
         };
-        assert_eq!(
-            sampling(&["--top-k", "3", "--seed", "5"], checkpoint()),
-            expected
-        );
+        for checkpoint in [checkpoint(), greedy()] {
+            let found = sampling(&["--top-k", "3", "--seed", "5"], checkpoint);
+            assert_eq!(found, expected);
+        }
+        let warm = sampling(&["--temperature", "2"], greedy());
+        assert_eq!((warm.temperature, warm.top_k), (2.0, Some(64)));
     }
 
     #[test]
@@ -466,10 +484,10 @@ mod tests {
     #[test]
     fn asking_for_a_choice_asks_for_sampling() {
         for (name, value) in [("--top-k", "3"), ("--top-p", "0.5"), ("--min-p", "0.1")] {
-            let drawn = sampling(&[name, value], Sampling::greedy());
+            let drawn = sampling(&[name, value], GenerationDefaults::default());
             assert_eq!(drawn.temperature, 1.0);
-            let greedy = sampling(&[name, value, "--temperature", "0"], Sampling::greedy());
-            assert!(greedy.is_greedy());
+            let arguments = [name, value, "--temperature", "0"];
+            assert!(sampling(&arguments, GenerationDefaults::default()).is_greedy());
         }
     }
 }

@@ -68,10 +68,10 @@ pub struct StepArguments {
     #[arg(long, value_enum, default_value_t)]
     pub optimizer: OptimizerName,
     /// AdamW's decay of weights, norms and scales excepted.
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, default_value_t = 0.1, value_parser = not_negative)]
     pub weight_decay: f32,
     /// The largest norm of all gradients together; 0 leaves gradients as they are.
-    #[arg(long, value_name = "NORM", default_value_t = 1.0)]
+    #[arg(long, value_name = "NORM", default_value_t = 1.0, value_parser = not_negative)]
     pub clip: f32,
     /// What the backward computes anew rather than keeping it.
     #[arg(long, value_enum, default_value_t)]
@@ -226,6 +226,13 @@ fn positive(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(0) | Err(_) => Err("it has to be a whole number of at least 1".into()),
         Ok(number) => Ok(number),
+    }
+}
+
+fn not_negative(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
+        _ => Err("it has to be a finite number from 0".into()),
     }
 }
 

@@ -93,10 +93,20 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
     match line {
         Line::Text(text) => {
             let config = gemma.config();
+            let tokens = tokenizer.encode(&text).map_err(said)?;
+            // A text may have its beginning and its end already, as templates write them.
+            let own = match tokens.first() == Some(&config.bos_token) {
+                true => &tokens[1..],
+                false => &tokens[..],
+            };
+            let is_ended = own
+                .last()
+                .is_some_and(|last| config.eos_tokens.contains(last));
+            let end = config.eos_tokens.first().filter(|_| !is_ended);
             let mut example = Example::default();
             example.extend([config.bos_token], false);
-            example.extend(tokenizer.encode(&text).map_err(said)?, true);
-            example.extend(config.eos_tokens.first().copied(), true);
+            example.extend(own.iter().copied(), true);
+            example.extend(end.copied(), true);
             Ok(vec![example])
         }
         Line::Messages(conversation) => {

@@ -14,7 +14,11 @@ const SETTINGS: &str = "settings.json";
 /// The setting that may change: a run goes on with other data, and says so.
 const DATA: &str = "data";
 /// What a finished run has written.
-const RESULTS: [&str; 2] = ["model.safetensors", "adapter_model.safetensors"];
+const RESULTS: [&str; 3] = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+];
 
 /// The steps of the checkpoint, with as many parts of the optimizer, to go on from, if the run in the folder `out` is to go on.
 ///
@@ -26,13 +30,23 @@ pub fn begun(
     resume: bool,
     optimizer_parts: usize,
 ) -> Result<Option<usize>, Error> {
-    let last = checkpoints::last(&history.join(checkpoints::FOLDER), optimizer_parts)?;
+    let folder = history.join(checkpoints::FOLDER);
+    let last = checkpoints::last(&folder, optimizer_parts)?;
+    // A checkpoint in other parts is none to go on from, and would be lost all the same.
+    let is_begun = checkpoints::last(&folder, 1)?.is_some();
+    let has_result = RESULTS.iter().any(|result| out.join(result).exists());
     let name = out.display();
-    let resume = resume || last.is_some() && is_restarted();
+    let resume = resume || is_begun && is_restarted();
     match (resume, last) {
         (true, Some(step)) => Ok(Some(step)),
+        (true, None) if is_begun => {
+            let reason = format!(
+                "{name}: has no checkpoint to go on from with {optimizer_parts} parts of the optimizer, which are as many as processes by --shard-optimizer: it was begun with others"
+            );
+            Err(WrongArgument(reason).into())
+        }
         (true, None) => Err(format!("{name}: has no checkpoint to go on from").into()),
-        (false, None) if !RESULTS.iter().any(|result| out.join(result).exists()) => Ok(None),
+        (false, None) if !is_begun && !has_result => Ok(None),
         (false, _) => {
             let reason = format!(
                 "{name}: has a model already: --resume goes on with it, and another --out begins anew"
@@ -83,6 +97,9 @@ pub fn check(
     let path = history.join(SETTINGS);
     let begun: Value = serde_json::from_str(&read_text(&path)?)
         .map_err(|error| format!("{}: {error}", path.display()))?;
+    // Written and read as they were: a number may be its neighbour then.
+    let settings: Value = serde_json::from_str(&settings.to_string())
+        .map_err(|error| format!("{}: {error}", path.display()))?;
     let fields = settings.as_object().into_iter().flatten();
     for (name, value) in fields.filter(|(name, value)| begun[name.as_str()] != **value) {
         if name == DATA {
@@ -106,4 +123,66 @@ fn check_default_device() -> Result<(), Error> {
         )
         .into()
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn write(path: &Path) {
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        fs::write(path, []).expect("a file");
+    }
+
+    /// Whoever has as many processes as before goes on; whoever has others does not begin anew where something would be lost.
+    #[test]
+    fn checkpoints_in_other_parts_are_not_lost() {
+        for (files, own, other) in [
+            (&["model", "optimizer", "schedule"][..], 1, 2),
+            (&["model", "optimizer", "optimizer-1", "schedule"], 2, 8),
+        ] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let (out, history) = (folder.path(), folder.path().join("run"));
+            let step = history.join(checkpoints::FOLDER).join("step-3");
+            for file in files {
+                write(&step.join(file).with_extension("bpk"));
+            }
+            assert_eq!(begun(out, &history, true, own).expect("begun"), Some(3));
+            for parts in [own, other] {
+                let error = begun(out, &history, false, parts).expect_err("lost");
+                assert!(error.to_string().contains("--resume"), "{error}");
+            }
+            let error = begun(out, &history, true, other).expect_err("other parts");
+            assert!(
+                error.to_string().contains("parts of the optimizer"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn models_that_are_there_are_not_lost() {
+        for name in RESULTS {
+            let folder = tempfile::tempdir().expect("a folder");
+            let (out, history) = (folder.path(), folder.path().join("run"));
+            assert_eq!(begun(out, &history, false, 1).expect("nothing"), None);
+            write(&out.join(name));
+            let error = begun(out, &history, false, 1).expect_err("lost");
+            assert!(error.to_string().contains("has a model already"), "{error}");
+        }
+    }
+
+    /// Whatever its numbers: some are read as their neighbours.
+    #[test]
+    fn a_run_has_its_own_settings() {
+        let folder = tempfile::tempdir().expect("a folder");
+        for number in 1..1000u16 {
+            let settings = json!({"weight-decay": f32::from(number) / 1000.0});
+            write_settings(folder.path(), &settings).expect("written");
+            let outcome = check(folder.path(), &settings, 3, 0);
+            let error = outcome.expect_err("there is no checkpoint").to_string();
+            assert!(!error.contains("weight-decay"), "{error}");
+        }
+    }
 }

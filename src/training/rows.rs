@@ -25,6 +25,16 @@ pub struct Example {
     pub learned: Vec<bool>,
 }
 
+impl Example {
+    /// Its first `positions` tokens, if there is something to learn among them.
+    pub fn within(mut self, positions: usize) -> Option<Self> {
+        self.tokens.truncate(positions);
+        self.learned.truncate(positions);
+        let learns = self.learned.iter().skip(1).any(|learned| *learned);
+        learns.then_some(self)
+    }
+}
+
 /// Rows of `positions` tokens, all full but the last, for which documents are cut where a row ends. Every token but the
 /// first of a document is a target once.
 pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> Vec<Row> {
@@ -54,15 +64,10 @@ pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> V
 pub fn whole(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
     let longer = |example: &Example| example.tokens.len() > positions;
     let too_long = examples.iter().filter(|example| longer(example)).count();
-    let mut examples: Vec<Example> = examples
+    let fitting = examples
         .into_iter()
-        .map(|mut example| {
-            example.tokens.truncate(positions);
-            example.learned.truncate(positions);
-            example
-        })
-        .filter(|example| example.learned.iter().skip(1).any(|learned| *learned))
-        .collect();
+        .filter_map(|example| example.within(positions));
+    let mut examples: Vec<Example> = fitting.collect();
     // Stable, so that equal examples stay in the order of the file.
     examples.sort_by_key(|example| std::cmp::Reverse(example.tokens.len()));
     let lengths: Vec<usize> = examples

@@ -79,6 +79,8 @@ fn stop_strings_end_a_text() {
         assert_eq!(found.finish_reason, ended, "{strings:?}");
         assert!(whole.text.starts_with(&found.text), "{strings:?}");
     }
+    // The first byte of a character is none.
+    assert_eq!(until(&["\u{FFFD}"]).finish_reason, FinishReason::Length);
     assert_eq!(until(&["cat"]).text, "the cat");
     assert_eq!(until(&["É"]).text, "the catÉ");
 }

@@ -14,7 +14,7 @@ use crate::{
 use attention_workspace::{
     testing::program::{program, run, succeed},
     training::{
-        documents::Document,
+        documents::{Document, documents},
         evaluation::{Cost, Windows, evaluate},
         rows::Example,
     },
@@ -219,5 +219,31 @@ fn what_cannot_be_told_is_refused() {
     ] {
         let ended = run(&mut evaluation(&base, &path(name), arguments));
         check(name, &ended, code, words);
+    }
+}
+
+/// Whoever has written them.
+#[test]
+fn a_text_has_one_beginning_and_one_end() {
+    let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("texts.jsonl");
+    let texts = [
+        "the cat",
+        "<bos>the cat",
+        "the cat<eos>",
+        "<bos>the cat<eos>",
+    ];
+    let lines = texts.map(|text| format!("{{\"text\": \"{text}\"}}\n"));
+    fs::write(&path, lines.concat()).expect("a file");
+    let documents = documents(&path, &gemma).expect("documents");
+    let [first, others @ ..] = &documents[..] else {
+        panic!("no documents")
+    };
+    let example = &first.examples[0];
+    assert!(example.tokens[0] == gemma.config().bos_token && !example.learned[0]);
+    assert!(example.learned[1..].iter().all(|learned| *learned));
+    for (document, text) in others.iter().zip(&texts[1..]) {
+        assert_eq!(document.examples, first.examples, "{text}");
     }
 }

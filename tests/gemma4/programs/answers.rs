@@ -241,3 +241,40 @@ fn a_refused_message_is_explained() {
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(ended.stderr.contains("no <turn|> today"), "{ended:?}");
 }
+
+/// A message of which the model has only thought has not been said.
+#[test]
+fn a_thought_is_no_answer() {
+    let folder = thinker();
+    let kept = tempfile::tempdir().expect("a folder");
+    let path = kept.path().join("session");
+    let path = path.to_str().expect("a name");
+    let chat = |input: &str| {
+        let arguments = ["--thinking", "on", "--max-tokens", "2", "--cache", path];
+        let mut command = on("chat", &folder, &arguments);
+        let mut child = command.stdin(Stdio::piped()).spawn().expect("a process");
+        write(&mut child, input);
+        Ended::from(child.wait_with_output().expect("its end"))
+    };
+    let first = chat("hi\nand\n");
+    assert_eq!(first.code, Some(0), "{first:?}");
+    let again = chat("");
+    assert!(again.stderr.contains("0 messages"), "{again:?}");
+}
+
+/// Who asks for draws gets the checkpoint's choice of tokens, also where it would not draw by itself.
+#[test]
+fn draws_are_by_the_checkpoints_options() {
+    let folder = Folder::copy("dense-ple");
+    folder.set("generation_config.json", "do_sample", false);
+    folder.set("generation_config.json", "top_k", 1);
+    let tokens = |arguments: &[&str]| {
+        let fixed = ["--prompt-tokens", "2,50,60", "--max-tokens", "6", "--json"];
+        let mut command = on("generate", &folder, &[&fixed[..], arguments].concat());
+        report(&succeed(&mut command))["tokens"].clone()
+    };
+    let greedy = tokens(&["--temperature", "0"]);
+    assert_eq!(tokens(&["--temperature", "50", "--seed", "1"]), greedy);
+    let others = tokens(&["--temperature", "50", "--seed", "1", "--top-k", "300"]);
+    assert_ne!(others, greedy);
+}

@@ -126,6 +126,7 @@ fn defaults_that_make_no_sense() {
         ("min_p", json!(2.0)),
         ("repetition_penalty", json!(0)),
         ("stop_strings", json!("")),
+        ("max_new_tokens", json!(0)),
     ] {
         let set = |folder: &Folder| folder.set("generation_config.json", field, value);
         check_folder(field, set, &["generation_config.json", field]);

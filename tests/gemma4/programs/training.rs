@@ -412,3 +412,39 @@ fn towers_are_kept() {
         answer(&out, &[]);
     }
 }
+
+/// What has nothing to learn within a row's length leaves the others both sides.
+#[test]
+fn one_conversation_that_is_too_long_is_left_out() {
+    let base = Folder::copy("dense-ple");
+    let folder = TempDir::new().expect("a folder");
+    let data = folder.path().join("data.jsonl");
+    let long = "the cat ".repeat(100);
+    let line = |user: &str| {
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "{user}"}}, {{"role": "assistant", "content": "mat"}}]}}"#
+        ) + "\n"
+    };
+    for (number, lines) in [[line("the cat"), line(&long)], [line(&long), line("a")]]
+        .iter()
+        .enumerate()
+    {
+        fs::write(&data, lines.concat()).expect("a file");
+        let out = folder.path().join(number.to_string());
+        let ended = succeed(&mut finetune(&base, &data, &out, &[]));
+        assert!(
+            ended
+                .stderr
+                .contains("1 of 2 examples have nothing to learn"),
+            "{ended:?}"
+        );
+    }
+    fs::write(&data, line(&long)).expect("a file");
+    let ended = run(&mut finetune(
+        &base,
+        &data,
+        &folder.path().join("none"),
+        &[],
+    ));
+    check("nothing", &ended, 1, &["data.jsonl", "nothing to learn"]);
+}

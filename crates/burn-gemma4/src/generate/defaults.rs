@@ -61,7 +61,7 @@ impl GenerationDefaults {
     ///
     /// # Errors
     /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it is not JSON of
-    /// that kind or asks for what [`Sampling::validate`] refuses.
+    /// that kind or asks for no tokens, or for what [`Sampling::validate`] refuses.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = read(path)?;
@@ -71,7 +71,7 @@ impl GenerationDefaults {
     /// Reads the contents of a `generation_config.json`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Malformed`] where they are not JSON of that kind or ask for what
+    /// [`Gemma4Error::Malformed`] where they are not JSON of that kind or ask for no tokens, or for what
     /// [`Sampling::validate`] refuses.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
         Self::parse(json.as_bytes(), Path::new("generation_config.json"))
@@ -86,6 +86,9 @@ impl GenerationDefaults {
         let file: File =
             serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
         let defaults = Self::from(file);
+        if defaults.max_new_tokens == Some(0) {
+            return Err(malformed("max_new_tokens is 0".into()));
+        }
         defaults
             .sampling()
             .validate()

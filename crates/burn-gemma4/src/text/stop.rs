@@ -45,7 +45,11 @@ impl<'a> StopStrings<'a> {
             None => self.end += &self.stream.push(token)?,
         }
         let held = self.stream.held()?;
-        let text = self.end.clone() + &held;
+        let text = match held.contains(char::REPLACEMENT_CHARACTER) {
+            // Bytes of a character whose others may still come.
+            true => self.end.clone(),
+            false => self.end.clone() + &held,
+        };
         let found = self.strings.iter().any(|string| text.contains(string));
         let mut start = self.end.len().saturating_sub(longest - 1);
         while !self.end.is_char_boundary(start) {
