@@ -49,6 +49,25 @@ pub fn program(name: &str) -> Command {
     command
 }
 
+/// Runs one of the calling program's tests anew, alone in a process with these variables, which the caller knows itself by.
+///
+/// # Panics
+/// Where it fails, naming `what`.
+#[track_caller]
+pub fn run_test_anew(test: &str, variables: &[(&str, &str)], what: &str) {
+    let ended = Command::new(env::current_exe().expect("the path of this test"))
+        .args(["--exact", test, "--nocapture"])
+        .envs(variables.iter().copied())
+        .output()
+        .expect("a process");
+    let text = String::from_utf8_lossy(&ended.stdout);
+    assert!(
+        ended.status.success() && text.contains("1 passed"),
+        "{what}: {text}{}",
+        String::from_utf8_lossy(&ended.stderr)
+    );
+}
+
 /// Runs a program to its end.
 ///
 /// # Panics

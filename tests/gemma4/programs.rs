@@ -296,9 +296,9 @@ fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
 }
 
 /// A program that refuses its arguments ends without reading; how it ended is the caller's to check.
-fn write(child: &mut Child, text: &str) {
+fn write(child: &mut Child, text: impl AsRef<[u8]>) {
     let input = child.stdin.as_mut().expect("its input");
-    match input.write_all(text.as_bytes()) {
+    match input.write_all(text.as_ref()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
         written => written.expect("to be read"),
     }

@@ -93,6 +93,12 @@ impl ModuleVisitor for Found<'_> {
     }
 }
 
+/// The checkpoint of that name with weights in this form.
+fn dense_ple(form: Quantization, device: &Device) -> Gemma4Model {
+    let options = LoadOptions::new().quantization(form);
+    Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("a model")
+}
+
 /// With an adapter of its own of which nothing is zero.
 pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     let mut drawn = Drawn::default();
@@ -232,10 +238,7 @@ fn it_is_saved_whole_or_alone() {
 #[test]
 fn it_stays_beside_quantized_weights() {
     let name = "dense-ple";
-    let load = |device: &Device| {
-        let options = LoadOptions::new().quantization(Quantization::Q4);
-        Gemma4Model::load(fixture::folder(name), device, options).expect("a model")
-    };
+    let load = |device: &Device| dense_ple(Quantization::Q4, device);
     let mut adapter = Adapter::new(2, 3.0);
     for module in ["per_layer_input_gate", "per_layer_projection"] {
         adapter.modules.push(module.into());
@@ -292,10 +295,7 @@ fn it_stays_beside_quantized_weights() {
 #[test]
 fn one_may_come_after_another() {
     let device = Device::flex();
-    let load = |device: &Device| {
-        let options = LoadOptions::new().quantization(Quantization::Q8);
-        Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("a model")
-    };
+    let load = |device: &Device| dense_ple(Quantization::Q8, device);
     let (model, tracked) = (load(&device), load(&device.clone().autodiff()));
     let adapter = Adapter::new(2, 4.0);
     let trained = adapter.attach(tracked).expect("an adapter");
@@ -321,9 +321,7 @@ fn one_may_come_after_another() {
 fn a_second_one_is_not_trained_beside_the_first() {
     let device = Device::flex().autodiff();
     for form in [Quantization::Q8, Quantization::Stored] {
-        let options = LoadOptions::new().quantization(form);
-        let model = Gemma4Model::load(fixture::folder("dense-ple"), &device, options);
-        let model = adapted(model.expect("a model"));
+        let model = adapted(dense_ple(form, &device));
         let error = Adapter::new(2, 4.0).attach(model).map(|_| ());
         let error = error.expect_err("a second adapter").to_string();
         assert!(
@@ -337,11 +335,7 @@ fn a_second_one_is_not_trained_beside_the_first() {
 #[test]
 fn what_is_trained_over_words_becomes_whole() {
     let device = Device::flex().autodiff();
-    let load = || {
-        let options = LoadOptions::new().quantization(Quantization::Q8);
-        let model = Gemma4Model::load(fixture::folder("dense-ple"), &device, options);
-        model.expect("a model")
-    };
+    let load = || dense_ple(Quantization::Q8, &device);
     let model = adapted(load());
     let logits = |model: &Gemma4Model| {
         let logits = model.forward(tokens(&[&PROMPT], &device));
@@ -371,13 +365,11 @@ fn what_is_trained_over_words_becomes_whole() {
 fn modules_without_a_matrix_are_refused() {
     let device = Device::flex().autodiff();
     for form in [Quantization::Q8, Quantization::Stored] {
-        let options = LoadOptions::new().quantization(form);
-        let model = Gemma4Model::load(fixture::folder("dense-ple"), &device, options);
         let adapter = Adapter {
             modules: vec!["q_norm".into()],
             ..Adapter::new(2, 4.0)
         };
-        let error = adapter.attach(model.expect("a model")).map(|_| ());
+        let error = adapter.attach(dense_ple(form, &device)).map(|_| ());
         let error = error.expect_err("no matrix").to_string();
         assert!(error.starts_with("modules"), "{error}");
     }

@@ -8,7 +8,7 @@ use burn_gemma4::{
     Cache, CacheKind, DecodeMode, Drafts, Gemma4, Gemma4Config, Gemma4Error, Gemma4Model,
     GenerateOptions, Generation, KvPrecision, Logits, Prompt, SavedSession,
 };
-use std::{fs, ops::ControlFlow};
+use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
 /// How far logits may be from those over whole keys and values, in root mean square, relative to the logits': a code errs by a 254th of its
@@ -261,17 +261,22 @@ fn sessions_are_kept_as_they_are() {
     }
 }
 
+/// Writes a session whose keys are in int8.
+fn save_words(gemma: &Gemma4, path: &Path) {
+    let mut session = gemma.session();
+    let options = quantized(&greedy(gemma, 2));
+    let found = session.generate(vec![20, 30, 40], &options, |_| ControlFlow::Continue(()));
+    found.expect("a generation");
+    session.save(path, &[]).expect("saved");
+}
+
 /// Words that are no words are a fault of the file, not another model's.
 #[test]
 fn words_of_another_dtype_are_refused() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
     let kept = TempDir::new().expect("a folder");
     let path = kept.path().join("session");
-    let mut session = gemma.session();
-    let options = quantized(&greedy(&gemma, 2));
-    let found = session.generate(vec![20, 30, 40], &options, |_| ControlFlow::Continue(()));
-    found.expect("a generation");
-    session.save(&path, &[]).expect("saved");
+    save_words(&gemma, &path);
     let bytes = fs::read(&path).expect("a file");
     let (of_words, spoiled) = (br#""dtype":"I32""#, br#""dtype":"F32""#);
     let at = bytes
@@ -297,11 +302,7 @@ fn words_that_another_dtype_was_computed_in_are_refused() {
         [DType::F32, DType::BF16].map(|dtype| fixture.load(&Device::flex(), dtype));
     let kept = TempDir::new().expect("a folder");
     let path = kept.path().join("session");
-    let mut session = gemma.session();
-    let options = quantized(&greedy(&gemma, 2));
-    let found = session.generate(vec![20, 30, 40], &options, |_| ControlFlow::Continue(()));
-    found.expect("a generation");
-    session.save(&path, &[]).expect("saved");
+    save_words(&gemma, &path);
     SavedSession::read(gemma.model(), &path).expect("the same");
     let error = SavedSession::read(other.model(), &path).expect_err("another dtype");
     let text = error.to_string();

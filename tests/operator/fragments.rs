@@ -15,9 +15,9 @@ use attention_cube::select::{Layouts, Pass, Refusal, Selection, Warning, select}
 use attention_cube::tile::fragment_tiles::Fragments;
 use attention_cube::tile::tiles::Products;
 use attention_cube::{AttentionProblem, CausalAlignment, explain};
+use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::DType;
 use std::env;
-use std::process::Command;
 
 /// Set in the environment of a process that has one kind of fragments.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
@@ -38,21 +38,14 @@ fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
             continue;
         }
         for (shape, shared_memory) in shapes {
-            let ended = Command::new(env::current_exe().expect("the path of this test"))
-                .args(["--exact", &format!("fragments::{test}"), "--nocapture"])
-                .env(EMULATED, "1")
-                .env("ATTENTION_FRAGMENTS", shape)
-                .env("ATTENTION_ENGINES", "cmma")
-                .env("ATTENTION_SHARED_MEMORY", shared_memory.to_string())
-                .env("ATTENTION_TEST_DEVICES", device.name)
-                .output()
-                .expect("a process");
-            let text = String::from_utf8_lossy(&ended.stdout);
-            assert!(
-                ended.status.success() && text.contains("1 passed"),
-                "{shape}: {text}{}",
-                String::from_utf8_lossy(&ended.stderr)
-            );
+            let variables = [
+                (EMULATED, "1"),
+                ("ATTENTION_FRAGMENTS", shape),
+                ("ATTENTION_ENGINES", "cmma"),
+                ("ATTENTION_SHARED_MEMORY", &shared_memory.to_string()),
+                ("ATTENTION_TEST_DEVICES", device.name),
+            ];
+            run_test_anew(&format!("fragments::{test}"), &variables, shape);
         }
     }
 }

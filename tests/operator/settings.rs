@@ -8,9 +8,9 @@ use crate::dense::{Dense, read};
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
 use attention_cube::CausalAlignment;
+use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
 use std::env;
-use std::process::Command;
 
 /// Set in the environment of a process whose device is configured, to the dtype.
 const CONFIGURED: &str = "ATTENTION_TEST_CONFIGURED";
@@ -38,20 +38,13 @@ fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
                 }
                 continue;
             }
-            let ended = Command::new(env::current_exe().expect("the path of this test"))
-                .args(["--exact", &format!("settings::{test}"), "--nocapture"])
-                .env(CONFIGURED, &name)
-                .env("ATTENTION_ENGINES", "reference")
-                .env("ATTENTION_TEST_DEVICES", device.name)
-                .output()
-                .expect("a process");
-            let text = String::from_utf8_lossy(&ended.stdout);
-            assert!(
-                ended.status.success() && text.contains("1 passed"),
-                "{}, {name}: {text}{}",
-                device.name,
-                String::from_utf8_lossy(&ended.stderr)
-            );
+            let variables = [
+                (CONFIGURED, name.as_str()),
+                ("ATTENTION_ENGINES", "reference"),
+                ("ATTENTION_TEST_DEVICES", device.name),
+            ];
+            let what = format!("{}, {name}", device.name);
+            run_test_anew(&format!("settings::{test}"), &variables, &what);
         }
     }
 }

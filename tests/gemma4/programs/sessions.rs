@@ -3,10 +3,10 @@
 use super::{Ended, greedy, program, refused, report, run, succeed, write};
 use crate::fixture;
 #[cfg(unix)]
-use std::os::unix::fs::PermissionsExt;
+use std::fs;
 #[cfg(unix)]
-use std::{fs, path::Path};
-use std::{io::Write, process::Stdio};
+use std::os::unix::fs::PermissionsExt;
+use std::{path::Path, process::Stdio};
 
 /// A second run reads what is new, and a chat goes on with its conversation.
 #[test]
@@ -53,7 +53,7 @@ fn sessions_are_kept_in_a_file() {
     refused::check("another model's session", &other, 1, &words);
 
     let path = folder.path().join("chat.safetensors");
-    let chat = |arguments: &[&str], input: &str| {
+    let chat_in = |path: &Path, arguments: &[&str], input: &[u8]| {
         let mut command = program("chat");
         command.args([
             "--device",
@@ -64,11 +64,12 @@ fn sessions_are_kept_in_a_file() {
             "4",
         ]);
         command.arg("--model").arg(fixture::folder("dense-ple"));
-        command.args(arguments).arg("--cache").arg(&path);
+        command.args(arguments).arg("--cache").arg(path);
         let mut child = command.stdin(Stdio::piped()).spawn().expect("a process");
         write(&mut child, input);
         Ended::from(child.wait_with_output().expect("its end"))
     };
+    let chat = |arguments: &[&str], input: &str| chat_in(&path, arguments, input.as_bytes());
     let first = chat(&["--system", "Be brief."], "the cat\n");
     assert_eq!(first.code, Some(0), "{first:?}");
     let second = chat(&[], "and then\n");
@@ -82,22 +83,7 @@ fn sessions_are_kept_in_a_file() {
     let again = chat(&[], "");
     assert!(again.stderr.contains("5 messages"), "{again:?}");
     // What cannot be read ends a chat, and loses nothing that was said.
-    let mut broken = program("chat");
-    broken.args([
-        "--device",
-        "flex",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "4",
-    ]);
-    broken.arg("--model").arg(fixture::folder("dense-ple"));
-    broken.arg("--cache").arg(&path);
-    let mut child = broken.stdin(Stdio::piped()).spawn().expect("a process");
-    let mut input = child.stdin.take().expect("its input");
-    input.write_all(b"go on\n\xff\n").expect("written");
-    drop(input);
-    let broken = Ended::from(child.wait_with_output().expect("its end"));
+    let broken = chat_in(&path, &[], b"go on\n\xff\n");
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
@@ -110,12 +96,7 @@ fn sessions_are_kept_in_a_file() {
 
     // A chat of which nothing was said leaves what another program has read.
     let path = folder.path().join("session.safetensors");
-    let mut nothing = program("chat");
-    nothing.args(["--device", "flex", "--cache"]).arg(&path);
-    nothing.arg("--model").arg(fixture::folder("dense-ple"));
-    let mut child = nothing.stdin(Stdio::piped()).spawn().expect("a process");
-    write(&mut child, "");
-    let nothing = Ended::from(child.wait_with_output().expect("its end"));
+    let nothing = chat_in(&path, &[], b"");
     assert_eq!(nothing.code, Some(0), "{nothing:?}");
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt-tokens", &longer, "--max-tokens", "4"]);
