@@ -12,7 +12,6 @@ use crate::{
     Gemma4Config, Gemma4Error, Gemma4Model,
     config::name_of,
     error::{existing, read},
-    model::layer::weight::{QuantizedNumbers, portions},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -24,7 +23,6 @@ use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet, HashMap},
     fs,
-    ops::Range,
     path::Path,
     sync::Arc,
 };
@@ -119,8 +117,9 @@ impl Gemma4Model {
         for (path, numbers) in model.quantized_weights() {
             // Of its adapter, too.
             parameters.retain(|(parameter, _)| !parameter.starts_with(&format!("{path}.")));
-            let QuantizedNumbers { shape, make } = numbers;
-            parameters.push((path, Stored::of_rows(shape, dtype, make)));
+            let shape = numbers.shape.clone();
+            let read = move || numbers.bytes(dtype);
+            parameters.push((path, Stored::of_read(shape, dtype_in_file(dtype), read)));
         }
         // The table's parts are no parameters of a checkpoint's.
         parameters.retain(|(path, _)| !path.starts_with("split_table."));
@@ -359,26 +358,6 @@ impl Stored {
                 data.into_bytes().to_vec()
             }),
         }
-    }
-
-    /// Rows that are made a few at a time, in `dtype` and in this shape.
-    fn of_rows(
-        shape: Vec<usize>,
-        dtype: DType,
-        make: impl Fn(Range<usize>) -> Tensor<2> + 'static,
-    ) -> Self {
-        let columns = shape.last().copied().unwrap_or(1);
-        let rows = shape.iter().product::<usize>() / columns.max(1);
-        Self::of_read(shape, dtype_in_file(dtype), move || {
-            let bytes = portions(rows, columns).flat_map(|rows| {
-                make(rows)
-                    .into_data()
-                    .convert_dtype(dtype)
-                    .into_bytes()
-                    .to_vec()
-            });
-            bytes.collect()
-        })
     }
 
     /// So many numbers as they are written.

@@ -2,7 +2,7 @@
 
 use super::{
     Gemma4Model,
-    layer::{Weight, weight::portions},
+    layer::{Weight, weight::AnyWeight},
 };
 use crate::{Gemma4Error, checkpoint::placement::TablePlacement, op::linear::Matrix};
 use burn::{
@@ -65,19 +65,16 @@ impl SplitTable {
     /// The whole table's bytes in `dtype`, little-endian.
     pub fn whole(&self, dtype: DType) -> Vec<u8> {
         let mut bytes = Vec::new();
-        let mut add = |numbers: Tensor<2>| {
-            let numbers = numbers.into_data().convert_dtype(dtype);
-            bytes.extend_from_slice(&numbers.into_bytes());
-        };
         for part in &self.parts {
-            match part {
-                Weight::Whole(numbers) => add(numbers.val()),
-                Weight::Quantized(weight) => {
-                    let matrix = weight.matrix();
-                    let rows = portions(matrix.words.dims()[0], matrix.layout.columns);
-                    rows.for_each(|rows| add(weight.rows(rows)));
-                }
-            }
+            bytes.extend_from_slice(&match part.quantized() {
+                Some(numbers) => numbers.bytes(dtype),
+                None => part
+                    .val()
+                    .into_data()
+                    .convert_dtype(dtype)
+                    .into_bytes()
+                    .to_vec(),
+            });
         }
         bytes
     }

@@ -91,19 +91,20 @@ impl Next<'_> {
             sampler.sampling().validate()?;
         }
         let of_rows: Vec<&Sampler> = samplers.iter().collect();
-        if let Some(drawn) = self.draw(&of_rows) {
-            let number =
-                |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
-            let tokens: Vec<u32> = drawn?.into_iter().map(number).collect::<Result<_, _>>()?;
-            for (sampler, token) in samplers.iter_mut().zip(&tokens) {
-                sampler.read(&[*token]);
+        let tokens: Result<Vec<u32>, _> = match self.draw(&of_rows) {
+            Some(drawn) => {
+                let number =
+                    |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
+                drawn?.into_iter().map(number).collect()
             }
-            return Ok(tokens);
-        }
-        let logits = self.logits()?;
-        let rows = samplers.iter_mut().zip(logits.chunks_exact(vocabulary));
-        let tokens = rows.map(|(sampler, logits)| sampler.choose(logits));
-        let tokens: Vec<u32> = tokens.collect::<Result<_, _>>()?;
+            None => {
+                let logits = self.logits()?;
+                let rows = samplers.iter_mut().zip(logits.chunks_exact(vocabulary));
+                rows.map(|(sampler, logits)| sampler.choose(logits))
+                    .collect()
+            }
+        };
+        let tokens = tokens?;
         for (sampler, token) in samplers.iter_mut().zip(&tokens) {
             sampler.read(&[*token]);
         }

@@ -17,7 +17,7 @@ use burn::{
     },
     tensor::{DType, Device, Int, Tensor},
 };
-use std::ops::Range;
+use std::{iter::once, ops::Range};
 
 /// A weight matrix, or several of them: its rows are what products give, its last dimension what they read.
 #[derive(Clone, Debug)]
@@ -71,15 +71,14 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Of these rows, with what an adapter adds.
-    pub(crate) fn rows(&self, rows: Range<usize>) -> Tensor<2> {
-        match &self.lora {
-            Some(_) => flat_rows(self.val()).slice([rows]),
-            None => {
-                let portion = self.matrix().rows(rows.start, rows.len());
-                portion.dequantized(self.dtype)
-            }
+    /// All numbers, a few rows at a time; at once what an adapter adds to, which is no table.
+    fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
+        if self.lora.is_some() {
+            return Box::new(once(flat_rows(self.val())));
         }
+        let (matrix, dtype) = (self.matrix(), self.dtype);
+        let rows = portions(matrix.words.dims()[0], matrix.layout.columns);
+        Box::new(rows.map(move |rows| matrix.rows(rows.start, rows.len()).dequantized(dtype)))
     }
 
     /// All rows.
@@ -214,12 +213,24 @@ pub(crate) trait AnyWeight {
 /// The numbers of a quantized weight, made when they are asked for.
 pub(crate) struct QuantizedNumbers {
     pub shape: Vec<usize>,
-    /// So many of its rows, all dimensions but the last being one, in the dtype that the model computes in or, with an adapter, in f32.
-    pub make: Box<dyn Fn(Range<usize>) -> Tensor<2>>,
+    /// A few rows after the other, all dimensions but the last being one, in the dtype that the model computes in or, with an adapter, in f32.
+    make: Box<dyn Fn() -> Box<dyn Iterator<Item = Tensor<2>>>>,
+}
+
+impl QuantizedNumbers {
+    /// They in `dtype`, little-endian.
+    pub fn bytes(&self, dtype: DType) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for rows in (self.make)() {
+            let numbers = rows.into_data().convert_dtype(dtype);
+            bytes.extend_from_slice(&numbers.into_bytes());
+        }
+        bytes
+    }
 }
 
 /// Rows of so many columns, as many at a time as any device has a buffer for: of a table whose words are in one the numbers may be too many.
-pub(crate) fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
+fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
     const NUMBERS: usize = 1 << 24;
     let at_once = (NUMBERS / columns.max(1)).max(1);
     let portion = move |start| start..rows.min(start + at_once);
@@ -263,7 +274,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
             Self::Quantized(weight) => {
                 let shape = weight.shape.to_vec();
                 let weight = weight.clone();
-                let make = Box::new(move |rows| weight.rows(rows));
+                let make = Box::new(move || weight.portions());
                 Some(QuantizedNumbers { shape, make })
             }
         }
