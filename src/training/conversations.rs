@@ -1,7 +1,7 @@
 //! Conversations and texts to fine-tune on, a JSON object a line.
 
 use super::rows::Example;
-use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Tokenizer};
+use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Prompt, Tokenizer};
 use serde_json::{Map, Value};
 
 /// What a line holds.
@@ -92,21 +92,20 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
     let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
-            let config = gemma.config();
-            let tokens = tokenizer.encode(&text).map_err(said)?;
-            // A text may have its beginning and its end already, as templates write them.
-            let own = match tokens.first() == Some(&config.bos_token) {
-                true => &tokens[1..],
-                false => &tokens[..],
+            // A text may have its beginning, as prompts may, and its end already, as templates write them.
+            let mut tokens = gemma
+                .tokens(&Prompt::Text(text), ChatOptions::default())
+                .map_err(said)?
+                .into_iter();
+            let ends = &gemma.config().eos_tokens;
+            let is_ended = |last: &u32| ends.contains(last);
+            let end = match tokens.as_slice().last().is_some_and(is_ended) {
+                true => None,
+                false => ends.first().copied(),
             };
-            let is_ended = own
-                .last()
-                .is_some_and(|last| config.eos_tokens.contains(last));
-            let end = config.eos_tokens.first().filter(|_| !is_ended);
             let mut example = Example::default();
-            example.extend([config.bos_token], false);
-            example.extend(own.iter().copied(), true);
-            example.extend(end.copied(), true);
+            example.extend(tokens.next(), false);
+            example.extend(tokens.chain(end), true);
             Ok(vec![example])
         }
         Line::Messages(conversation) => {

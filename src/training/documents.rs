@@ -18,15 +18,6 @@ pub struct Document {
     pub examples: Vec<Example>,
 }
 
-/// The examples of [`documents`], one after the other.
-///
-/// # Errors
-/// As [`documents`].
-pub fn read(path: &Path, gemma: &Gemma4) -> Result<Vec<Example>, Error> {
-    let documents = documents(path, gemma)?.into_iter();
-    Ok(documents.flat_map(|document| document.examples).collect())
-}
-
 /// The documents of a file with a JSON object in every line: `messages`, of which the assistant's are learned, or `text`, which
 /// is learned as a whole. A conversation may say `tools` and `enable_thinking`, and its messages what the chat template
 /// renders, such as `tool_calls`. Empty lines are passed over, and so is what else a line with a text has.

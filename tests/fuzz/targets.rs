@@ -401,8 +401,9 @@ fn jsonl() -> Read {
     let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("a model");
     Box::new(move |input| {
         write(&path, input);
-        let examples = said(documents::read(&path, &gemma))?;
-        let (rows, _) = rows::whole(examples, 64);
+        let documents = said(documents::documents(&path, &gemma))?.into_iter();
+        let examples = documents.flat_map(|document| document.examples);
+        let (rows, _) = rows::whole(examples.collect(), 64);
         let _holds = &folder;
         Ok("a".repeat(rows.len()))
     })
