@@ -113,6 +113,7 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     // It would hold the weights as they were.
     drop(gemma);
     let parameters = model.num_params();
+    let base = format!("{:016x}", model.fingerprint()?);
     // Which weights are quantized, and how, tells their size, but for a table that may be on another device's host.
     let table = model.per_layer_table();
     let bytes = table.map_or_else(|| model.parameter_bytes(), |table| table.other_bytes);
@@ -145,6 +146,7 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
             "alpha": cli.alpha,
             "quantize": cli.form(),
             "weights in bytes": bytes,
+            (resume::BASE): base,
         }),
     );
     world.agree(&resume::of_all(&settings, begun))?;

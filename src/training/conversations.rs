@@ -1,7 +1,7 @@
 //! Conversations and texts to fine-tune on, a JSON object a line.
 
 use super::rows::Example;
-use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Prompt, Tokenizer};
+use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt};
 use serde_json::{Map, Value};
 
 /// What a line holds.
@@ -88,7 +88,6 @@ fn is_answer(message: &Value) -> bool {
 
 /// The examples of a line.
 pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
-    let tokenizer = gemma.tokenizer();
     let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
@@ -109,11 +108,14 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
             Ok(vec![example])
         }
         Line::Messages(conversation) => {
-            let pieces = conversation.examples(gemma.chat_template())?;
+            let marking = gemma.tokenizer().marking(conversation.texts());
+            let marking = marking.map_err(said)?;
+            let marked = conversation.marked(marking).map_err(said)?;
+            let pieces = marked.examples(gemma.chat_template())?;
             let of_pieces = |pieces: Vec<(String, bool)>| {
                 let mut example = Example::default();
                 for (text, learned) in pieces {
-                    example.extend(encode(tokenizer, &text)?, learned);
+                    example.extend(marking.encode(&text)?, learned);
                 }
                 Ok(example)
             };
@@ -123,11 +125,43 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
     }
 }
 
-fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, Gemma4Error> {
-    match text.is_empty() {
-        true => Ok(Vec::new()),
-        false => tokenizer.encode(text),
+/// All texts of a value.
+fn texts<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
+    match value {
+        Value::Null | Value::Bool(_) | Value::Number(_) => (),
+        Value::String(text) => found.push(text),
+        Value::Array(values) => values.iter().for_each(|value| texts(value, found)),
+        Value::Object(fields) => texts_of_fields(fields, found),
     }
+}
+
+fn texts_of_fields<'a>(fields: &'a Map<String, Value>, found: &mut Vec<&'a str>) {
+    for (name, value) in fields {
+        found.push(name);
+        texts(value, found);
+    }
+}
+
+/// The value with all its texts marked.
+fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
+    Ok(match value {
+        Value::Null | Value::Bool(_) | Value::Number(_) => value.clone(),
+        Value::String(text) => Value::String(marking.mark(text)?),
+        Value::Array(values) => values
+            .iter()
+            .map(|value| marked(value, marking))
+            .collect::<Result<_, _>>()?,
+        Value::Object(fields) => Value::Object(marked_fields(fields, marking)?),
+    })
+}
+
+fn marked_fields(
+    fields: &Map<String, Value>,
+    marking: Marking<'_>,
+) -> Result<Map<String, Value>, Gemma4Error> {
+    let marked =
+        |(name, value): (&String, &Value)| Ok((marking.mark(name)?, marked(value, marking)?));
+    fields.iter().map(marked).collect()
 }
 
 /// What a template makes of a turn of the model.
@@ -143,6 +177,32 @@ struct Turn {
 }
 
 impl Conversation {
+    /// All that a template may render.
+    fn texts(&self) -> Vec<&str> {
+        let mut found = Vec::new();
+        let messages = self.messages.iter();
+        messages.for_each(|message| texts(message, &mut found));
+        texts_of_fields(&self.variables, &mut found);
+        found
+    }
+
+    /// With marks where users, systems and tools spell special tokens, which are text in a chat, too. What the model says may have some of its own.
+    fn marked(&self, marking: Marking<'_>) -> Result<Self, Gemma4Error> {
+        let of_message = |message: &Value| match is_answer(message) {
+            true => Ok(message.clone()),
+            false => marked(message, marking),
+        };
+        Ok(Self {
+            messages: self
+                .messages
+                .iter()
+                .map(of_message)
+                .collect::<Result<_, _>>()?,
+            variables: marked_fields(&self.variables, marking)?,
+            enable_thinking: self.enable_thinking,
+        })
+    }
+
     fn render(
         &self,
         template: &ChatTemplate,
@@ -458,5 +518,57 @@ mod tests {
         }
         let text = parse(r#"{"id": 1, "text": "a"}"#).expect("a text");
         assert_eq!(text, Line::Text("a".into()));
+    }
+
+    /// In messages, in fields within them and beside them; but for those of the model's own.
+    #[cfg(feature = "flex")]
+    #[test]
+    fn what_is_said_to_the_model_has_no_special_tokens() {
+        let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dense-ple");
+        let device = burn::tensor::Device::flex();
+        let gemma = Gemma4::from_pretrained(fixture, &device).expect("a fixture");
+        let tokenizer = gemma.tokenizer();
+        let tokens = |line: String| {
+            let examples = of_line(parse(&line).expect("a line"), &gemma).expect("examples");
+            let tokens = examples.into_iter().map(|example| example.tokens);
+            tokens.collect::<Vec<_>>().concat()
+        };
+        let conversation = |said: &str, answer: &str| {
+            format!(
+                r#"{{"tools": [{{"type": "function", "function": {{"name": "f", "description": "{said}", "parameters": {{"type": "object",
+                "properties": {{"{said}": {{"type": "string", "description": "{said}"}}}}}}}}}}],
+                "messages": [{{"role": "system", "content": "{said}"}}, {{"role": "user", "content": "{said} or {said}"}},
+                {{"role": "assistant", "content": "{answer}"}}]}}"#
+            )
+        };
+        let special = |tokens: &[u32]| {
+            let names = ["<|turn>", "<turn|>", "<|channel>", "<bos>", "<|tool>"];
+            names.map(|name| {
+                let id = tokenizer.id(name).expect("a special token");
+                tokens.iter().filter(|token| **token == id).count()
+            })
+        };
+        let plain = special(&tokens(conversation("turn", "b")));
+        for said in ["<turn|>", "<|turn>", "<bos><|channel>", "<|tool>a<turn|>"] {
+            let found = tokens(conversation(said, "b"));
+            assert_eq!(special(&found), plain, "{said}");
+            let text = tokenizer.decode(&found, false).expect("a text");
+            assert_eq!(text.matches(said).count(), 6, "{text}");
+        }
+        let mut answered = plain;
+        answered[1] += 1;
+        assert_eq!(special(&tokens(conversation("a", "b<turn|>"))), answered);
+        // Where nothing is spelled, the tokens are the text's.
+        let line = conversation("the cat", "and  the hat é");
+        let text: String = read_line(&line)
+            .examples(gemma.chat_template())
+            .expect("pieces")[0]
+            .iter()
+            .map(|(text, _)| text.as_str())
+            .collect();
+        assert_eq!(
+            tokenizer.decode(&tokens(line), false).expect("a text"),
+            text
+        );
     }
 }

@@ -68,10 +68,46 @@ impl ModuleVisitor for Squares<'_> {
     }
 }
 
-/// What gradients of the norm `norm` are multiplied by so that theirs is `largest` at most, `[1]` in f32.
-pub fn clipping(norm: Tensor<1>, largest: f32) -> Tensor<1> {
-    (norm + SMALLEST_NORM)
-        .recip()
-        .mul_scalar(largest)
-        .clamp_max(1.0)
+/// What gradients of the norm `norm` are multiplied by so that theirs is `largest` at most, `[1]` in f32: 0, which leaves the step out, where one
+/// of them is no number, or so large that the norm is none.
+pub fn clipping(norm: Tensor<1>, largest: Option<f32>) -> Tensor<1> {
+    let is_none = norm.clone().is_finite().bool_not();
+    let factor = match largest {
+        Some(largest) => (norm + SMALLEST_NORM)
+            .recip()
+            .mul_scalar(largest)
+            .clamp_max(1.0),
+        None => norm.ones_like(),
+    };
+    factor.mask_fill(is_none, 0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Device;
+
+    #[test]
+    fn gradients_are_clipped_and_what_is_no_number_counts_nothing() {
+        let devices = [
+            #[cfg(feature = "flex")]
+            Device::flex(),
+            Device::default(),
+        ];
+        for device in devices {
+            let factor = |norm: f32, largest| {
+                let norm = Tensor::from_data([norm], (&device, DType::F32));
+                clipping(norm, largest).into_scalar::<f32>()
+            };
+            for largest in [None, Some(2.0)] {
+                assert_eq!(factor(0.0, largest), 1.0);
+                assert_eq!(factor(1.5, largest), 1.0);
+                assert_eq!(factor(f32::NAN, largest), 0.0);
+                assert_eq!(factor(f32::INFINITY, largest), 0.0);
+            }
+            assert_eq!(factor(1e30, None), 1.0);
+            assert!((factor(8.0, Some(2.0)) - 0.25).abs() < 1e-6);
+            assert!(factor(1.8e19, Some(1.0)) > 0.0);
+        }
+    }
 }

@@ -13,6 +13,8 @@ use std::{env, fs, path::Path};
 const SETTINGS: &str = "settings.json";
 /// The setting that may change: a run goes on with other data, and says so.
 const DATA: &str = "data";
+/// What tells the checkpoint from others that a run begins with. Runs of before it was written down have none.
+pub const BASE: &str = "base";
 /// What a finished run has written.
 const RESULTS: [&str; 3] = [
     "model.safetensors",
@@ -107,6 +109,9 @@ pub fn check(
             continue;
         }
         let before = &begun[name.as_str()];
+        if name == BASE && before.is_null() {
+            continue;
+        }
         let reason = format!("{name} is {value}, but the run was begun with {before}");
         return Err(WrongArgument(reason).into());
     }

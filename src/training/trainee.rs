@@ -186,19 +186,16 @@ impl TrainStep for Trainee {
         TrainOutput { grads, item }
     }
 
-    /// With the gradients of the whole step, of all devices.
+    /// With the gradients of the whole step, of all devices. One with a gradient that is no number is left out, which costs the host no look at the device
+    /// but for a model in f16.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,
         rate: ModuleLearningRate,
         gradients: GradientsParams,
     ) -> Self {
-        let scaled_norm = match self.scale.is_some() || self.largest_norm.is_some() {
-            true => norm(&gradients, &self),
-            false => None,
-        };
         let mut factor = Tensor::ones([1], (&self.model.device().inner(), DType::F32));
-        if let Some(scaled_norm) = scaled_norm {
+        if let Some(scaled_norm) = norm(&gradients, &self) {
             let mut norm = scaled_norm;
             if let Some(loss_scale) = self.scale.take() {
                 let scale = loss_scale.value();
@@ -210,9 +207,7 @@ impl TrainStep for Trainee {
                 norm = norm.div_scalar(scale);
                 factor = factor.div_scalar(scale);
             }
-            if let Some(largest) = self.largest_norm {
-                factor = factor * clipping(norm, largest);
-            }
+            factor = factor * clipping(norm, self.largest_norm);
         }
         let averaging = self.averaging.clone();
         let Some(world) = averaging.as_ref().and_then(Averaging::in_parts) else {
@@ -356,7 +351,7 @@ impl fmt::Display for Trainee {
 #[cfg(all(test, feature = "flex"))]
 mod tests {
     use super::*;
-    use crate::training::masters::InF32;
+    use crate::training::{masters::InF32, optimizer::optimizer};
     use burn::{module::Param, optim::SgdConfig};
     use burn_gemma4::LoadOptions;
     use clap::Parser;
@@ -427,10 +422,14 @@ mod tests {
 
     /// How far a step of rate 1 moves the weights.
     fn step(trainee: Trainee, value: f32) -> (Trainee, f64) {
+        step_by(&mut sgd(), trainee, value)
+    }
+
+    fn step_by(optimizer: &mut ModuleOptimizer, trainee: Trainee, value: f32) -> (Trainee, f64) {
         let mut weights = Weights(GradientsParams::new());
         trainee.model.visit(&mut weights);
         let gradients = gradients(&trainee, value);
-        let trainee = trainee.optimize(&mut sgd(), 1.0.into(), gradients);
+        let trainee = trainee.optimize(optimizer, 1.0.into(), gradients);
         let before = &weights.0;
         let mut moved = Moved {
             before,
@@ -449,6 +448,33 @@ mod tests {
         let norm = 1e-5 * (Module::num_params(&trainee.model) as f64).sqrt();
         let (_, moved) = step(trainee, 1e-5);
         assert!((moved / norm - 1.0).abs() < 0.02, "{moved}, not {norm}");
+    }
+
+    /// Without a loss scale, and whether gradients are clipped or not.
+    #[test]
+    fn a_step_whose_gradients_are_no_numbers_is_left_out() {
+        for (dtype, clip) in [(DType::F32, "1"), (DType::BF16, "1"), (DType::F32, "0")] {
+            for name in ["sgd", "adamw"] {
+                let cli = Cli::parse_from(["train", "--optimizer", name]);
+                let mut optimizer = optimizer(&cli.arguments.step);
+                let mut trainee = trainee(clip, dtype);
+                for (value, moves) in [
+                    (f32::NAN, false),
+                    (1.0, true),
+                    (f32::INFINITY, false),
+                    (1.0, true),
+                ] {
+                    let moved;
+                    (trainee, moved) = step_by(&mut optimizer, trainee, value);
+                    assert_eq!(
+                        moved > 0.0,
+                        moves,
+                        "{dtype:?}, {name}, {clip}, {value}: {moved}"
+                    );
+                    assert!(moved.is_finite(), "{moved}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -288,11 +288,13 @@ impl Gemma4 {
                 .tokenizer
                 .encode(&self.chat_template.render(messages, chat)?),
             Prompt::Chat(messages) => {
-                let mark = unused(messages)?;
+                let marking = self
+                    .tokenizer
+                    .marking(messages.iter().map(|message| message.content.as_str()))?;
                 let marked: Vec<Message> = messages
                     .iter()
                     .map(|message| {
-                        let content = self.tokenizer.marked(&message.content, mark)?;
+                        let content = marking.mark(&message.content)?;
                         Ok(Message {
                             role: message.role,
                             content,
@@ -300,7 +302,7 @@ impl Gemma4 {
                     })
                     .collect::<Result<_, Gemma4Error>>()?;
                 let prompt = self.chat_template.render(&marked, chat)?;
-                self.tokenizer.encode_marked(&prompt, mark)
+                marking.encode(&prompt)
             }
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
         }
@@ -388,18 +390,4 @@ impl Gemma4 {
     pub fn session(&self) -> Session<'_> {
         Session::new(self)
     }
-}
-
-/// A character that is in none of the messages, for private use as Unicode has it.
-fn unused(messages: &[Message]) -> Result<char, Gemma4Error> {
-    ('\u{F0000}'..='\u{FFFFD}')
-        .find(|mark| {
-            !messages
-                .iter()
-                .any(|message| message.content.contains(*mark))
-        })
-        .ok_or_else(|| Gemma4Error::Argument {
-            argument: "messages",
-            reason: "have every character for private use; one should be left".into(),
-        })
 }

@@ -52,7 +52,7 @@ pub use session::{SavedSession, Session};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},
     parts::TextKind,
-    tokenizer::{Tokenizer, stream::TextStream},
+    tokenizer::{Marking, Tokenizer, stream::TextStream},
 };
 pub use train::{
     packing::Packing,

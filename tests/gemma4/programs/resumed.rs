@@ -82,6 +82,14 @@ fn a_run_that_is_killed_often_ends_as_one_that_is_not() {
 #[test]
 fn fine_tuning_goes_on_where_it_was() {
     let base = Folder::copy("dense-ple-mm-bf16");
+    // The same sizes, and every weight another.
+    let other = Folder::copy("dense-ple-mm-bf16");
+    let mut weights = other.read("model.safetensors");
+    let (length, _) = weights.split_first_chunk().expect("a length");
+    let numbers = 8 + u64::from_le_bytes(*length) as usize;
+    let low_bytes = weights[numbers..].iter_mut().step_by(2);
+    low_bytes.for_each(|byte| *byte ^= 1);
+    other.write("model.safetensors", weights);
     let folder = TempDir::new().expect("a folder");
     let data = folder.path().join("data.jsonl");
     fs::write(&data, conversations()).expect("a file");
@@ -107,6 +115,8 @@ fn fine_tuning_goes_on_where_it_was() {
         assert!(written(&whole) == written(&killed), "{name}");
         let again = run(&mut finetune(&base, &data, &whole, arguments));
         check("a second run", &again, 2, &["whole", "--resume"]);
+        let elsewhere = run(&mut finetune(&other, &data, &whole, &resumed));
+        check("another base", &elsewhere, 2, &["base is", "begun with"]);
     }
     // A checkpoint of an adapter is no checkpoint of the model.
     let size = |name: &str| {

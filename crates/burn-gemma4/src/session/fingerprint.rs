@@ -52,6 +52,25 @@ impl Fingerprint {
     }
 }
 
+/// Of FNV-1a (Fowler, Noll and Vo), in 64 bits: where it begins, and its prime.
+const FNV: [u64; 2] = [0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3];
+
+impl Gemma4Model {
+    /// What tells this model's weights from another's: a hash of 16 numbers of every one of them, wherever they are. It is the same on every device, and
+    /// another where the weights are quantized or in another dtype.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Device`] where the weights cannot be read.
+    pub fn fingerprint(&self) -> Result<u64, Gemma4Error> {
+        let numbers = Fingerprint::of(self)?.numbers;
+        let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
+        let [start, prime] = FNV;
+        Ok(bytes.fold(start, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(prime)
+        }))
+    }
+}
+
 const TABLE: &str = "embed_tokens_per_layer";
 
 fn table_row(model: &Gemma4Model, token: u32, device: &Device) -> Option<Tensor<2>> {

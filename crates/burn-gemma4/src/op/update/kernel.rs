@@ -86,12 +86,31 @@ pub(super) struct Coefficients {
     pub rate: f32,
 }
 
-/// AdamW of one vector, by the order of Burn's operations. The gradient counts `factor[0]` times, which where nothing is clipped is 1.
+/// AdamW of one vector, by the order of Burn's operations. The gradient counts `factor[0]` times, which where nothing is clipped is 1. Where
+/// that is 0, the step is left out: the gradient may be no number.
 #[cube]
 fn updated<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,
     factor: &Tensor<f32>,
     weight: &mut Tensor<Vector<f32, N>>,
+    mean: &mut Tensor<Vector<f32, N>>,
+    square: &mut Tensor<Vector<f32, N>>,
+    by: &Coefficients,
+) -> Vector<f32, N> {
+    let mut w = weight[ABSOLUTE_POS];
+    if factor[0] != 0.0f32 {
+        w = step(gradient, factor, w, mean, square, by);
+        weight[ABSOLUTE_POS] = w;
+    }
+    w
+}
+
+/// The weights after a step that is not left out.
+#[cube]
+fn step<G: Float, N: Size>(
+    gradient: &Tensor<Vector<G, N>>,
+    factor: &Tensor<f32>,
+    weight: Vector<f32, N>,
     mean: &mut Tensor<Vector<f32, N>>,
     square: &mut Tensor<Vector<f32, N>>,
     by: &Coefficients,
@@ -103,12 +122,9 @@ fn updated<G: Float, N: Size>(
         + g * g * Vector::cast_from(by.new_square);
     let deviation = (v / Vector::cast_from(by.of_square)).sqrt() + Vector::cast_from(by.epsilon);
     let step = m / Vector::cast_from(by.of_mean) / deviation;
-    let w = weight[ABSOLUTE_POS] * Vector::cast_from(by.kept_weight)
-        - step * Vector::cast_from(by.rate);
     mean[ABSOLUTE_POS] = m;
     square[ABSOLUTE_POS] = v;
-    weight[ABSOLUTE_POS] = w;
-    w
+    weight * Vector::cast_from(by.kept_weight) - step * Vector::cast_from(by.rate)
 }
 
 /// AdamW of weights in f32, in their place.

@@ -148,7 +148,8 @@ pub struct Trained<const D: usize> {
 
 impl AdamW {
     /// The parameter after the step with this number, from 1, with a gradient of any dtype, which counts `factor` times, `[1]` in f32;
-    /// and in `dtype`, which the model has it in, by [`rounded`].
+    /// and in `dtype`, which the model has it in, by [`rounded`]. Where the factor is 0, the step is left out, whatever the gradient is: neither the weight
+    /// decays nor the means do.
     /// Tensors without autodiff, whose memory is written over where nobody else has them.
     pub fn step<const D: usize>(
         &self,
@@ -164,8 +165,7 @@ impl AdamW {
         if serve(&gradient.device(), [gradient.dtype(), dtype]) {
             return by_kernel(gradient, factor, trained, formula, dtype);
         }
-        let gradient = gradient.cast(DType::F32) * factor.reshape([1; D]);
-        let trained = by_operators(gradient, trained, formula);
+        let trained = by_operators(gradient.cast(DType::F32), factor, trained, formula);
         (rounded(trained.weight.clone(), dtype), trained)
     }
 }
@@ -173,17 +173,23 @@ impl AdamW {
 /// In the order of Burn's own AdamW.
 fn by_operators<const D: usize>(
     gradient: Tensor<D>,
-    trained: Trained<D>,
+    factor: Tensor<1>,
+    old: Trained<D>,
     by: Formula,
 ) -> Trained<D> {
-    let mean = trained.mean * by.kept_mean + gradient.clone() * by.new_mean;
-    let square = trained.square * by.kept_square + gradient.square() * by.new_square;
+    let factor = factor.reshape([1; D]);
+    let is_left_out = factor.clone().equal_elem(0.0).expand(gradient.shape());
+    let kept = |new: Tensor<D>, old| new.mask_where(is_left_out.clone(), old);
+    let gradient = gradient * factor;
+    let mean = old.mean.clone() * by.kept_mean + gradient.clone() * by.new_mean;
+    let square = old.square.clone() * by.kept_square + gradient.square() * by.new_square;
     let deviation = (square.clone() / by.of_square).sqrt() + by.epsilon;
     let step = mean.clone() / by.of_mean / deviation;
+    let weight = old.weight.clone() * by.kept_weight - step * by.rate;
     Trained {
-        weight: trained.weight * by.kept_weight - step * by.rate,
-        mean,
-        square,
+        weight: kept(weight, old.weight),
+        mean: kept(mean, old.mean),
+        square: kept(square, old.square),
     }
 }
 
@@ -414,6 +420,44 @@ mod tests {
                         assert_eq!(values(weight.clone()), values(shown), "{what}");
                     }
                 }
+            }
+        }
+    }
+
+    /// Of gradients that are no numbers.
+    #[test]
+    fn a_factor_of_zero_leaves_the_step_out() {
+        let by = AdamW {
+            betas: [0.9, 0.95],
+            epsilon: 1e-8,
+            decay: 0.1,
+        };
+        for device in devices() {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                if !device.supports_dtype(dtype) {
+                    continue;
+                }
+                let weight = random([70, 64], &device);
+                let [mean, square] = [(); 2].map(|()| random([70, 64], &device).abs());
+                let shown = values(rounded(weight.clone(), dtype));
+                let before = [&weight, &mean, &square].map(|tensor| values(tensor.clone()));
+                let trained = Trained {
+                    weight,
+                    mean,
+                    square,
+                };
+                let numbers = (0..70 * 64).map(|place| match place % 3 {
+                    0 => f32::NAN,
+                    1 => f32::INFINITY,
+                    _ => 1.0,
+                });
+                let gradient = TensorData::new(numbers.collect::<Vec<_>>(), [70, 64]);
+                let gradient = Tensor::<2>::from_data(gradient, (&device, DType::F32)).cast(dtype);
+                let factor = Tensor::from_data([0.0], (&device, DType::F32));
+                let (found, trained) = by.step(2, 1e-2, gradient, factor, trained, dtype);
+                assert_eq!(values(found), shown, "{dtype:?}");
+                let after = [trained.weight, trained.mean, trained.square].map(values);
+                assert_eq!(after, before, "{dtype:?}");
             }
         }
     }

@@ -1,15 +1,15 @@
 //! Text to tokens and back, by the checkpoint's `tokenizer.json`.
 
 mod kind;
+mod marking;
 pub(crate) mod stream;
 
-use self::stream::decodes_token_by_token;
-use crate::Gemma4Error;
-use crate::error::read;
+pub use marking::Marking;
+
+use crate::{Gemma4Error, error::read};
 use std::path::Path;
-use tokenizers::{
-    AddedVocabulary, Model, OffsetReferential, OffsetType, PostProcessorWrapper, PreTokenizer,
-};
+use stream::decodes_token_by_token;
+use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTokenizer};
 
 /// The tokenizer of a checkpoint.
 ///
@@ -90,59 +90,6 @@ impl Tokenizer {
             ))),
             None => Ok(tokens),
         }
-    }
-
-    /// The tokens of a text in which [`marked`](Self::marked) has marked what is not meant as a special token.
-    pub(crate) fn encode_marked(&self, text: &str, mark: char) -> Result<Vec<u32>, Gemma4Error> {
-        let pieces = self
-            .inner
-            .get_added_vocabulary()
-            .extract_and_normalize(self.inner.get_normalizer(), text);
-        let mut tokens = Vec::new();
-        let mut plain = String::new();
-        for (_, (start, end), added) in
-            pieces.get_splits(OffsetReferential::Original, OffsetType::Byte)
-        {
-            let special = added
-                .iter()
-                .flatten()
-                .find(|token| self.special(token.id).is_some());
-            match special {
-                Some(special) => {
-                    tokens.extend(self.encode_text(&plain)?);
-                    tokens.push(special.id);
-                    plain.clear();
-                }
-                None => plain.extend(text[start..end].chars().filter(|char| *char != mark)),
-            }
-        }
-        tokens.extend(self.encode_text(&plain)?);
-        Ok(tokens)
-    }
-
-    /// `text`, with `mark` in all that would become special tokens.
-    ///
-    /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the text has a special token of one character, in which nothing has room.
-    pub(crate) fn marked(&self, text: &str, mark: char) -> Result<String, Gemma4Error> {
-        let mut text = text.to_owned();
-        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
-        for token in added.values().filter(|token| token.special) {
-            let mut rest = token.content.chars();
-            let first = rest.next();
-            // Breaking one occurrence may leave another that overlapped with it.
-            while !token.content.is_empty() && text.contains(&token.content) {
-                let (Some(first), false) = (first, rest.as_str().is_empty()) else {
-                    return Err(Gemma4Error::Tokenizer(format!(
-                        "{:?} in a text cannot be told from the special token",
-                        token.content
-                    )));
-                };
-                let broken = format!("{first}{mark}{}", rest.as_str());
-                text = text.replace(&token.content, &broken);
-            }
-        }
-        Ok(text)
     }
 
     /// The text of `tokens`, with or without special tokens. Bytes that are not UTF-8 become U+FFFD; ids
