@@ -87,6 +87,7 @@ fn prompts_of_a_batch_are_as_if_alone() {
         ];
         let batch: Vec<Prompt> = prompts.map(|prompt| prompt.to_vec().into()).into();
         let generations = gemma.generate_batch(&batch, &options).expect("generations");
+        let read: usize = prompts.iter().map(|prompt| prompt.len()).sum();
         for (prompt, generation) in prompts.into_iter().zip(generations) {
             let what = format!(
                 "{} {} prompt of {}",
@@ -96,6 +97,7 @@ fn prompts_of_a_batch_are_as_if_alone() {
             );
             assert_eq!(generation.prompt_tokens, prompt, "{what}");
             assert_eq!(generation.tokens, tokens(gemma, prompt, &options), "{what}");
+            assert_eq!(generation.timings.prefill_tokens, read, "{what}");
         }
     });
 }

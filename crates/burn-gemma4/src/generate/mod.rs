@@ -158,7 +158,7 @@ pub enum FinishReason {
 pub struct Timings {
     /// From the prompt to the first token.
     pub prefill: Duration,
-    /// Tokens of the prompt that were read; those that a session has read before are not.
+    /// Tokens of the prompt that were read, of a batch those of all prompts; those that a session has read before are not.
     pub prefill_tokens: usize,
     /// From the first token to the last.
     pub decode: Duration,
@@ -264,6 +264,11 @@ pub(crate) fn run(
     } = checkpoint;
     let pad = model.config().pad_token;
     let read_before = cache.len();
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let begin_at: Vec<usize> = prompts
+        .iter()
+        .map(|prompt| read_before.max(longest - prompt.len()))
+        .collect();
     let mut timings = Timings::default();
     let mut sequences: Vec<Sequence<'_>> = prompts
         .into_iter()
@@ -273,7 +278,10 @@ pub(crate) fn run(
 
     let start = Instant::now();
     let hidden = prefill(model, &sequences, cache, options)?;
-    timings.prefill_tokens = (cache.len() - read_before) * sequences.len();
+    timings.prefill_tokens = begin_at
+        .iter()
+        .map(|first| cache.len().saturating_sub(*first))
+        .sum();
     let Some(hidden) = hidden else {
         timings.prefill = start.elapsed();
         return finish(sequences, timings);
