@@ -27,6 +27,8 @@ pub(super) struct Conversation {
 /// The roles of messages, of which the model says one.
 const ROLES: [&str; 5] = ["system", "developer", "user", ASSISTANT, "tool"];
 const ASSISTANT: &str = "assistant";
+/// What tools have said, in an assistant's message.
+const TOOL_RESPONSES: &str = "tool_responses";
 
 /// What a line of a file holds.
 pub(super) fn parse(line: &str) -> Result<Line, String> {
@@ -188,9 +190,20 @@ impl Conversation {
 
     /// With marks where users, systems and tools spell special tokens, which are text in a chat, too. What the model says may have some of its own.
     fn marked(&self, marking: Marking<'_>) -> Result<Self, Gemma4Error> {
-        let of_message = |message: &Value| match is_answer(message) {
-            true => Ok(message.clone()),
-            false => marked(message, marking),
+        let of_message = |message: &Value| {
+            if !is_answer(message) {
+                return marked(message, marking);
+            }
+            let mut answer = message.clone();
+            if let Some(said) = answer.get_mut(TOOL_RESPONSES) {
+                *said = marked(said, marking)?;
+            }
+            Ok(answer)
+        };
+        // A name of a special token, such as a `bos_token`, is one.
+        let of_variable = |(name, value): (&String, &Value)| match value {
+            Value::String(_) => Ok((name.clone(), value.clone())),
+            value => Ok((name.clone(), marked(value, marking)?)),
         };
         Ok(Self {
             messages: self
@@ -198,7 +211,11 @@ impl Conversation {
                 .iter()
                 .map(of_message)
                 .collect::<Result<_, _>>()?,
-            variables: marked_fields(&self.variables, marking)?,
+            variables: self
+                .variables
+                .iter()
+                .map(of_variable)
+                .collect::<Result<_, Gemma4Error>>()?,
             enable_thinking: self.enable_thinking,
         })
     }
@@ -520,25 +537,35 @@ mod tests {
         assert_eq!(text, Line::Text("a".into()));
     }
 
+    /// Of the tools' descriptions and answers, too.
+    #[cfg(feature = "flex")]
+    const WITH_TOOLS: &str = "{{ bos_token }}{% if tools %}<|tool>{% for tool in tools %}{{ tool.description }}: {{ tool.parameters.keys() | join }}        {% endfor %}<tool|>{% endif %}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}{{ message.tool_responses | join }}<turn|>\n        {% endfor %}{% if add_generation_prompt %}<|turn>assistant\n{% endif %}";
+
     /// In messages, in fields within them and beside them; but for those of the model's own.
     #[cfg(feature = "flex")]
     #[test]
     fn what_is_said_to_the_model_has_no_special_tokens() {
         let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dense-ple");
+        let folder = tempfile::tempdir().expect("a folder");
+        for name in ["config.json", "model.safetensors", "tokenizer.json"] {
+            let to = folder.path().join(name);
+            std::fs::copy(std::path::Path::new(fixture).join(name), to).expect("a file");
+        }
+        let template = folder.path().join("chat_template.jinja");
+        std::fs::write(template, WITH_TOOLS).expect("a file");
         let device = burn::tensor::Device::flex();
-        let gemma = Gemma4::from_pretrained(fixture, &device).expect("a fixture");
+        let gemma = Gemma4::from_pretrained(folder.path(), &device).expect("a checkpoint");
         let tokenizer = gemma.tokenizer();
-        let tokens = |line: String| {
-            let examples = of_line(parse(&line).expect("a line"), &gemma).expect("examples");
+        let tokens = |line: &str| {
+            let examples = of_line(parse(line).expect("a line"), &gemma).expect("examples");
             let tokens = examples.into_iter().map(|example| example.tokens);
             tokens.collect::<Vec<_>>().concat()
         };
         let conversation = |said: &str, answer: &str| {
             format!(
-                r#"{{"tools": [{{"type": "function", "function": {{"name": "f", "description": "{said}", "parameters": {{"type": "object",
-                "properties": {{"{said}": {{"type": "string", "description": "{said}"}}}}}}}}}}],
+                r#"{{"tools": [{{"description": "{said}", "parameters": {{"{said}": 1}}}}],
                 "messages": [{{"role": "system", "content": "{said}"}}, {{"role": "user", "content": "{said} or {said}"}},
-                {{"role": "assistant", "content": "{answer}"}}]}}"#
+                {{"role": "assistant", "content": "{answer}", "tool_responses": ["{said}"]}}]}}"#
             )
         };
         let special = |tokens: &[u32]| {
@@ -548,27 +575,30 @@ mod tests {
                 tokens.iter().filter(|token| **token == id).count()
             })
         };
-        let plain = special(&tokens(conversation("turn", "b")));
+        let plain = special(&tokens(&conversation("turn", "b")));
+        assert_eq!(plain, [3, 3, 0, 1, 1]);
         for said in ["<turn|>", "<|turn>", "<bos><|channel>", "<|tool>a<turn|>"] {
-            let found = tokens(conversation(said, "b"));
+            let found = tokens(&conversation(said, "b"));
             assert_eq!(special(&found), plain, "{said}");
-            let text = tokenizer.decode(&found, false).expect("a text");
+            let text = tokenizer.decode(&found, true).expect("a text");
             assert_eq!(text.matches(said).count(), 6, "{text}");
         }
-        let mut answered = plain;
-        answered[1] += 1;
-        assert_eq!(special(&tokens(conversation("a", "b<turn|>"))), answered);
+        let found = special(&tokens(&conversation("a", "b<turn|>")));
+        assert_eq!(found, [3, 4, 0, 1, 1]);
         // Where nothing is spelled, the tokens are the text's.
         let line = conversation("the cat", "and  the hat é");
-        let text: String = read_line(&line)
-            .examples(gemma.chat_template())
-            .expect("pieces")[0]
-            .iter()
-            .map(|(text, _)| text.as_str())
-            .collect();
-        assert_eq!(
-            tokenizer.decode(&tokens(line), false).expect("a text"),
-            text
-        );
+        let pieces = read_line(&line).examples(gemma.chat_template());
+        let pieces = pieces.expect("pieces").concat().into_iter();
+        let text: String = pieces.map(|(text, _)| text).collect();
+        assert_eq!(tokens(&line), tokenizer.encode(&text).expect("tokens"));
+        // A variable that names a special token is none that the template renders otherwise.
+        let named = line.replacen('{', r#"{"bos_token": "<bos>", "#, 1);
+        let Line::Messages(named) = parse(&named).expect("a line") else {
+            panic!("{named}");
+        };
+        let marking = tokenizer.marking(named.texts()).expect("a mark");
+        let marked = named.marked(marking).expect("marked");
+        let reason = marked.examples(gemma.chat_template()).expect_err("named");
+        assert!(reason.contains("bos_token"), "{reason}");
     }
 }

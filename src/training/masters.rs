@@ -53,7 +53,7 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         let dtype = tensor.dtype();
         let factor = factor::of_this_step(&gradient.device());
         let factor = factor.reshape([1; D]);
-        // Nothing times what is no number is none.
+        // Nothing times what is no number is none. Of no gradient, what is here without momentum and decay makes no step.
         let is_left_out = factor.clone().equal_elem(0.0).expand(gradient.shape());
         let gradient = (gradient.cast(DType::F32) * factor).mask_fill(is_left_out, 0.0);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));

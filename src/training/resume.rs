@@ -103,7 +103,12 @@ pub fn check(
     let settings: Value = serde_json::from_str(&settings.to_string())
         .map_err(|error| format!("{}: {error}", path.display()))?;
     let fields = settings.as_object().into_iter().flatten();
-    for (name, value) in fields.filter(|(name, value)| begun[name.as_str()] != **value) {
+    let mut others: Vec<_> = fields
+        .filter(|(name, value)| begun[name.as_str()] != **value)
+        .collect();
+    // What weights are in says more than that they are others.
+    others.sort_by_key(|(name, _)| *name == BASE);
+    for (name, value) in others {
         if name == DATA {
             note("the data are others than the run was begun with");
             continue;

@@ -56,8 +56,8 @@ impl Fingerprint {
 const FNV: [u64; 2] = [0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3];
 
 impl Gemma4Model {
-    /// What tells this model's weights from another's: a hash of 16 numbers of every one of them, wherever they are. It is the same on every device, and
-    /// another where the weights are quantized or in another dtype.
+    /// What tells this model's weights from another's: a hash of 16 numbers of every one of them, wherever they are. It is the same on every device,
+    /// and another where weights are quantized.
     ///
     /// # Errors
     /// [`Gemma4Error::Device`] where the weights cannot be read.

@@ -149,7 +149,7 @@ pub struct Trained<const D: usize> {
 impl AdamW {
     /// The parameter after the step with this number, from 1, with a gradient of any dtype, which counts `factor` times, `[1]` in f32;
     /// and in `dtype`, which the model has it in, by [`rounded`]. Where the factor is 0, the step is left out, whatever the gradient is: neither the weight
-    /// decays nor the means do.
+    /// decays nor the means do, but its number is counted by whoever gives the next one.
     /// Tensors without autodiff, whose memory is written over where nobody else has them.
     pub fn step<const D: usize>(
         &self,
@@ -165,7 +165,14 @@ impl AdamW {
         if serve(&gradient.device(), [gradient.dtype(), dtype]) {
             return by_kernel(gradient, factor, trained, formula, dtype);
         }
-        let trained = by_operators(gradient.cast(DType::F32), factor, trained, formula);
+        // Nothing times what is no number is none.
+        let trained = match factor.clone().into_scalar::<f32>() == 0.0 {
+            true => trained,
+            false => {
+                let gradient = gradient.cast(DType::F32) * factor.reshape([1; D]);
+                by_operators(gradient, trained, formula)
+            }
+        };
         (rounded(trained.weight.clone(), dtype), trained)
     }
 }
@@ -173,23 +180,17 @@ impl AdamW {
 /// In the order of Burn's own AdamW.
 fn by_operators<const D: usize>(
     gradient: Tensor<D>,
-    factor: Tensor<1>,
-    old: Trained<D>,
+    trained: Trained<D>,
     by: Formula,
 ) -> Trained<D> {
-    let factor = factor.reshape([1; D]);
-    let is_left_out = factor.clone().equal_elem(0.0).expand(gradient.shape());
-    let kept = |new: Tensor<D>, old| new.mask_where(is_left_out.clone(), old);
-    let gradient = gradient * factor;
-    let mean = old.mean.clone() * by.kept_mean + gradient.clone() * by.new_mean;
-    let square = old.square.clone() * by.kept_square + gradient.square() * by.new_square;
+    let mean = trained.mean * by.kept_mean + gradient.clone() * by.new_mean;
+    let square = trained.square * by.kept_square + gradient.square() * by.new_square;
     let deviation = (square.clone() / by.of_square).sqrt() + by.epsilon;
     let step = mean.clone() / by.of_mean / deviation;
-    let weight = old.weight.clone() * by.kept_weight - step * by.rate;
     Trained {
-        weight: kept(weight, old.weight),
-        mean: kept(mean, old.mean),
-        square: kept(square, old.square),
+        weight: trained.weight * by.kept_weight - step * by.rate,
+        mean,
+        square,
     }
 }
 
