@@ -18,6 +18,16 @@ pub fn let_next_begin(#[comptime] overlaps: bool) {
     }
 }
 
+/// The same where `is_time`, of each unit.
+#[cube]
+pub fn let_next_begin_if(is_time: bool, #[comptime] overlaps: bool) {
+    if comptime!(overlaps) {
+        if is_time {
+            let_next_begin(true);
+        }
+    }
+}
+
 /// Waits until the launch before this one has ended and what it wrote is there.
 #[cube]
 pub fn await_previous(#[comptime] overlaps: bool) {

@@ -12,7 +12,7 @@ use super::{
     sums::{Epilogue, FactorPlace, Outputs, ProjectPlan, finish},
 };
 use cube_kit::overlap::{
-    await_previous, let_next_begin, load_now, was_written, was_written_if_there,
+    await_previous, let_next_begin_if, load_now, was_written, was_written_if_there,
 };
 use cubecl::prelude::*;
 
@@ -47,7 +47,6 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(plan.lets_next_begin);
     let computed = comptime!(plan.overlaps && !plan.reads_ahead);
     await_previous(computed);
     was_written(weight, computed);
@@ -105,6 +104,8 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
                 plan,
             );
         }
+        let next = vector + comptime!((plan.unroll * plan.team.units) as u32);
+        let_next_begin_if(next >= vectors, plan.overlaps);
         #[unroll]
         for ahead in 0..plan.unroll {
             let at = vector + comptime!((ahead * plan.team.units) as u32);
@@ -134,7 +135,7 @@ pub(super) fn project_overlapped<E: Float, N: Size>(
                 }
             }
         }
-        vector += comptime!((plan.unroll * plan.team.units) as u32);
+        vector = next;
         if comptime!(plan.reads_ahead) {
             load_if_below(
                 weight,

@@ -388,7 +388,6 @@ pub(super) fn plan(
         sides: options.sides(),
         unroll: unroll.unwrap_or(1),
         overlaps,
-        lets_next_begin: overlaps,
         reads_ahead: false,
     }
 }

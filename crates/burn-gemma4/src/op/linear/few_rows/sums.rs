@@ -24,8 +24,6 @@ pub(super) struct ProjectPlan {
     pub unroll: usize,
     /// Whether the kernel takes part in [`overlap`](cube_kit::overlap).
     pub overlaps: bool,
-    /// Whether it lets the next launch begin once its cubes have, and not when they have ended.
-    pub lets_next_begin: bool,
     /// Whether it reads weights before it waits: no launch writes them.
     pub reads_ahead: bool,
 }

@@ -76,7 +76,6 @@ pub(super) fn project_after_residual_overlapped<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(plan.lets_next_begin);
     await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let side = side_of_cube(CUBE_POS as u32, sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -143,6 +142,7 @@ pub(super) fn project_after_residual_overlapped<E: Float, N: Size>(
         }
         done += 1u32;
     }
+    let_next_begin(plan.overlaps);
     #[unroll]
     for step in 0..plan.unroll {
         multiply(&mut sums, &rows, &weights, step, half, plan);

@@ -49,7 +49,6 @@ pub(super) fn project_by_matrix_units_overlapped<E: Float>(
     #[comptime] half: Half,
     #[define(E)] _element: ElemType,
 ) {
-    let_next_begin(plan.lets_next_begin);
     await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let side = side_of_cube(CUBE_POS as u32, sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -105,6 +104,7 @@ pub(super) fn project_by_matrix_units_overlapped<E: Float>(
         }
         done += 1u32;
     }
+    let_next_begin(plan.overlaps);
     #[unroll]
     for step in 0..plan.unroll {
         multiply(&mut sums, &rows, &weights, step, half, plan);

@@ -26,8 +26,6 @@ pub(super) struct Tuning {
     pub threads: usize,
     /// Whether parameters are read before the launches before have ended.
     pub reads_ahead: bool,
-    /// Cubes for each multiprocessor up to which it lets the next launch begin before its own cubes have ended.
-    pub cubes_before_next: usize,
 }
 
 /// What a warp has in flight.
@@ -47,7 +45,6 @@ pub(super) const WHOLE: Tuning = Tuning {
     at_once: AtOnce::Vectors(16),
     threads: 1024,
     reads_ahead: true,
-    cubes_before_next: BEFORE_NEXT,
 };
 
 /// Of words. Of one row ordinary units are faster, as measured so: 616 tokens/s for 512 in Q4_0, 539 for 477 in Q8_0.
@@ -57,20 +54,13 @@ pub(super) const WORDS: Tuning = Tuning {
     at_once: AtOnce::Steps(BLOCK),
     threads: 1024,
     reads_ahead: true,
-    cubes_before_next: usize::MAX,
 };
 
-/// More cubes of whole weights do not run at once. Where their launch lets the next one begin, that one's cubes read their first weights while the last
-/// of these still read theirs. Of E2B's shapes in bf16, as traced on an H200, `down`, which has 96 cubes, took 17 to 19 µs in most layers after those of gate and
-/// up, and these 26; one after the other they take 12 and 21.5. Tokens/s at 128 and 8,192 tokens of context: 512 and 505 where launches of more than 700
-/// cubes, which are gate and up (768 and 1,536) and the head, end before the next begins; 481 and 488 where all let it. The other products have 96 to 256.
-const BEFORE_NEXT: usize = 2;
-
 /// Cubes for each multiprocessor up to which a product makes its row itself, where it comes of the residual stream: the gate of a layer's embedding
-/// and projections of queries, keys and values have at most so many, gate and up have more, and each cube does it anew. E2B's shapes in bf16 on an
-/// H200, tokens/s at 128, 2,048, 8,192 and 32,768 tokens of context: 504, 475, 476, 455 with none; 509, 479, 486, 459 with 1, which is gates and the
-/// queries of sliding layers; 509, 486, 485, 460 with 2. Before launches overlapped, all products that did so were slower, 367 for 398.
-pub(super) const AFTER_RESIDUAL: usize = 2;
+/// and the queries of sliding layers that read others' keys have at most so many, projections of more heads up to 2, gate and up more, and each cube does it anew.
+/// E2B's shapes in bf16 on an H200, tokens/s at 128 and 8,192 tokens of context: 522.8 and 516.3 with none; 525.3 and 518.9 with 1; 523.3 and 516.6 with 2; 522.7 and
+/// 516.2 with all. Before launches overlapped, all products that did so were slower, 367 for 398.
+pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// A product as it is divided.
 #[derive(Clone, Copy, Debug)]
@@ -132,7 +122,6 @@ pub(super) fn plan(
         .find(is_enough)
         .unwrap_or_else(|| largest_divisor(blocks, MOST_WARPS));
     let teams = (WARPS / warps).max(1);
-    let cubes = shape.outputs.div_ceil(outputs * teams);
     Some(ProjectPlan {
         rows: shape.rows,
         outputs,
@@ -146,8 +135,6 @@ pub(super) fn plan(
         sides: shape.sides,
         unroll,
         overlaps,
-        lets_next_begin: overlaps
-            && cubes <= tuning.cubes_before_next.saturating_mul(multiprocessors),
         reads_ahead: false,
     })
 }
@@ -204,27 +191,6 @@ mod tests {
         ] {
             let plan = of(shape).expect("whole steps");
             assert_eq!((plan.outputs, plan.team.parts()), (outputs, warps));
-        }
-    }
-
-    #[test]
-    fn products_of_many_cubes_end_before_the_next_launch_begins() {
-        // Down, attention's output and projections; gates and the head.
-        for (outputs, columns, gated, lets) in [
-            (1536, 12_288, false, true),
-            (1536, 2048, false, true),
-            (2560, 1536, false, true),
-            (3840, 15_360, false, true),
-            (4096, 1536, false, true),
-            (6144, 1536, true, false),
-            (15_360, 3840, true, false),
-            (262_144, 1536, false, false),
-        ] {
-            let shape = shape(outputs, columns, gated);
-            let of_hopper = of(shape).expect("whole steps");
-            assert_eq!(of_hopper.lets_next_begin, lets, "{of_hopper:?}");
-            let of_older_cards = plan(shape, WHOLE, 132, false).expect("whole steps");
-            assert!(!of_older_cards.lets_next_begin);
         }
     }
 

@@ -129,7 +129,6 @@ pub(super) fn project_words_by_matrix_units_overlapped<E: Float, N: Size>(
     #[define(E)] _element: ElemType,
     #[define(N)] _words_of_lane: usize,
 ) {
-    let_next_begin(plan.lets_next_begin);
     await_previous(comptime!(plan.overlaps && !plan.reads_ahead));
     let side = side_of_cube(CUBE_POS as u32, sides, plan);
     let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
@@ -214,6 +213,7 @@ pub(super) fn project_words_by_matrix_units_overlapped<E: Float, N: Size>(
         rows_address += comptime!((BLOCK * INPUT_BYTES * parts) as u64);
         done += 1u32;
     }
+    let_next_begin(plan.overlaps);
     #[unroll]
     for step in 0..BLOCK {
         multiply::<N>(
