@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 /// Bytes that [`load_now()`] reads.
 pub const LOAD_BYTES: usize = 16;
 
-/// Lets the next launch's cubes begin as soon as all of this one have come here or ended.
+/// Lets the next launch's cubes begin as soon as a unit of every cube of this one has come here, or the cube has ended.
 #[cube]
 pub fn let_next_begin(#[comptime] overlaps: bool) {
     if overlaps {
@@ -18,13 +18,11 @@ pub fn let_next_begin(#[comptime] overlaps: bool) {
     }
 }
 
-/// The same where `is_time`, of each unit.
+/// The same of the units where `is_time`.
 #[cube]
 pub fn let_next_begin_if(is_time: bool, #[comptime] overlaps: bool) {
-    if comptime!(overlaps) {
-        if is_time {
-            let_next_begin(true);
-        }
+    if is_time {
+        let_next_begin(overlaps);
     }
 }
 

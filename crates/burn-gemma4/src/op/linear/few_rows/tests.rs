@@ -180,7 +180,7 @@ fn long_rows_of_words() {
         device: &device,
         dtype: DType::F32,
     };
-    for columns in [3072, 24_576] {
+    for columns in [3072, 24_576, 49_152] {
         let layout = BlockFormat::Q4_0.words(columns).expect("whole blocks");
         let matrices = [37, 5, 70].map(|rows| {
             let words = TensorData::new(even_words(layout, rows), [rows, layout.words()]);

@@ -36,7 +36,7 @@ pub(super) enum AtOnce {
     Steps(usize),
 }
 
-/// Of whole weights. Measured by E2B's decoding in bf16 on an H200, tokens/s. One sequence, 128 columns: 504; with 512 threads 483; with 8 vectors and
+/// Of whole weights. Measured by E2B's decoding in bf16 on an H200, before products let the next launch begin later (`docs/token.md` has the same since), tokens/s. One sequence, 128 columns: 504; with 512 threads 483; with 8 vectors and
 /// 1,024 threads 490, with 512 threads 429; with 16 vectors and 256 threads 418; by ordinary units 489. 8 sequences at 8,192: with 512 threads 3,080, with 8 vectors
 /// 2,764, and with 1,024 threads 2,947; by ordinary units 1,460.
 pub(super) const WHOLE: Tuning = Tuning {

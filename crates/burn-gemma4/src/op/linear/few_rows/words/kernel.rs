@@ -1,7 +1,7 @@
 //! A few rows times the transpose of a quantized weight matrix: `output[r, o] = Σ input[r, i] · weight[o, i]`, in f32.
 //!
 //! Budget: shared memory as in the product of whole weights; `rows · weights` sums, `vector · unroll · weights` words and a word's numbers
-//! of every weight in registers, at most 32, 16 and 32. Bound by memory: every word is read once, several vectors of them in flight, and
+//! of every weight in registers, at most 32 each. Bound by memory: every word is read once, several vectors of them in flight, and
 //! its codes become numbers once for all rows. A vector of words is within one group of columns. Of one row its scale is a factor of the
 //! vector's sum, where numbers are nothing but scaled codes; of several rows that would be more work than scaling the numbers.
 
@@ -232,8 +232,8 @@ pub(super) struct WordsFormat {
 }
 
 impl WordsFormat {
-    /// Whether the next launch begins when all words are there, and not when the last of them are on their way. Decoding on an H200, tokens/s: in Q4_0 656 of
-    /// E2B and 206 of 12B for 677 and 211; in Q8_0 576, 348 of E4B and 189 of 12B for 592, 340 and 176.
+    /// Whether the next launch begins when words are there, and not when the last of them are on their way. Decoding on an H200 with 16 words in flight,
+    /// tokens/s of E2B and 12B: in Q4_0 656 and 209 for 677 and 211, in Q8_0 588 and 187 for 565 and 177.
     fn ends_first(self) -> bool {
         self.format.bits == 8
     }

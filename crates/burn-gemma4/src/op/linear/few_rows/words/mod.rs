@@ -13,20 +13,31 @@ use crate::{
         dequantize::row_parts,
         launch::{converts_f16, plane_width, rows_of, vector_size},
     },
-    quantized::layout::Layout,
+    quantized::layout::{Format, Layout},
 };
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn_cubecl::{cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cube_kit::{
+    launch::{address_type, empty, exact_cube_count},
+    overlap::overlaps,
+};
 use cubecl::prelude::CubeDim;
 use kernel::{WordsFormat, project_words_overlapped};
 
 /// Columns of a vector of codes at most, which is also within one group of columns. The units of a plane read their inputs as far from each other: with twice as many columns each
 /// read would touch twice as many lines of the cache, which then is busier than the memory.
 const VECTOR_COLUMNS: usize = 16;
-/// Words that a unit has in flight, and how many vectors they are at most. Decoding on an H200, tokens/s: with 8, 16 and 32 words 622, 677 and 676 of E2B in Q4_0, and 565,
-/// 565 and 592 in Q8_0; with 16 and 32 of E4B in Q4_0 376 and 413. With 32 vectors of a word each, which divide 12B's columns, 193 for 211 with 16.
-const IN_FLIGHT: [usize; 2] = [32, 16];
+/// Vectors that a unit has in flight at most.
+const VECTORS_IN_FLIGHT: usize = 16;
+
+/// Words that a unit has in flight. Of one row on an H200, decoding's tokens/s: with 8, 16 and 32 words 622, 677 and 676 of E2B in Q4_0, with 16 and 32 376 and 413 of E4B in it, and
+/// 588 and 576 of E2B, 187 and 189 of 12B in Q8_0. With 32 vectors of a word each, which divide 12B's columns, 193 for 211 with 16. The others were not measured.
+fn words_in_flight(rows: usize, format: Format, overlaps: bool) -> usize {
+    match rows == 1 && format.top_bits() == 0 && overlaps {
+        true => 32,
+        false => 16,
+    }
+}
 
 /// `[rows, columns in]` times the transpose of the rows of `words`; other matrices of the options are words of the same layout.
 pub(super) fn launch(
@@ -61,8 +72,8 @@ pub(super) fn launch(
         .find(|words| *words <= widest && (layout.top() / words).is_multiple_of(width))
         .unwrap_or(widest);
     let vectors = layout.top() / of_vector;
-    let [words_in_flight, vectors_in_flight] = IN_FLIGHT;
-    let in_flight = vectors_in_flight.min(words_in_flight / of_vector);
+    let in_flight = words_in_flight(items.rows, format, overlaps(&client)) / of_vector;
+    let in_flight = in_flight.min(VECTORS_IN_FLIGHT);
     let vector = vector_size(&client, input.dtype.size(), &[codes_of_word]);
     let plan = plan(&client, items, vectors, &options, in_flight);
     let plan = ProjectPlan {
