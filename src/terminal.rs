@@ -178,21 +178,29 @@ impl Output {
             &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>,
         ) -> Result<Generation, Gemma4Error>,
     ) -> Result<Generation, Gemma4Error> {
-        let mut printed = 0;
+        let (mut answered, mut thought, mut called) = (0, 0, 0);
         let mut apart = Apart::default();
         let generation = interrupt.catch(|| {
             generate(&mut |token| {
                 apart.write(token.kind, token.text);
-                if token.kind == TextKind::Answer {
-                    printed += token.text.len();
-                    self.write(token.text)?;
+                match token.kind {
+                    TextKind::Answer => {
+                        answered += token.text.len();
+                        self.write(token.text)?;
+                    }
+                    TextKind::Thought => thought += token.text.len(),
+                    TextKind::ToolCall => called += token.text.len(),
                 }
                 interrupt.flow()
             })
         })?;
         // The end may have completed text without a token of its own.
-        let rest = generation.text.get(printed..).unwrap_or_default();
-        apart.write(TextKind::Answer, rest);
+        let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
+        let calls = generation.tool_calls.concat();
+        apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));
+        apart.write(TextKind::ToolCall, &rest(&calls, called));
+        let rest = rest(&generation.text, answered);
+        apart.write(TextKind::Answer, &rest);
         apart.end();
         let _ = self.write(&format!("{rest}\n"));
         Ok(generation)

@@ -88,7 +88,7 @@ pub enum Checkpointing {
     /// Nothing that takes a matrix product.
     #[default]
     None,
-    /// Of an adapter on a GPU what is inside the dense networks, two of a layer's products: less than half of the activations are kept.
+    /// Of an adapter on a GPU what is inside the dense networks, two of a layer's products: three fifths of the activations are kept.
     Mlp,
     /// Burn's: what is bound by memory, such as norms and activations; matrix products are kept.
     Operations,

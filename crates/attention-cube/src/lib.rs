@@ -32,7 +32,7 @@
 //! | a bias of −∞; of a precision's lowest number | hides its key; is a score like others |
 //! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart (by wgmma and mma where there is a bias: without one scores beyond ±2¹⁵ round the probabilities more than a half's rounding does) |
 //! | a sink of −∞ | none |
-//! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where copies by hardware cannot read them ([`explain`] says which); same result |
+//! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where copies by hardware cannot read them (the debug log of a call says which; [`explain`] is about contiguous inputs); same result |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
 //! | f16 gradients, by matrix units (wgmma, mma, and cmma where it multiplies f16) | the gradients of the scores, `P ∘ (dP − Δ)`, are f16 there: beyond 65,504 the gradients of query and keys are infinite even if they would fit; [`explain`] warns |
 //! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |

@@ -2,7 +2,7 @@
 //!
 //! `ATTENTION_ENGINES` names the engines that may serve, such as `unit` or `wgmma,unit`; the reference, which serves everything, comes last
 //! in any case. `ATTENTION_SHARED_MEMORY` is the bytes of shared memory that a cube may take at most, such as 101376, which are a
-//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply: `device` for what the device has, which is right on one H200 and has been seen on no other;
+//! consumer card's. `ATTENTION_FRAGMENTS` is what planes multiply: `device` for what the device has, which is right on one H100 and one H200 and has been seen on no other;
 //! `none`; or a shape, which is then emulated, such as `16x16x16`, or `8x8x8:f32` for operands that are widened. All are read once, when a
 //! device is first asked.
 

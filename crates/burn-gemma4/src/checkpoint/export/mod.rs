@@ -35,7 +35,7 @@ pub struct QuantizedCheckpoint {
 /// Writes the checkpoint in the folder `from` with quantized weights to `to`: a GGUF file where `.gguf` is its ending, in any case, else a folder.
 ///
 /// A GGUF file has the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) quantizes in blocks of Q8_0 or Q4_0, bit
-/// by bit as the Python package `gguf` makes them, and what stays in f32, or a matrix in its own dtype; with the tokenizer, the chat template and
+/// by bit as llama.cpp's quantizer makes them, and what stays in f32, or a matrix in its own dtype; with the tokenizer, the chat template and
 /// the defaults of sampling, as llama.cpp's converter writes them. Of a multimodal checkpoint it has the text model.
 ///
 /// A folder has the products of the layers, and of the projection of per-layer embeddings, as compressed-tensors packs them: `pack-quantized`,
