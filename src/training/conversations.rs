@@ -1,7 +1,7 @@
 //! Conversations and texts to fine-tune on, a JSON object a line.
 
 use super::rows::Example;
-use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt};
+use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, Tokenizer};
 use serde_json::{Map, Value};
 
 /// What a line holds.
@@ -110,8 +110,7 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
             Ok(vec![example])
         }
         Line::Messages(conversation) => {
-            let marking = gemma.tokenizer().marking(conversation.texts());
-            let marking = marking.map_err(said)?;
+            let marking = conversation.marking(gemma.tokenizer()).map_err(said)?;
             let marked = conversation.marked(marking).map_err(said)?;
             let pieces = marked.examples(gemma.chat_template())?;
             let of_pieces = |pieces: Vec<(String, bool)>| {
@@ -127,23 +126,6 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
     }
 }
 
-/// All texts of a value.
-fn texts<'a>(value: &'a Value, found: &mut Vec<&'a str>) {
-    match value {
-        Value::Null | Value::Bool(_) | Value::Number(_) => (),
-        Value::String(text) => found.push(text),
-        Value::Array(values) => values.iter().for_each(|value| texts(value, found)),
-        Value::Object(fields) => texts_of_fields(fields, found),
-    }
-}
-
-fn texts_of_fields<'a>(fields: &'a Map<String, Value>, found: &mut Vec<&'a str>) {
-    for (name, value) in fields {
-        found.push(name);
-        texts(value, found);
-    }
-}
-
 /// The value with all its texts marked.
 fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
     Ok(match value {
@@ -153,17 +135,18 @@ fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
             .iter()
             .map(|value| marked(value, marking))
             .collect::<Result<_, _>>()?,
-        Value::Object(fields) => Value::Object(marked_fields(fields, marking)?),
+        Value::Object(fields) => {
+            let marked = |(name, value): (&String, &Value)| {
+                Ok((marking.mark(name)?, marked(value, marking)?))
+            };
+            Value::Object(
+                fields
+                    .iter()
+                    .map(marked)
+                    .collect::<Result<_, Gemma4Error>>()?,
+            )
+        }
     })
-}
-
-fn marked_fields(
-    fields: &Map<String, Value>,
-    marking: Marking<'_>,
-) -> Result<Map<String, Value>, Gemma4Error> {
-    let marked =
-        |(name, value): (&String, &Value)| Ok((marking.mark(name)?, marked(value, marking)?));
-    fields.iter().map(marked).collect()
 }
 
 /// What a template makes of a turn of the model.
@@ -179,13 +162,11 @@ struct Turn {
 }
 
 impl Conversation {
-    /// All that a template may render.
-    fn texts(&self) -> Vec<&str> {
-        let mut found = Vec::new();
-        let messages = self.messages.iter();
-        messages.for_each(|message| texts(message, &mut found));
-        texts_of_fields(&self.variables, &mut found);
-        found
+    /// For all that a template may render: JSON has the characters of texts as they are, but for those that no mark is.
+    fn marking<'a>(&self, tokenizer: &'a Tokenizer) -> Result<Marking<'a>, Gemma4Error> {
+        let rendered = self.messages.iter().chain(self.variables.values());
+        let texts: Vec<String> = rendered.map(Value::to_string).collect();
+        tokenizer.marking(texts.iter().map(String::as_str))
     }
 
     /// With marks where users, systems and tools spell special tokens, which are text in a chat, too. What the model says may have some of its own.
@@ -539,7 +520,13 @@ mod tests {
 
     /// Of the tools' descriptions and answers, too.
     #[cfg(feature = "flex")]
-    const WITH_TOOLS: &str = "{{ bos_token }}{% if tools %}<|tool>{% for tool in tools %}{{ tool.description }}: {{ tool.parameters.keys() | join }}        {% endfor %}<tool|>{% endif %}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}{{ message.tool_responses | join }}<turn|>\n        {% endfor %}{% if add_generation_prompt %}<|turn>assistant\n{% endif %}";
+    const WITH_TOOLS: &str = concat!(
+        "{{ bos_token }}{% if tools %}<|tool>{% for tool in tools %}{{ tool.description }}: ",
+        "{{ tool.parameters.keys() | join }}{% endfor %}<tool|>{% endif %}",
+        "{% for message in messages %}<|turn>{{ message.role }}\n",
+        "{{ message.content }}{{ message.tool_responses | join }}<turn|>\n{% endfor %}",
+        "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}",
+    );
 
     /// In messages, in fields within them and beside them; but for those of the model's own.
     #[cfg(feature = "flex")]
@@ -596,7 +583,7 @@ mod tests {
         let Line::Messages(named) = parse(&named).expect("a line") else {
             panic!("{named}");
         };
-        let marking = tokenizer.marking(named.texts()).expect("a mark");
+        let marking = named.marking(tokenizer).expect("a mark");
         let marked = named.marked(marking).expect("marked");
         let reason = marked.examples(gemma.chat_template()).expect_err("named");
         assert!(reason.contains("bos_token"), "{reason}");

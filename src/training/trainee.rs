@@ -195,8 +195,7 @@ impl TrainStep for Trainee {
         gradients: GradientsParams,
     ) -> Self {
         let mut factor = Tensor::ones([1], (&self.model.device().inner(), DType::F32));
-        if let Some(scaled_norm) = norm(&gradients, &self) {
-            let mut norm = scaled_norm;
+        if let Some(mut norm) = norm(&gradients, &self) {
             if let Some(loss_scale) = self.scale.take() {
                 let scale = loss_scale.value();
                 let are_numbers = norm.clone().into_scalar::<f32>().is_finite();

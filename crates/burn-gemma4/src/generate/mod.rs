@@ -265,10 +265,6 @@ pub(crate) fn run(
     let pad = model.config().pad_token;
     let read_before = cache.len();
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let begin_at: Vec<usize> = prompts
-        .iter()
-        .map(|prompt| read_before.max(longest - prompt.len()))
-        .collect();
     let mut timings = Timings::default();
     let mut sequences: Vec<Sequence<'_>> = prompts
         .into_iter()
@@ -278,10 +274,11 @@ pub(crate) fn run(
 
     let start = Instant::now();
     let hidden = prefill(model, &sequences, cache, options)?;
-    timings.prefill_tokens = begin_at
-        .iter()
-        .map(|first| cache.len().saturating_sub(*first))
-        .sum();
+    let read = |sequence: &Sequence<'_>| {
+        let first = read_before.max(longest - sequence.prompt.len());
+        cache.len().saturating_sub(first)
+    };
+    timings.prefill_tokens = sequences.iter().map(read).sum();
     let Some(hidden) = hidden else {
         timings.prefill = start.elapsed();
         return finish(sequences, timings);

@@ -333,6 +333,21 @@ mod tests {
         .into()
     }
 
+    /// Each with the dtypes that it has.
+    fn everywhere() -> Vec<(Device, DType)> {
+        let dtypes = [DType::F32, DType::F16, DType::BF16];
+        let of_device = |device: Device| dtypes.map(|dtype| (device.clone(), dtype));
+        let all = devices().into_iter().flat_map(of_device);
+        all.filter(|(device, dtype)| device.supports_dtype(*dtype))
+            .collect()
+    }
+
+    const BY: AdamW = AdamW {
+        betas: [0.9, 0.95],
+        epsilon: 1e-8,
+        decay: 0.1,
+    };
+
     fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
         tensor.into_data().iter::<f64>().collect()
     }
@@ -352,9 +367,8 @@ mod tests {
         }
     }
 
-    /// AdamW's formula in f64.
+    /// The formula of [`BY`] in f64.
     struct Reference {
-        by: AdamW,
         weight: Vec<f64>,
         mean: Vec<f64>,
         square: Vec<f64>,
@@ -362,16 +376,16 @@ mod tests {
 
     impl Reference {
         fn step(&mut self, number: i32, rate: f64, gradient: &[f64]) {
-            let [of_mean, of_square] = self.by.betas.map(f64::from);
+            let [of_mean, of_square] = BY.betas.map(f64::from);
             for (index, g) in gradient.iter().enumerate() {
                 let (m, v) = (&mut self.mean[index], &mut self.square[index]);
                 *m = of_mean * *m + (1.0 - of_mean) * g;
                 *v = of_square * *v + (1.0 - of_square) * g * g;
                 let unbiased = *v / (1.0 - of_square.powi(number));
-                let deviation = unbiased.sqrt() + f64::from(self.by.epsilon);
+                let deviation = unbiased.sqrt() + f64::from(BY.epsilon);
                 let step = *m / (1.0 - of_mean.powi(number)) / deviation;
                 let w = &mut self.weight[index];
-                *w -= rate * (f64::from(self.by.decay) * *w + step);
+                *w -= rate * (f64::from(BY.decay) * *w + step);
             }
         }
     }
@@ -379,47 +393,36 @@ mod tests {
     /// Rows of which some begin within a vector, and a gradient whose columns lie apart.
     #[test]
     fn steps_are_the_formula() {
-        let by = AdamW {
-            betas: [0.9, 0.95],
-            epsilon: 1e-8,
-            decay: 0.1,
-        };
-        for device in devices() {
-            for dtype in [DType::F32, DType::F16, DType::BF16] {
-                if !device.supports_dtype(dtype) {
-                    continue;
-                }
-                for shape in [[3, 5], [1, 7], [70, 64]] {
-                    let [rows, columns] = shape;
-                    let mut weight = random(shape, &device).cast(dtype);
-                    let mut trained = Trained {
-                        weight: weight.clone().cast(DType::F32),
-                        mean: Tensor::zeros(shape, (&device, DType::F32)),
-                        square: Tensor::zeros(shape, (&device, DType::F32)),
-                    };
-                    let zeros = vec![0.0; rows * columns];
-                    let mut reference = Reference {
-                        by,
-                        weight: values(weight),
-                        mean: zeros.clone(),
-                        square: zeros,
-                    };
-                    for number in 1..4 {
-                        let gradient = random([columns, rows], &device).cast(dtype).transpose();
-                        let counted = values(gradient.clone()).into_iter().map(|g| g * 0.75);
-                        reference.step(number as i32, 1e-2, &counted.collect::<Vec<_>>());
-                        let factor = Tensor::from_data([0.75], (&device, DType::F32));
-                        (weight, trained) = by.step(number, 1e-2, gradient, factor, trained, dtype);
-                        assert_eq!(weight.dtype(), dtype);
-                        let what = format!("{dtype:?}, {shape:?}, step {number}");
-                        let master = values(trained.weight.clone());
-                        close(&master, &reference.weight, 1e-5, &what);
-                        close(&values(trained.mean.clone()), &reference.mean, 1e-5, &what);
-                        let square = values(trained.square.clone());
-                        close(&square, &reference.square, 1e-5, &what);
-                        let shown = rounded(trained.weight.clone(), dtype);
-                        assert_eq!(values(weight.clone()), values(shown), "{what}");
-                    }
+        for (device, dtype) in everywhere() {
+            for shape in [[3, 5], [1, 7], [70, 64]] {
+                let [rows, columns] = shape;
+                let mut weight = random(shape, &device).cast(dtype);
+                let mut trained = Trained {
+                    weight: weight.clone().cast(DType::F32),
+                    mean: Tensor::zeros(shape, (&device, DType::F32)),
+                    square: Tensor::zeros(shape, (&device, DType::F32)),
+                };
+                let zeros = vec![0.0; rows * columns];
+                let mut reference = Reference {
+                    weight: values(weight),
+                    mean: zeros.clone(),
+                    square: zeros,
+                };
+                for number in 1..4 {
+                    let gradient = random([columns, rows], &device).cast(dtype).transpose();
+                    let counted = values(gradient.clone()).into_iter().map(|g| g * 0.75);
+                    reference.step(number as i32, 1e-2, &counted.collect::<Vec<_>>());
+                    let factor = Tensor::from_data([0.75], (&device, DType::F32));
+                    (weight, trained) = BY.step(number, 1e-2, gradient, factor, trained, dtype);
+                    assert_eq!(weight.dtype(), dtype);
+                    let what = format!("{dtype:?}, {shape:?}, step {number}");
+                    let master = values(trained.weight.clone());
+                    close(&master, &reference.weight, 1e-5, &what);
+                    close(&values(trained.mean.clone()), &reference.mean, 1e-5, &what);
+                    let square = values(trained.square.clone());
+                    close(&square, &reference.square, 1e-5, &what);
+                    let shown = rounded(trained.weight.clone(), dtype);
+                    assert_eq!(values(weight.clone()), values(shown), "{what}");
                 }
             }
         }
@@ -428,38 +431,28 @@ mod tests {
     /// Of gradients that are no numbers.
     #[test]
     fn a_factor_of_zero_leaves_the_step_out() {
-        let by = AdamW {
-            betas: [0.9, 0.95],
-            epsilon: 1e-8,
-            decay: 0.1,
-        };
-        for device in devices() {
-            for dtype in [DType::F32, DType::F16, DType::BF16] {
-                if !device.supports_dtype(dtype) {
-                    continue;
-                }
-                let weight = random([70, 64], &device);
-                let [mean, square] = [(); 2].map(|()| random([70, 64], &device).abs());
-                let shown = values(rounded(weight.clone(), dtype));
-                let before = [&weight, &mean, &square].map(|tensor| values(tensor.clone()));
-                let trained = Trained {
-                    weight,
-                    mean,
-                    square,
-                };
-                let numbers = (0..70 * 64).map(|place| match place % 3 {
-                    0 => f32::NAN,
-                    1 => f32::INFINITY,
-                    _ => 1.0,
-                });
-                let gradient = TensorData::new(numbers.collect::<Vec<_>>(), [70, 64]);
-                let gradient = Tensor::<2>::from_data(gradient, (&device, DType::F32)).cast(dtype);
-                let factor = Tensor::from_data([0.0], (&device, DType::F32));
-                let (found, trained) = by.step(2, 1e-2, gradient, factor, trained, dtype);
-                assert_eq!(values(found), shown, "{dtype:?}");
-                let after = [trained.weight, trained.mean, trained.square].map(values);
-                assert_eq!(after, before, "{dtype:?}");
-            }
+        for (device, dtype) in everywhere() {
+            let weight = random([70, 64], &device);
+            let [mean, square] = [(); 2].map(|()| random([70, 64], &device).abs());
+            let shown = values(rounded(weight.clone(), dtype));
+            let before = [&weight, &mean, &square].map(|tensor| values(tensor.clone()));
+            let trained = Trained {
+                weight,
+                mean,
+                square,
+            };
+            let numbers = (0..70 * 64).map(|place| match place % 3 {
+                0 => f32::NAN,
+                1 => f32::INFINITY,
+                _ => 1.0,
+            });
+            let gradient = TensorData::new(numbers.collect::<Vec<_>>(), [70, 64]);
+            let gradient = Tensor::<2>::from_data(gradient, (&device, DType::F32)).cast(dtype);
+            let factor = Tensor::from_data([0.0], (&device, DType::F32));
+            let (found, trained) = BY.step(2, 1e-2, gradient, factor, trained, dtype);
+            assert_eq!(values(found), shown, "{dtype:?}");
+            let after = [trained.weight, trained.mean, trained.square].map(values);
+            assert_eq!(after, before, "{dtype:?}");
         }
     }
 
@@ -495,11 +488,6 @@ mod tests {
     /// Who has a handle keeps what it stands for.
     #[test]
     fn others_keep_their_numbers() {
-        let by = AdamW {
-            betas: [0.9, 0.95],
-            epsilon: 1e-8,
-            decay: 0.1,
-        };
         for device in devices() {
             let [weight, gradient] = [(); 2].map(|()| random([4, 8], &device));
             let [mean, square] = [(); 2].map(|()| random([4, 8], &device).abs());
@@ -511,7 +499,7 @@ mod tests {
                 square,
             };
             let factor = Tensor::from_data([1.0], (&device, DType::F32));
-            let (stepped, _) = by.step(1, 1e-2, gradient, factor, trained, DType::F32);
+            let (stepped, _) = BY.step(1, 1e-2, gradient, factor, trained, DType::F32);
             assert_ne!(values(stepped), before[0]);
             assert_eq!(held.map(values), before);
         }
