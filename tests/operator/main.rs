@@ -39,3 +39,4 @@ mod sinks;
 mod softcaps;
 mod strides;
 mod tails;
+mod upstream;
