@@ -39,4 +39,5 @@ mod sinks;
 mod softcaps;
 mod strides;
 mod tails;
+mod threads;
 mod upstream;
