@@ -2,7 +2,7 @@
 
 use crate::layers::leave_out_device_selection;
 use crate::{Error, guarded};
-use burn_gemma4::{Cancellation, Gemma4Error, Generation, TextKind, Token};
+use burn_gemma4::{Cancellation, Escaped, Gemma4Error, Generation, TextKind, Token};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
@@ -67,7 +67,7 @@ fn one_line(text: &str) -> String {
 /// panic about.
 pub fn note(line: impl Display) {
     if RANK.load(Ordering::Relaxed) == 0 {
-        say(format!("{line}\n"));
+        say(format!("{}\n", Escaped::lines(line)));
     }
 }
 
@@ -78,7 +78,7 @@ fn say(line: String) {
 
 /// Prints an error to standard error.
 pub fn fault(message: &str) {
-    let message = one_line(message);
+    let message = Escaped::line(one_line(message));
     say(match RANK.load(Ordering::Relaxed) {
         0 => format!("error: {message}\n"),
         rank => format!("error: process {rank}: {message}\n"),

@@ -1,5 +1,6 @@
 //! What can be wrong with a checkpoint, a prompt or a request.
 
+use crate::escaped::Escaped;
 use std::path::{Path, PathBuf};
 
 /// Why a model could not be loaded or asked. Every message names the file, tensor or argument at fault.
@@ -7,7 +8,7 @@ use std::path::{Path, PathBuf};
 #[non_exhaustive]
 pub enum Gemma4Error {
     /// A file or folder that cannot be read.
-    #[error("{}: {source}", path.display())]
+    #[error("{}: {source}", escaped_path(path))]
     Io {
         /// The file or folder.
         path: PathBuf,
@@ -16,7 +17,7 @@ pub enum Gemma4Error {
         source: std::io::Error,
     },
     /// A file that is there and does not hold what it should.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}: {}", escaped_path(path), Escaped::lines(reason))]
     Malformed {
         /// The file.
         path: PathBuf,
@@ -24,7 +25,7 @@ pub enum Gemma4Error {
         reason: String,
     },
     /// A file, or a checkpoint, of a kind that this crate does not load.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}: {}", escaped_path(path), Escaped::lines(reason))]
     Unsupported {
         /// The file, or the checkpoint's folder.
         path: PathBuf,
@@ -32,10 +33,10 @@ pub enum Gemma4Error {
         reason: String,
     },
     /// A configuration that no Gemma 4 text model has, or that this crate does not compute.
-    #[error("config.json: {0}")]
+    #[error("config.json: {}", Escaped::lines(_0))]
     Config(String),
     /// Tensors of the checkpoint that do not fit the model.
-    #[error("{}: {}", path.display(), list(problems))]
+    #[error("{}: {}", escaped_path(path), list(problems))]
     Tensors {
         /// The checkpoint's folder or file.
         path: PathBuf,
@@ -43,13 +44,13 @@ pub enum Gemma4Error {
         problems: Vec<TensorProblem>,
     },
     /// Text that the tokenizer does not take, or tokens that it does not know.
-    #[error("tokenizer: {0}")]
+    #[error("tokenizer: {}", Escaped::lines(_0))]
     Tokenizer(String),
     /// A chat template that does not parse, or that refuses the conversation.
-    #[error("chat template: {0}")]
+    #[error("chat template: {}", Escaped::lines(_0))]
     ChatTemplate(String),
     /// An argument that does not fit the model.
-    #[error("{argument}: {reason}")]
+    #[error("{argument}: {}", Escaped::lines(reason))]
     Argument {
         /// The argument's name.
         argument: &'static str,
@@ -62,7 +63,7 @@ pub enum Gemma4Error {
     )]
     Quantized,
     /// A device that does not do what the model needs.
-    #[error("device: {0}")]
+    #[error("device: {}", Escaped::lines(_0))]
     Device(String),
 }
 
@@ -71,20 +72,24 @@ pub enum Gemma4Error {
 #[non_exhaustive]
 pub enum TensorProblem {
     /// The model has it, the checkpoint does not.
-    #[error("{name} is missing")]
+    #[error("{} is missing", Escaped::line(name))]
     Missing {
         /// Its name in the file.
         name: String,
     },
     /// The checkpoint has it, the model does not.
-    #[error("{name} is not part of the model that the configuration describes")]
+    #[error(
+        "{} is not part of the model that the configuration describes",
+        Escaped::line(name)
+    )]
     Extra {
         /// Its name in the file.
         name: String,
     },
     /// Its shape is not the model's.
     #[error(
-        "{name} has the shape {found:?}, the model that the configuration describes has {expected:?}"
+        "{} has the shape {found:?}, the model that the configuration describes has {expected:?}",
+        Escaped::line(name)
     )]
     Shape {
         /// Its name in the file.
@@ -95,7 +100,10 @@ pub enum TensorProblem {
         expected: Vec<usize>,
     },
     /// A factor of an adapter that is not of the rank that the adapter's configuration says.
-    #[error("{name} has the rank {found}, but r is {expected} in adapter_config.json")]
+    #[error(
+        "{} has the rank {found}, but r is {expected} in adapter_config.json",
+        Escaped::line(name)
+    )]
     Rank {
         /// Its name in the file.
         name: String,
@@ -105,7 +113,10 @@ pub enum TensorProblem {
         expected: usize,
     },
     /// Its elements are not floating-point numbers that a model computes in.
-    #[error("{name} has the dtype {found}, which is none of F64, F32, F16, BF16")]
+    #[error(
+        "{} has the dtype {found}, which is none of F64, F32, F16, BF16",
+        Escaped::line(name)
+    )]
     Dtype {
         /// Its name in the file.
         name: String,
@@ -113,13 +124,16 @@ pub enum TensorProblem {
         found: String,
     },
     /// Some of it cannot be quantized.
-    #[error("{name} has something that is no finite number, or too large for a block's scale")]
+    #[error(
+        "{} has something that is no finite number, or too large for a block's scale",
+        Escaped::line(name)
+    )]
     NoNumber {
         /// Its name in the file.
         name: String,
     },
     /// It is packed in another way than the configuration says.
-    #[error("{name}: {reason}")]
+    #[error("{}: {}", Escaped::line(name), Escaped::line(reason))]
     Packing {
         /// Its name in the file.
         name: String,
@@ -128,7 +142,8 @@ pub enum TensorProblem {
     },
     /// It is quantized in a way that is not read.
     #[error(
-        "{name} is in {found}, which is none of F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
+        "{} is in {found}, which is none of F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K",
+        Escaped::line(name)
     )]
     Encoding {
         /// Its name in the file.
@@ -146,6 +161,11 @@ impl Gemma4Error {
             reason: format!("each of the {logits} is NaN or -inf"),
         }
     }
+}
+
+/// A path for a message: an index of shards names files, too.
+fn escaped_path(path: &Path) -> Escaped<std::path::Display<'_>> {
+    Escaped::line(path.display())
 }
 
 /// A file's contents.

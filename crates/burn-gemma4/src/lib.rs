@@ -7,8 +7,10 @@ mod checkpoint;
 mod config;
 mod drafter;
 mod error;
+mod escaped;
 mod gemma;
 mod generate;
+mod json;
 mod model;
 mod op;
 mod quantized;
@@ -29,6 +31,7 @@ pub use config::{
 };
 pub use drafter::{Drafter, Guesses, MaskedEmbedding};
 pub use error::{Gemma4Error, TensorProblem};
+pub use escaped::Escaped;
 pub use gemma::{Gemma4, Prompt};
 pub use generate::{
     FinishReason, GenerateOptions, Generation, Timings, Token,

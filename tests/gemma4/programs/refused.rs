@@ -118,6 +118,54 @@ fn configurations_of_no_gemma_4() {
     }
 }
 
+/// A terminal obeys control characters, wherever in a checkpoint they come from.
+#[test]
+fn control_characters_of_files_are_escaped() {
+    let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}2Jx";
+    let escaped = r"\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}2Jx";
+    let add = |folder: &Folder| {
+        folder.edit(|tensors| {
+            let tensor = tensors[TENSOR].clone();
+            tensors.insert(format!("model.{hostile}"), tensor);
+        });
+    };
+    let spoils: [(&str, Box<dyn Fn(&Folder)>); 6] = [
+        ("tensor", Box::new(add)),
+        (
+            "model_type",
+            Box::new(|folder| folder.set("config.json", "model_type", hostile)),
+        ),
+        (
+            "hidden_activation",
+            Box::new(|folder| folder.set("config.json", "hidden_activation", hostile)),
+        ),
+        (
+            "a key",
+            Box::new(|folder| folder.set("config.json", "rope_parameters", json!({hostile: 3}))),
+        ),
+        (
+            "defaults",
+            Box::new(|folder| folder.set("generation_config.json", "top_p", hostile)),
+        ),
+        (
+            "shards",
+            Box::new(|folder| {
+                let index = json!({"weight_map": {"a": hostile}});
+                folder.write("model.safetensors.index.json", index.to_string());
+            }),
+        ),
+    ];
+    for (what, spoil) in spoils {
+        let folder = Folder::copy("dense-ple");
+        spoil(&folder);
+        let ended = generate(&folder, &["--prompt", "hi"]);
+        check(what, &ended, 1, &[]);
+        let obeyed = |one: char| one.is_control() && one != '\n';
+        assert!(!ended.stderr.contains(obeyed), "{what}: {:?}", ended.stderr);
+        assert!(ended.stderr.contains(escaped), "{what}: {:?}", ended.stderr);
+    }
+}
+
 #[test]
 fn defaults_that_make_no_sense() {
     for (field, value) in [

@@ -1,0 +1,34 @@
+//! JSON files whose errors name the field at fault by its path.
+
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// The value of a JSON text. An error begins with the path of the field, such as `text_config.head_dim: invalid type …`.
+pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    let mut json = serde_json::Deserializer::from_slice(bytes);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(at_path)?;
+    json.end().map_err(|error| error.to_string())?;
+    Ok(value)
+}
+
+/// [`from_slice`] of a value that has been read.
+pub(crate) fn from_value<T: DeserializeOwned>(value: &Value) -> Result<T, String> {
+    serde_path_to_error::deserialize(value).map_err(at_path)
+}
+
+/// [`from_value`] of the field called `name`, whose path then begins with that name.
+pub(crate) fn from_field<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T, String> {
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let is_inside = error.path().iter().next().is_some();
+        let separator = if is_inside { "." } else { ": " };
+        format!("{name}{separator}{}", at_path(error))
+    })
+}
+
+fn at_path(error: serde_path_to_error::Error<serde_json::Error>) -> String {
+    let is_root = error.path().iter().next().is_none();
+    match is_root || error.inner().is_syntax() || error.inner().is_eof() {
+        true => error.into_inner().to_string(),
+        false => error.to_string(),
+    }
+}
