@@ -151,6 +151,94 @@ fn products_of_sizes_that_overflow() {
     check(&experts, &["num_experts", "moe_intermediate_size"]);
 }
 
+/// A field of a wrong type is named by its whole path.
+#[test]
+fn field_of_a_wrong_type_is_named_with_its_path() {
+    for (field, value) in [
+        ("eos_token_id", json!("1")),
+        ("eos_token_id", json!([1, -1])),
+        ("hidden_size", json!("wide")),
+        ("head_dim", json!(2.5)),
+        ("layer_types", json!({"0": "full_attention"})),
+        ("rope_parameters.full_attention.rope_theta", json!("1e6")),
+        ("per_layer_config", json!({"0": {"head_dim": "64"}})),
+        ("dtype", json!(16)),
+    ] {
+        let path = match field {
+            "per_layer_config" => "per_layer_config.0.head_dim",
+            other => other,
+        };
+        check(
+            &[(field, value.clone())],
+            &[&format!("config.json: {path}: invalid type")],
+        );
+        let inside = format!("text_config.{field}");
+        let found = read("dense-ple-mm-bf16", &[(&inside, value.clone())]);
+        let error = found.expect_err("refused").to_string();
+        let expected = format!("config.json: text_config.{path}: invalid type");
+        assert!(error.starts_with(&expected), "{value}: {error}");
+    }
+    let missing = read(
+        "dense-ple-mm-bf16",
+        &[("text_config", json!({"vocab_size": 3}))],
+    );
+    let error = missing.expect_err("refused").to_string();
+    assert!(
+        error.starts_with("config.json: text_config: missing field"),
+        "{error}"
+    );
+}
+
+/// Positions that are scaled in an older way, or by a factor that transformers passes over.
+#[test]
+fn scaling_of_positions_is_obeyed_or_refused() {
+    for scaling in [
+        json!({"rope_type": "linear", "factor": 8.0}),
+        json!({"type": "yarn", "factor": 4.0}),
+        json!({"factor": 2.0}),
+        json!("linear"),
+    ] {
+        check(
+            &[("rope_scaling", scaling.clone())],
+            &["rope_scaling", "rope_parameters"],
+        );
+        for field in ["rope_scaling", "text_config.rope_scaling"] {
+            let found = read("dense-ple-mm-bf16", &[(field, scaling.clone())]);
+            let error = found.expect_err(field).to_string();
+            assert!(error.contains("rope_scaling"), "{error}");
+        }
+    }
+    for none in [
+        Value::Null,
+        json!({}),
+        json!({"rope_type": "default"}),
+        json!({"type": "default", "factor": 1.0}),
+    ] {
+        read("dense-ple", &[("rope_scaling", none)]).expect("nothing is scaled");
+    }
+    for kind in ["sliding_attention", "full_attention"] {
+        let rope = format!("rope_parameters.{kind}");
+        let beside = |rope_type: Value, factor: Value| json!({"rope_type": rope_type, "rope_theta": 1e4, "factor": factor});
+        for rope_type in [json!("default"), Value::Null] {
+            let scaled = beside(rope_type.clone(), json!(8.0));
+            check(
+                &[(&rope, scaled)],
+                &[&format!("{rope}.factor is 8"), "default"],
+            );
+            for factor in [json!(1.0), Value::Null] {
+                read("moe", &[(&rope, beside(rope_type.clone(), factor))]).expect("no factor");
+            }
+        }
+        let config = read("moe", &[(&rope, beside(json!("proportional"), json!(8.0)))]);
+        let config = config.expect("a factor");
+        let rope = match kind {
+            "sliding_attention" => &config.sliding_rope,
+            _ => &config.global_rope,
+        };
+        assert_eq!(rope.factor, 8.0);
+    }
+}
+
 #[test]
 fn rotations_by_no_number() {
     for kind in ["sliding_attention", "full_attention"] {

@@ -3,7 +3,7 @@
 use super::{
     Gemma4Config, foreign::DRAFTERS, json::Text, quantization::schemes_of, validate::LARGEST_TENSOR,
 };
-use crate::{Gemma4Error, LayerType, checkpoint::missing};
+use crate::{Gemma4Error, LayerType, checkpoint::missing, json};
 use serde::Deserialize;
 use std::{fs, path::Path};
 
@@ -63,8 +63,8 @@ impl DrafterConfig {
     /// # Errors
     /// [`Gemma4Error::Config`] naming the field.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
-        let bad = |error: serde_json::Error| Gemma4Error::Config(error.to_string());
-        let value: serde_json::Value = serde_json::from_str(json).map_err(bad)?;
+        let bad = Gemma4Error::Config;
+        let value: serde_json::Value = json::from_slice(json.as_bytes()).map_err(bad)?;
         let model_type = value.get("model_type").and_then(|name| name.as_str());
         if !model_type.is_some_and(|name| DRAFTERS.contains(&name)) {
             let found = model_type.map_or_else(|| "missing".into(), |name| format!("{name:?}"));
@@ -73,7 +73,7 @@ impl DrafterConfig {
             ));
         }
         schemes_of(json)?;
-        let file = File::deserialize(&value).map_err(bad)?;
+        let file: File = json::from_slice(json.as_bytes()).map_err(bad)?;
         let mut text = file.text_config;
         // As in a model's file, where the part says nothing, the whole's field holds.
         text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);

@@ -4,7 +4,7 @@ use super::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig, foreign::refuse_drafter,
     quantization::schemes_of, validate::number_of_layers,
 };
-use crate::{Gemma4Error, checkpoint::missing};
+use crate::{Gemma4Error, checkpoint::missing, json};
 use burn::tensor::DType;
 use serde::Deserialize;
 use std::{collections::BTreeMap, fs, path::Path};
@@ -26,6 +26,7 @@ struct File {
     dtype: Option<String>,
     torch_dtype: Option<String>,
     tie_word_embeddings: Option<bool>,
+    rope_scaling: Option<serde_json::Value>,
 }
 
 #[derive(Deserialize)]
@@ -52,6 +53,7 @@ pub(super) struct Text {
     top_k_experts: Option<usize>,
     moe_intermediate_size: Option<usize>,
     rope_parameters: Option<BTreeMap<String, Rope>>,
+    rope_scaling: Option<serde_json::Value>,
     rms_norm_eps: Option<f64>,
     final_logit_softcapping: Option<f64>,
     pub(super) tie_word_embeddings: Option<bool>,
@@ -84,7 +86,10 @@ struct Rope {
 
 /// One token or several.
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "a token or a list of tokens")]
+#[serde(
+    untagged,
+    expecting = "invalid type: expected a token or a list of tokens"
+)]
 pub(crate) enum Tokens {
     One(u32),
     Several(Vec<u32>),
@@ -122,8 +127,7 @@ impl Gemma4Config {
     /// # Errors
     /// [`Gemma4Error::Config`] naming the field.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
-        let bad = |error: serde_json::Error| Gemma4Error::Config(error.to_string());
-        let file: File = serde_json::from_str(json).map_err(bad)?;
+        let file: File = json::from_slice(json.as_bytes()).map_err(Gemma4Error::Config)?;
         match file.model_type.as_deref() {
             Some(model_type) if MODEL_TYPES.contains(&model_type) => {}
             Some(other) => {
@@ -140,12 +144,14 @@ impl Gemma4Config {
         }
         schemes_of(json)?;
         let mut text: Text = match &file.text_config {
-            Some(text) => Text::deserialize(text).map_err(bad)?,
-            None => serde_json::from_str(json).map_err(bad)?,
-        };
+            Some(text) => json::from_field("text_config", text),
+            None => json::from_slice(json.as_bytes()),
+        }
+        .map_err(Gemma4Error::Config)?;
         // A multimodal model's own fields hold for its text part, too.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
+        text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
         text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);
         let config = text.into_config()?;
         config.validate()?;
@@ -223,6 +229,11 @@ impl Text {
         }
         if self.attention_bias == Some(true) {
             return refuse("attention_bias", "true", "false");
+        }
+        if let Some(scaling) = self.rope_scaling.as_ref().filter(|one| scales(one)) {
+            return Err(Gemma4Error::Config(format!(
+                "rope_scaling is {scaling}; only rope_parameters, by the layers' types, are supported"
+            )));
         }
         match self.use_bidirectional_attention.as_deref() {
             // Among images only; text stays causal.
@@ -318,7 +329,15 @@ impl Text {
             return Ok(default);
         };
         let partial_rotary_factor = match rope.rope_type.as_deref() {
-            None | Some("default") => 1.0,
+            None | Some("default") => match rope.factor {
+                // transformers passes over this factor, so that its meaning is not known.
+                Some(factor) if factor != 1.0 => {
+                    return Err(Gemma4Error::Config(format!(
+                        "rope_parameters.{kind}.factor is {factor} beside the rope_type \"default\", which has no factor; only \"proportional\" has one"
+                    )));
+                }
+                _ => 1.0,
+            },
             Some("proportional") => rope.partial_rotary_factor.unwrap_or(1.0),
             Some(other) => {
                 return Err(Gemma4Error::Config(format!(
@@ -332,6 +351,17 @@ impl Text {
             factor: rope.factor.unwrap_or(1.0),
         })
     }
+}
+
+/// Whether a `rope_scaling` changes positions: transformers' older files have one that does not.
+fn scales(scaling: &serde_json::Value) -> bool {
+    let Some(fields) = scaling.as_object() else {
+        return !scaling.is_null();
+    };
+    let of = |name: &str| fields.get(name).filter(|value| !value.is_null());
+    let is_default = |name| of(name).is_none_or(|kind| kind == "default");
+    let factor = of("factor").is_none_or(|factor| factor.as_f64() == Some(1.0));
+    !(is_default("rope_type") && is_default("type") && factor)
 }
 
 fn required(field: &str, value: Option<usize>) -> Result<usize, Gemma4Error> {

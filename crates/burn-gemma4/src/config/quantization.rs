@@ -2,7 +2,7 @@
 //! and what else was done, all of which is refused.
 
 use super::foreign::{refuse_quantized, says_something};
-use crate::{Gemma4Error, quantized::packed::Scheme};
+use crate::{Gemma4Error, json, quantized::packed::Scheme};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -54,8 +54,7 @@ fn yes() -> bool {
 
 /// [`schemes`] of the text of a `config.json`.
 pub(crate) fn schemes_of(json: &str) -> Result<Vec<Scheme>, Gemma4Error> {
-    let config = serde_json::from_str(json);
-    schemes(&config.map_err(|error| Gemma4Error::Config(error.to_string()))?)
+    schemes(&json::from_slice(json.as_bytes()).map_err(Gemma4Error::Config)?)
 }
 
 /// The ways in which the weights of the `config.json` are packed; none where they are as they were.
@@ -91,7 +90,7 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
         kv_cache_scheme,
         sparsity_config,
         transform_config,
-    } = Quantization::deserialize(quantization).map_err(|error| error.to_string())?;
+    } = json::from_value(quantization)?;
     refuse_format(format.as_deref())?;
     // Weights of which none are left out.
     let is_dense = sparsity_config.get("format").and_then(Value::as_str) == Some("dense");
@@ -134,7 +133,7 @@ fn scheme(group: Value) -> Result<Option<Scheme>, String> {
         input_activations,
         output_activations,
         format,
-    } = Group::deserialize(group).map_err(|error| error.to_string())?;
+    } = json::from_value(&group)?;
     if format.is_some() {
         refuse_format(format.as_deref())?;
     }
