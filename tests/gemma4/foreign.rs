@@ -84,16 +84,33 @@ fn quantized_weights_are_named_by_their_method() {
         Gemma4Config::from_json(&by_mlx),
         &["quantization", "MLX"],
     );
-    let nameless = config("dense-ple", None, "quantization_config", json!({"bits": 4}));
-    check(
-        "nameless",
-        Gemma4Config::from_json(&nameless),
-        &["quantization_config"],
-    );
-    for none in [Value::Null, json!({})] {
+    // Of weights that are still floats, as quantization-aware training leaves them: tensors that are not are refused by their names.
+    for none in [
+        Value::Null,
+        json!({}),
+        json!({"bits": 4}),
+        json!({"quant_method": null}),
+    ] {
         let plain = config("dense-ple", None, "quantization_config", none);
         Gemma4Config::from_json(&plain).expect("weights as they are");
     }
+}
+
+/// As `…-qat-q4_0-unquantized`: a configuration of quantization that names no method beside weights in floats.
+#[test]
+fn quantization_config_without_a_method_over_floats_is_loaded() {
+    let nameless = json!({"bits": 4, "group_size": 32, "modules_to_not_convert": ["lm_head"]});
+    let folder = Folder::copy("dense-ple");
+    let before = load(folder.path()).expect("a model").norm.weight.val();
+    folder.set("config.json", "quantization_config", nameless);
+    let after = load(folder.path()).expect("a model").norm.weight.val();
+    assert_eq!(values(before), values(after));
+    let name = "model.layers.1.mlp.up_proj.weight";
+    folder.edit(|tensors| {
+        let tensor = tensors.get_mut(name).expect("a matrix");
+        tensor.dtype = Dtype::I32;
+    });
+    check("integers", load(folder.path()), &[name, "I32"]);
 }
 
 #[test]

@@ -46,13 +46,12 @@ pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
         field(quantized.quantization_config),
     ) {
         (Some(_), _) => ("quantization", "MLX".to_owned()),
-        (None, Some(config)) => {
-            let method = match config.get("quant_method").and_then(Value::as_str) {
-                Some(method) => format!("{method:?}"),
-                None => "a method without a name".into(),
-            };
-            ("quantization_config", method)
-        }
+        (None, Some(config)) => match config.get("quant_method") {
+            // Weights that were trained for quantization and are still floats. Tensors of another dtype are refused by their names.
+            None | Some(Value::Null) => return Ok(()),
+            Some(Value::String(method)) => ("quantization_config", format!("{method:?}")),
+            Some(other) => ("quantization_config", other.to_string()),
+        },
         (None, None) => return Ok(()),
     };
     Err(Gemma4Error::Config(format!(
