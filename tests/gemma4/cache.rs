@@ -215,3 +215,29 @@ fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Devi
         .expect("a step");
     cache.bytes()
 }
+
+/// A ring has a slot for each key that a query can see, and there are no more of these than positions.
+#[test]
+fn window_beyond_the_positions_allocates_the_positions() {
+    let device = Device::flex();
+    let cache = |window: usize| {
+        let mut config = Fixture::open("dense-ple")
+            .load(&device, DType::F32)
+            .config()
+            .clone();
+        config.sliding_window = window;
+        let model = Gemma4Model::new(&config, &device);
+        let mut cache = model.cache(vec![0]);
+        let prompt = tokens(&[&[2, 40, 41]], &device);
+        model
+            .step(prompt, &mut cache, Logits::Last(1))
+            .expect("tokens within");
+        (cache.bytes(), config.max_position_embeddings)
+    };
+    let (expected, positions) = cache(512);
+    assert_eq!(positions, 512);
+    assert!(cache(511).0 < expected);
+    for window in [513, 1 << 20] {
+        assert_eq!(cache(window).0, expected, "{window}");
+    }
+}

@@ -99,7 +99,8 @@ impl Cache {
             .collect();
         Self {
             stores,
-            window: config.sliding_window,
+            // A window beyond the last position shows no more keys, and a ring has a slot for each of its keys.
+            window: config.sliding_window.min(config.max_position_embeddings),
             #[cfg(feature = "cube")]
             positions: config.max_position_embeddings,
             spare: 0,
