@@ -203,6 +203,65 @@ fn several_files_are_one_checkpoint() {
     );
 }
 
+/// `torch.compile` puts `_orig_mod` before, or within, the names of what is saved.
+#[test]
+fn names_of_a_compiled_model_are_read() {
+    let expected = Copy::of("dense-ple");
+    expected.save();
+    let numbers = |model: Gemma4Model| values(model.layers[1].mlp.up_proj.weight.val());
+    let expected = numbers(expected.load().expect("a model"));
+    for (plain, compiled) in [
+        ("model.", "_orig_mod.model."),
+        ("model.", "model._orig_mod."),
+        (".mlp.", "._orig_mod.mlp._orig_mod."),
+    ] {
+        let mut copy = Copy::of("dense-ple");
+        for tensor in &mut copy.tensors {
+            tensor.0 = tensor.0.replacen(plain, compiled, 1);
+        }
+        copy.save();
+        assert_eq!(
+            numbers(copy.load().expect(compiled)),
+            expected,
+            "{compiled}"
+        );
+    }
+    let mut twice = Copy::of("dense-ple");
+    let mut tensor = twice.tensors[0].clone();
+    tensor.0 = format!("_orig_mod.{}", tensor.0);
+    twice.tensors.push(tensor);
+    twice.save();
+    assert!(twice.error().to_string().contains("twice"));
+}
+
+/// Trainers leave the embedding, a norm or a router in f32, beside all else in bf16.
+#[test]
+fn dtype_is_that_of_most_numbers() {
+    let halved = |tensor: &mut (String, Dtype, Vec<usize>, Vec<u8>)| {
+        tensor.1 = Dtype::BF16;
+        tensor.3 = tensor
+            .3
+            .chunks_exact(4)
+            .flat_map(|one| [one[2], one[3]])
+            .collect();
+    };
+    let table = "model.embed_tokens.weight";
+    let copy = |is_halved: &dyn Fn(&str) -> bool| {
+        let mut copy = Copy::of("dense-ple");
+        let chosen = copy
+            .tensors
+            .iter_mut()
+            .filter(|tensor| is_halved(&tensor.0));
+        chosen.for_each(halved);
+        copy.save();
+        copy.load().expect("a model").dtype()
+    };
+    assert_eq!(copy(&|name| name != table), DType::BF16);
+    assert_eq!(copy(&|name| !name.contains("norm")), DType::BF16);
+    assert_eq!(copy(&|name| name == table), DType::F32);
+    assert_eq!(copy(&|name| name.contains("norm")), DType::F32);
+}
+
 #[test]
 fn tensors_that_do_not_fit_are_named() {
     let mut copy = Copy::of("dense-ple");

@@ -30,10 +30,6 @@ impl Weights for Named {
         self.folder.get(path)
     }
 
-    fn table(&self) -> &'static str {
-        "model.embed_tokens.weight"
-    }
-
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let mut names = self.folder.unknown(known, config);
         // A head that repeats the embedding's table.

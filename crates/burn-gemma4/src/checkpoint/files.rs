@@ -1,7 +1,10 @@
 //! The tensors of a checkpoint: where they are in which safetensors file.
 
-use super::foreign::{missing, refuse_contents};
-use crate::Gemma4Error;
+use super::{
+    foreign::{missing, refuse_contents},
+    names::uncompiled,
+};
+use crate::{Gemma4Error, json};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
@@ -94,6 +97,7 @@ impl TensorFiles {
         })?;
         let file = self.files.len();
         for (name, view) in tensors.iter() {
+            let name = uncompiled(name);
             let start = view.data().as_ptr() as usize - contents.as_ptr() as usize;
             let entry = Entry {
                 dtype: view.dtype(),
@@ -101,8 +105,10 @@ impl TensorFiles {
                 file,
                 range: start..start + view.data().len(),
             };
-            if self.tensors.insert(name.to_owned(), entry).is_some() {
-                return Err(malformed(format!("{name} is in another file, too")));
+            if self.tensors.insert(name.clone(), entry).is_some() {
+                return Err(malformed(format!(
+                    "{name} is in another file, too, or here twice"
+                )));
             }
         }
         self.files.push(bytes);
@@ -140,7 +146,7 @@ fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
         path: path.to_owned(),
         reason,
     };
-    let index: Index = serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
+    let index: Index = json::from_slice(text.as_bytes()).map_err(malformed)?;
     let names: BTreeSet<String> = index.weight_map.into_values().collect();
     if names.is_empty() {
         return Err(malformed("weight_map names no file".into()));

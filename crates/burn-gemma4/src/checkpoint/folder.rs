@@ -7,7 +7,6 @@ use super::{
     source::{Source, Weights, burn_dtype},
 };
 use crate::{Gemma4Config, Gemma4Error, TensorProblem, quantized::packed::Scheme};
-use burn::tensor::DType;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
 /// The files' tensors, and how some of them may be packed.
@@ -55,11 +54,6 @@ impl Folder {
     /// The name in the files of the parameter at `path`.
     pub fn in_file(&self, path: &str) -> String {
         self.names.in_file(path)
-    }
-
-    /// The dtype that the embedding's table is written in.
-    pub fn dtype(&self) -> Option<DType> {
-        self.get(self.table()).ok()?.dtype()
     }
 
     /// The paths of keys' and values' matrices that no layer reads, of those that are there.

@@ -301,7 +301,7 @@ fn load_module<M: Module>(
     let mut expected = Expected::default();
     model.visit(&mut expected);
     let total_bytes = check(path, weights, config, &expected)?;
-    let dtype = dtype(weights, device, options.dtype)?;
+    let dtype = dtype(weights, &expected, device, options.dtype)?;
     let mut loader = Loader {
         weights,
         dtype,
@@ -377,6 +377,7 @@ fn check(
 /// The dtype to compute in.
 fn dtype(
     weights: &dyn Weights,
+    expected: &Expected,
     device: &Device,
     asked: Option<DType>,
 ) -> Result<DType, Gemma4Error> {
@@ -393,15 +394,32 @@ fn dtype(
             reason: format!("is {}, which is none of f32, f16, bf16", other.name()),
         }),
         None => {
-            let table = weights.get(weights.table());
-            // What was quantized was in bf16 before, as all published models are.
-            let written = table.map_or(DType::F32, |table| table.dtype().unwrap_or(DType::BF16));
+            let written = written_dtype(weights, &expected.parameters);
             Ok(match device.supports_dtype(written) {
                 true if written != DType::F64 => written,
                 _ => DType::F32,
             })
         }
     }
+}
+
+/// The dtype of most of a checkpoint's numbers: a single tensor in another dtype, as some trainers leave it, decides nothing.
+fn written_dtype(weights: &dyn Weights, parameters: &[(String, Vec<usize>)]) -> DType {
+    let mut counts: Vec<(DType, usize)> = Vec::new();
+    for (path, shape) in parameters {
+        let Ok(source) = weights.get(path) else {
+            continue;
+        };
+        // What was quantized was in bf16 before, as all published models are.
+        let dtype = source.dtype().unwrap_or(DType::BF16);
+        let numbers: usize = shape.iter().product();
+        match counts.iter_mut().find(|(counted, _)| *counted == dtype) {
+            Some((_, count)) => *count += numbers,
+            None => counts.push((dtype, numbers)),
+        }
+    }
+    let most = counts.into_iter().max_by_key(|(_, numbers)| *numbers);
+    most.map_or(DType::F32, |(dtype, _)| dtype)
 }
 
 /// Replaces the parameters of a model by the tensors of a checkpoint that fits it.

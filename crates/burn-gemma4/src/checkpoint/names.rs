@@ -17,6 +17,30 @@ pub(super) const MLX: &str = "language_model.model.";
 /// The output projection, which is outside of both.
 pub(super) const HEAD: &str = "lm_head.weight";
 
+/// What `torch.compile` calls the module inside a compiled one.
+const COMPILED: &str = "_orig_mod";
+
+/// A tensor's name without the parts that `torch.compile` has put into it.
+pub(super) fn uncompiled(name: &str) -> String {
+    let parts: Vec<&str> = name.split('.').filter(|part| *part != COMPILED).collect();
+    parts.join(".")
+}
+
+/// The parts of a multimodal model beside the text model, which have no tensors here.
+const TOWERS: [&str; 5] = [
+    "vision_tower.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+    "multi_modal_projector.",
+];
+
+/// Whether a tensor of a multimodal model is of a tower, or of what leads from it to the text model.
+pub(super) fn is_of_tower(name: &str) -> bool {
+    let name = name.strip_prefix(TEXT).unwrap_or(name);
+    TOWERS.iter().any(|tower| name.starts_with(tower))
+}
+
 impl Names {
     pub fn of(files: &TensorFiles) -> Self {
         Self::among(files.names())

@@ -19,11 +19,6 @@ pub(super) trait Weights: Send + Sync {
     /// The tensors of the files that the parameter at `path` is made of.
     fn names(&self, path: &str) -> Vec<String>;
 
-    /// The path of the embedding's table, whose dtype is taken for the checkpoint's.
-    fn table(&self) -> &'static str {
-        "embed_tokens.weight"
-    }
-
     /// The parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
 
@@ -117,7 +112,9 @@ impl<'a> Source<'a> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
             Numbers::Packed(packed) => Some(packed.dtype),
-            Numbers::Blocks { .. } | Numbers::Joined(_) | Numbers::Stacked(_) => None,
+            Numbers::Joined(parts) => parts.first()?.dtype(),
+            Numbers::Stacked(parts) => parts[0].dtype(),
+            Numbers::Blocks { .. } => None,
         }
     }
 

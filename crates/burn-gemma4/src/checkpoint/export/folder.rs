@@ -244,9 +244,9 @@ impl Export<'_> {
     /// The tensors that a matrix is packed into.
     fn parts<'a>(&'a self, matrix: Matrix<'a>) -> [(String, Part<'a>); 3] {
         let scheme = self.scheme();
-        let dtype = match self.weights.dtype() {
-            Some(dtype) if dtype != DType::F64 => dtype,
-            _ => DType::F32,
+        let dtype = match self.dtype {
+            DType::F64 => DType::F32,
+            dtype => dtype,
         };
         let (rows, columns) = (matrix.rows, matrix.columns);
         let groups = columns / GROUP;

@@ -6,13 +6,16 @@ mod tokenizer;
 
 use super::{
     Expected, LoadProgress, Quantization, check, files::TensorFiles, folder::Folder,
-    source::Source, source::Weights,
+    source::Source, source::Weights, written_dtype,
 };
 use crate::{
     Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, checkpoint::missing,
     config::quantization::schemes_of, quantized::quantize::Target,
 };
-use burn::{module::Module, tensor::Device};
+use burn::{
+    module::Module,
+    tensor::{DType, Device},
+};
 use std::{
     cell::RefCell,
     collections::BTreeSet,
@@ -99,6 +102,7 @@ pub fn quantize_checkpoint(
         json: &json,
         config: &config,
         weights: &weights,
+        dtype: written_dtype(&weights, &expected.parameters),
         parameters: expected.parameters,
         quantized,
         target,
@@ -133,6 +137,8 @@ struct Export<'a> {
     json: &'a str,
     config: &'a Gemma4Config,
     weights: &'a Folder,
+    /// The dtype of most of its numbers.
+    dtype: DType,
     /// Path and shape.
     parameters: Vec<(String, Vec<usize>)>,
     /// The paths of those that may be quantized in what is written.
