@@ -292,6 +292,41 @@ fn templates_of_tokenizer_configs() {
     assert_eq!(folder.rendered(), "file");
 }
 
+/// As transformers' processors: a template in `processor_config.json`, then `chat_template.json`, then the files of tokenizers.
+#[test]
+fn template_of_a_processor_goes_before_those_of_the_tokenizer() {
+    let folder = Folder::new();
+    folder.config(&json!({"chat_template": "tokenizer"}));
+    folder.write(
+        "processor_config.json",
+        r#"{"processor_class": "Gemma4Processor"}"#,
+    );
+    assert_eq!(folder.rendered(), "tokenizer");
+    folder.write("chat_template.jinja", "jinja");
+    assert_eq!(folder.rendered(), "jinja");
+    let of_json = json!({"chat_template": "json {{ messages[0].content }}"});
+    folder.write("chat_template.json", &of_json.to_string());
+    assert_eq!(folder.rendered(), "json hi");
+    folder.write("processor_config.json", r#"{"chat_template": "processor"}"#);
+    assert_eq!(folder.rendered(), "processor");
+    folder.write(
+        "processor_config.json",
+        r#"{"chat_template": {"rag": "rag"}}"#,
+    );
+    let error = render(&folder.template().expect("a template")).expect_err("none is the default");
+    assert!(
+        error.to_string().contains("processor_config.json"),
+        "{error}"
+    );
+    folder.write("processor_config.json", "{}");
+    folder.write("chat_template.json", r#"{"chat_template": 3}"#);
+    let error = folder.template().expect_err("a number").to_string();
+    assert!(
+        error.contains("chat_template.json: chat_template: chat_template should be"),
+        "{error}"
+    );
+}
+
 #[test]
 fn special_tokens_of_tokenizer_configs() {
     let folder = Folder::new();

@@ -301,11 +301,12 @@ pub(super) fn folder_of(path: &Path) -> &Path {
 }
 
 /// What belongs to a checkpoint beside its weights and their configuration.
-const BESIDE: [&str; 7] = [
+const BESIDE: [&str; 8] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "processor_config.json",
     "preprocessor_config.json",

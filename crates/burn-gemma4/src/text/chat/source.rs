@@ -1,7 +1,7 @@
 //! Where a checkpoint keeps its chat template, and what templates name of its tokenizer.
 
-use crate::Gemma4Error;
 use crate::error::{existing, read};
+use crate::{Gemma4Error, json};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -98,15 +98,48 @@ fn own(
     folder: &Path,
     config: Option<TokenizerConfig>,
 ) -> Result<(PathBuf, Option<String>), Gemma4Error> {
+    if let Some((path, source)) = of_processor(folder)? {
+        return Ok((path, Some(source)));
+    }
     if let Some(path) = existing(folder, "chat_template.jinja")? {
         let source = of_file(&path)?;
         return Ok((path, Some(source)));
     }
     Ok(match config {
         Some(TokenizerConfig { path, fields }) => {
-            (path, fields.chat_template.map(Templates::into_default))
+            let source = fields.chat_template;
+            (path, source.map(|one| one.into_default(TOKENIZER)))
         }
         None => (folder.to_owned(), None),
+    })
+}
+
+/// The files of a multimodal processor, whose template transformers takes before the others, and of these two in this order.
+const PROCESSOR: [&str; 2] = ["processor_config.json", "chat_template.json"];
+const TOKENIZER: &str = "tokenizer_config.json";
+
+/// The file of a processor that has a template, and the template.
+fn of_processor(folder: &Path) -> Result<Option<(PathBuf, String)>, Gemma4Error> {
+    for name in PROCESSOR {
+        if let Some(path) = existing(folder, name)? {
+            let processor: Processor = parse(&path)?;
+            if let Some(templates) = processor.chat_template {
+                return Ok(Some((path, templates.into_default(name))));
+            }
+        }
+    }
+    Ok(None)
+}
+
+#[derive(Deserialize)]
+struct Processor {
+    chat_template: Option<Templates>,
+}
+
+fn parse<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Gemma4Error> {
+    json::from_slice(&read(path)?).map_err(|reason| Gemma4Error::Malformed {
+        path: path.into(),
+        reason,
     })
 }
 
@@ -143,16 +176,12 @@ struct Named {
 
 impl TokenizerConfig {
     fn of_folder(folder: &Path) -> Result<Option<Self>, Gemma4Error> {
-        let path = existing(folder, "tokenizer_config.json")?;
+        let path = existing(folder, TOKENIZER)?;
         path.map(Self::from_file).transpose()
     }
 
     fn from_file(path: PathBuf) -> Result<Self, Gemma4Error> {
-        let fields = serde_json::from_slice(&read(&path)?);
-        let fields = fields.map_err(|error| Gemma4Error::Malformed {
-            path: path.clone(),
-            reason: error.to_string(),
-        })?;
+        let fields = parse(&path)?;
         Ok(Self { path, fields })
     }
 
@@ -167,8 +196,8 @@ impl TokenizerConfig {
 }
 
 impl Templates {
-    /// The default one; where there is none, one that says so when a conversation comes.
-    fn into_default(self) -> String {
+    /// The default one of a file; where there is none, one that says so when a conversation comes.
+    fn into_default(self, file: &str) -> String {
         let mut named = match self {
             Self::One(template) => return template,
             Self::Named(named) => named,
@@ -180,7 +209,7 @@ impl Templates {
         named.remove(DEFAULT).unwrap_or_else(|| {
             let names: Vec<String> = named.into_keys().collect();
             let reason = format!(
-                "tokenizer_config.json has the templates [{}], and none is called {DEFAULT}",
+                "{file} has the templates [{}], and none is called {DEFAULT}",
                 names.join(", ")
             );
             format!("{{{{ raise_exception({}) }}}}", Value::from(reason))
