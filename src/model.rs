@@ -150,6 +150,9 @@ impl ModelArguments {
         if let Some(folder) = &self.adapter {
             gemma = gemma.attach_adapter(folder)?;
         }
+        for warning in gemma.warnings() {
+            note(format_args!("warning: {warning}"));
+        }
         Ok(Loaded {
             gemma,
             chosen,
@@ -309,6 +312,7 @@ impl GenerationArguments {
         let mut options = gemma.options();
         if let Some(max_tokens) = self.max_tokens {
             options.max_tokens = max_tokens;
+            options.max_length = None;
         }
         options.sampling = self.sampling(gemma.defaults());
         if !self.stop.is_empty() {

@@ -30,6 +30,7 @@ mod generation;
 mod gguf;
 mod gradients;
 mod half;
+mod lengths;
 mod loading;
 mod not_numbers;
 mod packed;

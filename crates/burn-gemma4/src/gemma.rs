@@ -239,6 +239,13 @@ impl Gemma4 {
         &self.defaults
     }
 
+    /// What the checkpoint's files ask for that is not computed, a sentence each, for people to read.
+    pub fn warnings(&self) -> impl Iterator<Item = &str> {
+        let of_model = self.model.warnings().iter();
+        let all = self.defaults.unsupported.iter().chain(of_model);
+        all.map(String::as_str)
+    }
+
     /// The dtype that it computes in.
     pub fn dtype(&self) -> DType {
         self.model.dtype()
@@ -251,8 +258,19 @@ impl Gemma4 {
 
     /// The checkpoint's own sampling, stop tokens and number of tokens, which is 256 where it names none.
     pub fn options(&self) -> GenerateOptions {
+        let positions = self.config().max_position_embeddings;
+        let (max_tokens, max_length) =
+            match (self.defaults.max_new_tokens, self.defaults.max_length) {
+                (Some(count), _) => (count, None),
+                (None, Some(length)) => (positions, Some(length)),
+                (None, None) => (DEFAULT_MAX_TOKENS, None),
+            };
         GenerateOptions {
-            max_tokens: self.defaults.max_new_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
+            max_tokens,
+            max_length,
+            min_new_tokens: self.defaults.min_new_tokens,
+            min_length: self.defaults.min_length,
+            begin_suppress_tokens: self.defaults.begin_suppress_tokens.clone(),
             sampling: self.defaults.sampling(),
             stop_tokens: self.defaults.stop_tokens.clone(),
             ignore_stop_tokens: false,

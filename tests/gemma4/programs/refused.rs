@@ -166,6 +166,35 @@ fn control_characters_of_files_are_escaped() {
     }
 }
 
+/// What the defaults ask for beyond what is computed is told, and the text comes all the same.
+#[test]
+fn defaults_that_are_not_computed_are_told() {
+    let folder = Folder::copy("dense-ple");
+    let quick = ["--prompt", "hi", "--temperature", "0", "--max-tokens", "2"];
+    let silent = generate(&folder, &quick);
+    assert!(!silent.stderr.contains("warning"), "{silent:?}");
+    folder.set("generation_config.json", "no_repeat_ngram_size", 2);
+    folder.set("generation_config.json", "num_beams", 1);
+    let told = generate(&folder, &quick);
+    assert_eq!(
+        (told.code, &told.stdout),
+        (Some(0), &silent.stdout),
+        "{told:?}"
+    );
+    let warnings: Vec<&str> = told
+        .stderr
+        .lines()
+        .filter(|line| line.starts_with("warning: "))
+        .collect();
+    let [warning] = warnings[..] else {
+        panic!("{told:?}");
+    };
+    assert!(
+        warning.contains("generation_config.json: no_repeat_ngram_size is 2"),
+        "{warning}"
+    );
+}
+
 #[test]
 fn defaults_that_make_no_sense() {
     for (field, value) in [

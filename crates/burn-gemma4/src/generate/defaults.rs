@@ -1,10 +1,12 @@
 //! What a checkpoint's `generation_config.json` says about generation.
 
+use super::unsupported::{sentence, unsupported};
 use crate::config::Tokens;
 use crate::error::read;
 use crate::text::stop;
-use crate::{Gemma4Config, Gemma4Error, Sampling};
+use crate::{Gemma4Config, Gemma4Error, Sampling, json};
 use serde::Deserialize;
+use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// How the checkpoint's makers mean it to be sampled, and where its texts end. What the file leaves out is
@@ -48,6 +50,18 @@ pub struct GenerationDefaults {
     pub pad_token: Option<u32>,
     /// How many tokens to generate at most. Default: none.
     pub max_new_tokens: Option<usize>,
+    /// See [`GenerateOptions::max_length`](crate::GenerateOptions::max_length); `max_new_tokens` goes before it. Default: none.
+    pub max_length: Option<usize>,
+    /// See [`GenerateOptions::min_new_tokens`](crate::GenerateOptions::min_new_tokens). Default: none.
+    pub min_new_tokens: Option<usize>,
+    /// See [`GenerateOptions::min_length`](crate::GenerateOptions::min_length); `min_new_tokens` goes before it. Default: none.
+    pub min_length: Option<usize>,
+    /// See [`GenerateOptions::begin_suppress_tokens`](crate::GenerateOptions::begin_suppress_tokens). Default: none.
+    pub begin_suppress_tokens: Vec<u32>,
+    /// Tokens that are never drawn unless they end texts: the words of a single token in `bad_words_ids`. Default: none.
+    pub bad_words: Vec<u32>,
+    /// What the file asks for that is not computed, a sentence each, for people to read. Default: none.
+    pub unsupported: Vec<String>,
 }
 
 impl Default for GenerationDefaults {
@@ -83,11 +97,13 @@ impl GenerationDefaults {
             path: path.into(),
             reason,
         };
-        let file: File =
-            serde_json::from_slice(bytes).map_err(|error| malformed(error.to_string()))?;
+        let file: File = json::from_slice(bytes).map_err(malformed)?;
         let defaults = Self::from(file);
         if defaults.max_new_tokens == Some(0) {
             return Err(malformed("max_new_tokens is 0".into()));
+        }
+        if defaults.max_length == Some(0) {
+            return Err(malformed("max_length is 0".into()));
         }
         defaults
             .sampling()
@@ -108,9 +124,12 @@ impl GenerationDefaults {
     /// The sampling, without a seed; greedy where `do_sample` is false. The penalty and the suppressed tokens hold
     /// for both.
     pub fn sampling(&self) -> Sampling {
+        let mut suppress_tokens = self.suppress_tokens.clone();
+        let bad_words = self.bad_words.iter();
+        suppress_tokens.extend(bad_words.filter(|token| !self.stop_tokens.contains(token)));
         let greedy = Sampling {
             repetition_penalty: self.repetition_penalty,
-            suppress_tokens: self.suppress_tokens.clone(),
+            suppress_tokens,
             ..Sampling::greedy()
         };
         if !self.do_sample {
@@ -142,6 +161,13 @@ struct File {
     bos_token_id: Option<u32>,
     pad_token_id: Option<u32>,
     max_new_tokens: Option<usize>,
+    max_length: Option<usize>,
+    min_new_tokens: Option<usize>,
+    min_length: Option<usize>,
+    begin_suppress_tokens: Option<Vec<u32>>,
+    bad_words_ids: Option<Vec<Vec<u32>>>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
 }
 
 /// One text or several.
@@ -179,12 +205,26 @@ impl Default for File {
             bos_token_id: None,
             pad_token_id: None,
             max_new_tokens: None,
+            max_length: None,
+            min_new_tokens: None,
+            min_length: None,
+            begin_suppress_tokens: None,
+            bad_words_ids: None,
+            others: Map::new(),
         }
     }
 }
 
 impl From<File> for GenerationDefaults {
     fn from(file: File) -> Self {
+        let mut unsupported = unsupported(&file.others);
+        let bad_words = file.bad_words_ids.unwrap_or_default();
+        let (single, longer): (Vec<_>, Vec<_>) =
+            bad_words.into_iter().partition(|word| word.len() == 1);
+        // A longer word depends on the tokens before, which samplers on a device do not see.
+        if !longer.is_empty() {
+            unsupported.push(sentence("bad_words_ids", &json!(longer)));
+        }
         Self {
             do_sample: file.do_sample.unwrap_or(false),
             temperature: file.temperature.unwrap_or(1.0),
@@ -198,6 +238,12 @@ impl From<File> for GenerationDefaults {
             bos_token: file.bos_token_id,
             pad_token: file.pad_token_id,
             max_new_tokens: file.max_new_tokens,
+            max_length: file.max_length,
+            min_new_tokens: file.min_new_tokens,
+            min_length: file.min_length,
+            begin_suppress_tokens: file.begin_suppress_tokens.unwrap_or_default(),
+            bad_words: single.concat(),
+            unsupported,
         }
     }
 }
@@ -274,15 +320,108 @@ mod tests {
     }
 
     #[test]
+    fn fields_of_lengths_and_words_are_read() {
+        let defaults = read(
+            r#"{"eos_token_id": [1, 106], "max_length": 40, "min_new_tokens": 3, "min_length": 9, "suppress_tokens": [7],
+                "begin_suppress_tokens": [8, 9], "bad_words_ids": [[5], [106], [6]]}"#,
+        );
+        assert_eq!(
+            (defaults.max_length, defaults.max_new_tokens),
+            (Some(40), None)
+        );
+        assert_eq!(
+            (defaults.min_new_tokens, defaults.min_length),
+            (Some(3), Some(9))
+        );
+        assert_eq!(defaults.begin_suppress_tokens, [8, 9]);
+        // As in transformers, a bad word that ends texts is none.
+        assert_eq!(defaults.sampling().suppress_tokens, [7, 5, 6]);
+        assert!(
+            defaults.unsupported.is_empty(),
+            "{:?}",
+            defaults.unsupported
+        );
+    }
+
+    #[test]
+    fn field_that_is_not_computed_is_reported_by_name_and_value() {
+        for (name, value) in [
+            ("no_repeat_ngram_size", "2"),
+            ("encoder_no_repeat_ngram_size", "3"),
+            ("bad_words_ids", "[[5,6]]"),
+            ("forced_bos_token_id", "2"),
+            ("forced_eos_token_id", "[1]"),
+            ("typical_p", "0.2"),
+            ("epsilon_cutoff", "0.0003"),
+            ("eta_cutoff", "0.0003"),
+            ("top_h", "0.4"),
+            ("num_beams", "4"),
+            ("num_beam_groups", "2"),
+            ("num_return_sequences", "2"),
+            ("penalty_alpha", "0.6"),
+            ("guidance_scale", "1.5"),
+            ("sequence_bias", "[[[5],-1.0]]"),
+            ("exponential_decay_length_penalty", "[5,1.1]"),
+            ("encoder_repetition_penalty", "1.2"),
+            ("force_words_ids", "[[5]]"),
+            ("constraints", "[1]"),
+            ("dola_layers", r#""high""#),
+            ("watermarking_config", r#"{"bias":2.5}"#),
+            ("token_healing", "true"),
+            ("remove_invalid_values", "true"),
+            ("max_time", "3.5"),
+        ] {
+            let defaults = read(&format!(r#"{{"{name}": {value}}}"#));
+            let expected = format!(
+                "generation_config.json: {name} is {value}, which is not supported and has no effect"
+            );
+            assert_eq!(defaults.unsupported, [expected]);
+        }
+        let longer = read(r#"{"bad_words_ids": [[5], [6, 7]]}"#);
+        assert_eq!(longer.bad_words, [5]);
+        assert!(longer.unsupported[0].contains("bad_words_ids is [[6,7]],"));
+        let hostile = read(r#"{"dola_layers": "a\u001b[2J\u009b2J"}"#);
+        assert!(!hostile.unsupported[0].contains(|one: char| one.is_control()));
+    }
+
+    /// As transformers writes what changes nothing.
+    #[test]
+    fn neutral_values_are_silent() {
+        let defaults = read(
+            r#"{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": null, "forced_bos_token_id": null,
+                "forced_eos_token_id": null, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": null,
+                "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": null, "guidance_scale": null,
+                "sequence_bias": null, "exponential_decay_length_penalty": null, "encoder_repetition_penalty": 1.0,
+                "force_words_ids": null, "constraints": null, "dola_layers": null, "watermarking_config": null,
+                "token_healing": false, "remove_invalid_values": false, "max_time": null, "length_penalty": 1.0,
+                "diversity_penalty": 0.0, "early_stopping": false, "renormalize_logits": false, "use_cache": true,
+                "cache_implementation": "hybrid", "output_scores": false, "return_dict_in_generate": false,
+                "min_new_tokens": null, "min_length": 0, "max_length": null, "begin_suppress_tokens": null,
+                "_from_model_config": true, "transformers_version": "5.24.0"}"#,
+        );
+        let expected = GenerationDefaults {
+            min_length: Some(0),
+            ..GenerationDefaults::default()
+        };
+        assert_eq!(defaults, expected);
+    }
+
+    #[test]
     fn errors_name_the_file_and_what_is_wrong() {
         for (json, wrong) in [
             ("{", "EOF"),
             ("3", "invalid type"),
             (
                 r#"{"eos_token_id": "<eos>"}"#,
-                "a token or a list of tokens",
+                "eos_token_id: invalid type: expected a token or a list of tokens",
             ),
             (r#"{"do_sample": true, "temperature": -1.0}"#, "temperature"),
+            (r#"{"temperature": "hot"}"#, "temperature: invalid type"),
+            (
+                r#"{"bad_words_ids": [5]}"#,
+                "bad_words_ids[0]: invalid type",
+            ),
+            (r#"{"max_length": 0}"#, "max_length is 0"),
             (r#"{"do_sample": true, "top_p": 1.5}"#, "top_p"),
         ] {
             let error = GenerationDefaults::from_json(json).expect_err(json);

@@ -8,6 +8,7 @@ pub(crate) mod logprobs;
 pub(crate) mod sampling;
 
 mod sequence;
+mod unsupported;
 
 #[cfg(feature = "cube")]
 use crate::op;
@@ -19,7 +20,7 @@ use crate::{
 };
 use burn::tensor::Tensor;
 use draft::{DraftCounts, Drafts, Guessers, Limits};
-use sequence::{Chosen, Sequence, samplers};
+use sequence::{Chosen, Sequence, begins, samplers};
 use serde::Serialize;
 use std::{
     ops::ControlFlow,
@@ -36,6 +37,15 @@ const ACCELERATORS_CHUNK: usize = 8192;
 pub struct GenerateOptions {
     /// Tokens to generate at most; fewer where the model's positions end.
     pub max_tokens: usize,
+    /// Tokens of the prompt and the generated text together at most, of a batch with the longest prompt.
+    pub max_length: Option<usize>,
+    /// [`stop_tokens`](Self::stop_tokens) are not chosen before so many tokens are generated.
+    pub min_new_tokens: Option<usize>,
+    /// The same for tokens of the prompt and the generated text together, of a batch with the longest prompt. Without effect beside
+    /// [`min_new_tokens`](Self::min_new_tokens).
+    pub min_length: Option<usize>,
+    /// Tokens that are not chosen as the first one.
+    pub begin_suppress_tokens: Vec<u32>,
     /// How a token is chosen.
     pub sampling: Sampling,
     /// Tokens that end the text.
@@ -93,6 +103,12 @@ impl GenerateOptions {
             Drafts::None => 0,
             _ => draft::MOST_DRAFT_TOKENS,
         }
+    }
+
+    /// Tokens that have to be generated, after prompts of which the longest has so many, before a token may end a text.
+    fn fewest_tokens(&self, longest: usize) -> usize {
+        let by_length = self.min_length.unwrap_or(0).saturating_sub(longest);
+        self.min_new_tokens.unwrap_or(by_length)
     }
 
     /// Whether tokens are drawn, and nothing but their numbers asked for.
@@ -241,7 +257,22 @@ pub(crate) fn check(
                 config.max_position_embeddings
             ),
         ),
-        Some(room) => Ok(options.max_tokens.min(room)),
+        Some(room) => {
+            let max_tokens = options.max_tokens.min(room);
+            match options
+                .max_length
+                .map(|most| (most, most.checked_sub(longest)))
+            {
+                None => Ok(max_tokens),
+                Some((most, None | Some(0))) => refuse(
+                    "prompt",
+                    format!(
+                        "has {longest} tokens; max_length is {most}, of which one at least is for the answer"
+                    ),
+                ),
+                Some((_, Some(left))) => Ok(max_tokens.min(left)),
+            }
+        }
     }
 }
 
@@ -269,7 +300,7 @@ pub(crate) fn run(
     let mut sequences: Vec<Sequence<'_>> = prompts
         .into_iter()
         .enumerate()
-        .map(|(index, prompt)| Sequence::new(index, prompt, tokenizer, options))
+        .map(|(index, prompt)| Sequence::new(index, prompt, longest, tokenizer, options))
         .collect::<Result<_, _>>()?;
 
     let start = Instant::now();
@@ -295,9 +326,7 @@ pub(crate) fn run(
     if let (Drafts::Drafter, Some(drafter)) = (options.drafts, drafter) {
         decoder = decoder.with_drafter(drafter)?;
     }
-    if guessers.is_empty() && options.draws_all() {
-        decoder = decoder.with_samplers(&samplers(&sequences))?;
-    }
+    let mut may_draw = guessers.is_empty() && options.draws_all();
     for (sequence, token) in sequences.iter_mut().zip(&next) {
         sequence.take(*token, max_tokens, options, on_token)?;
     }
@@ -315,6 +344,11 @@ pub(crate) fn run(
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
+        // Devices draw without regard to a text's beginning.
+        if may_draw && !begins(&sequences) {
+            decoder = decoder.with_samplers(&samplers(&sequences))?;
+            may_draw = false;
+        }
         // A sequence that has ended goes along until the others have.
         let goes_on = sequences
             .iter()
@@ -345,9 +379,10 @@ fn read_and_choose(
     goes_on: bool,
     options: &GenerateOptions,
 ) -> Result<Vec<u32>, Gemma4Error> {
-    let followed = match options.logprobs {
-        None => decoder.follow(tokens, goes_on)?,
-        Some(_) => None,
+    let is_read = options.logprobs.is_some() || begins(sequences);
+    let followed = match is_read {
+        false => decoder.follow(tokens, goes_on)?,
+        true => None,
     };
     match followed {
         Some(followed) => {

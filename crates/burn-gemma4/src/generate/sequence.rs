@@ -25,7 +25,7 @@ impl Chosen {
         options: &GenerateOptions,
     ) -> Result<Self, Gemma4Error> {
         let vocabulary = next.vocabulary();
-        if options.logprobs.is_some() {
+        if options.logprobs.is_some() || begins(sequences) {
             return Ok(Self::Logits(next.logits()?, vocabulary));
         }
         if options.sampling.takes_the_largest() {
@@ -84,6 +84,12 @@ pub(super) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
     sequences.iter().map(|sequence| &sequence.sampler).collect()
 }
 
+/// Whether some sequence is at its beginning, where tokens are suppressed that may come later.
+pub(super) fn begins(sequences: &[Sequence<'_>]) -> bool {
+    let mut on_their_way = sequences.iter().filter(|one| one.finished.is_none());
+    on_their_way.any(|sequence| sequence.sampler.suppresses_now())
+}
+
 /// One sequence on its way.
 pub(super) struct Sequence<'a> {
     index: usize,
@@ -101,6 +107,7 @@ impl<'a> Sequence<'a> {
     pub fn new(
         index: usize,
         prompt: Vec<u32>,
+        longest: usize,
         tokenizer: &'a Tokenizer,
         options: &'a GenerateOptions,
     ) -> Result<Self, Gemma4Error> {
@@ -110,6 +117,8 @@ impl<'a> Sequence<'a> {
             ..options.sampling.clone()
         });
         sampler.read(&prompt);
+        sampler.suppress_for(1, &options.begin_suppress_tokens);
+        sampler.suppress_for(options.fewest_tokens(longest), &options.stop_tokens);
         Ok(Self {
             index,
             sampler,

@@ -88,6 +88,9 @@ pub struct Gemma4Model {
     pub(crate) host_table: Option<HostTable>,
     #[module(skip)]
     pub(crate) placement: Option<TablePlacement>,
+    /// What was read and has no effect.
+    #[module(skip)]
+    pub(crate) warnings: Vec<String>,
     /// The scaled embeddings to their part of them.
     pub per_layer_model_projection: Option<Linear>,
     /// Of the projection.
@@ -140,6 +143,11 @@ impl Gemma4Model {
         Self::of(config, device)
     }
 
+    /// What its files ask for that is not computed, a sentence each, for people to read.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
     /// [`new`](Self::new) of a configuration that has been validated, if only as a part of another model's.
     pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
@@ -166,6 +174,7 @@ impl Gemma4Model {
             split_table: None,
             host_table: None,
             placement: None,
+            warnings: Vec::new(),
             per_layer_model_projection: per_layer_embeddings
                 .then(|| Linear::new(hidden, layers * columns, deviation, device)),
             per_layer_projection_norm: per_layer_embeddings

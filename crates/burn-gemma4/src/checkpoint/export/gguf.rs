@@ -90,7 +90,7 @@ impl Export<'_> {
         }
         Encoding::Floats(match self.quantized.contains(path) {
             // A matrix without whole blocks.
-            true => match self.source(path).dtype().or(self.weights.dtype()) {
+            true => match self.source(path).dtype() {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,
             },
@@ -260,6 +260,16 @@ impl Export<'_> {
             ("the sampling", found.sampling() != expected.sampling()),
             ("stop_strings", !expected.stop_strings.is_empty()),
             ("max_new_tokens", expected.max_new_tokens.is_some()),
+            ("max_length", expected.max_length.is_some()),
+            ("min_new_tokens", expected.min_new_tokens.is_some()),
+            (
+                "min_length",
+                expected.min_length.is_some_and(|most| most > 0),
+            ),
+            (
+                "begin_suppress_tokens",
+                !expected.begin_suppress_tokens.is_empty(),
+            ),
         ] {
             left_out.extend(is_set.then(|| format!("{name} of generation_config.json")));
         }

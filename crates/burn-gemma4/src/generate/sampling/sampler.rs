@@ -12,6 +12,8 @@ pub struct Sampler {
     seed: u64,
     /// Tokens of the text.
     position: usize,
+    /// Tokens that are not drawn before the text has so many tokens.
+    suppressed: Vec<(usize, Vec<u32>)>,
     /// The tokens that the text has, where they are penalized.
     seen: HashSet<u32>,
     /// Kept from draw to draw, to allocate once.
@@ -27,6 +29,7 @@ impl Sampler {
             sampling: sampling.clone(),
             seed: sampling.seed.unwrap_or_else(rand::random),
             position: 0,
+            suppressed: Vec::new(),
             seen: HashSet::new(),
             candidates: Vec::new(),
             changed: Vec::new(),
@@ -39,6 +42,19 @@ impl Sampler {
         if self.sampling.repetition_penalty != 1.0 {
             self.seen.extend(tokens);
         }
+    }
+
+    /// Draws none of `tokens` as one of the next `count`.
+    pub(crate) fn suppress_for(&mut self, count: usize, tokens: &[u32]) {
+        if count > 0 && !tokens.is_empty() {
+            let end = self.position.saturating_add(count);
+            self.suppressed.push((end, tokens.to_vec()));
+        }
+    }
+
+    /// Whether [`suppress_for`](Self::suppress_for) holds for the next token.
+    pub(crate) fn suppresses_now(&self) -> bool {
+        self.suppressed.iter().any(|(end, _)| self.position < *end)
     }
 
     /// A token by its logits, one a token of the vocabulary. A logit that is NaN counts as −∞.
@@ -54,7 +70,7 @@ impl Sampler {
 
     /// A token by its logits and by options that make sense, which it does not read.
     pub(crate) fn choose(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
-        if !self.sampling.changes_logits() {
+        if !self.sampling.changes_logits() && !self.suppresses_now() {
             return self.choose_among(logits);
         }
         let mut changed = std::mem::take(&mut self.changed);
@@ -97,7 +113,10 @@ impl Sampler {
                 };
             }
         }
-        for token in &self.sampling.suppress_tokens {
+        let early = self.suppressed.iter();
+        let early = early.filter(|(end, _)| self.position < *end);
+        let early = early.flat_map(|(_, tokens)| tokens);
+        for token in self.sampling.suppress_tokens.iter().chain(early) {
             if let Some(logit) = logits.get_mut(*token as usize) {
                 *logit = f32::NEG_INFINITY;
             }

@@ -1,0 +1,229 @@
+//! How long texts have to be and how they may not begin, as transformers' logits processors have it: `min_new_tokens`, `min_length`,
+//! `max_length`, `begin_suppress_tokens`.
+
+use crate::devices::devices;
+use crate::fixture::{Fixture, greedy, tokens, values};
+use burn::tensor::{DType, Device};
+use burn_gemma4::{Drafts, FinishReason, Gemma4, GenerateOptions, LoadOptions, Prompt, Sampling};
+use std::ops::ControlFlow;
+
+const COUNT: usize = 8;
+
+fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
+    gemma
+        .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
+        .expect("a generation")
+        .tokens
+}
+
+/// The likeliest tokens by whole passes, of those that `is_allowed` has after so many.
+fn expected(
+    gemma: &Gemma4,
+    prompt: &[u32],
+    stop: &[u32],
+    is_allowed: impl Fn(usize, u32) -> bool,
+) -> Vec<u32> {
+    let mut text = prompt.to_vec();
+    let mut chosen = Vec::new();
+    while chosen.len() < COUNT && !chosen.last().is_some_and(|last| stop.contains(last)) {
+        let input = tokens(&[&text], &gemma.device());
+        let logits = values(gemma.model().forward(input).expect("tokens within"));
+        let last = &logits[logits.len() - gemma.config().vocab_size..];
+        let allowed = (0u32..)
+            .zip(last)
+            .filter(|(token, _)| is_allowed(chosen.len(), *token));
+        let (token, _) = allowed
+            .reduce(|best, next| if next.1 > best.1 { next } else { best })
+            .expect("a token");
+        chosen.push(token);
+        text.push(token);
+    }
+    chosen
+}
+
+/// Each option gives what whole passes with the same tokens left out give, alone, with drafts and in a batch.
+#[test]
+fn length_options_suppress_tokens_as_transformers_does() {
+    let fixture = Fixture::open("dense-ple");
+    let prompt = &fixture.prompt[..];
+    let reference = fixture.load(&Device::flex(), DType::F32);
+    let free = expected(&reference, prompt, &[], |_, _| true);
+    // Both would end the text at once, and later on.
+    let stop = [free[0], free[2]];
+    for device in devices() {
+        let gemma = fixture.load(&device.device, DType::F32);
+        let options = GenerateOptions {
+            ignore_stop_tokens: false,
+            stop_tokens: stop.to_vec(),
+            ..greedy(&gemma, COUNT)
+        };
+        let check = |what: &str, options: GenerateOptions, expected: &[u32]| {
+            let what = format!("{what} {}", device.name);
+            assert_eq!(generate(&gemma, prompt, &options), expected, "{what}");
+            let drafted = GenerateOptions {
+                drafts: Drafts::Lookup,
+                ..options.clone()
+            };
+            assert_eq!(
+                generate(&gemma, prompt, &drafted),
+                expected,
+                "{what} drafted"
+            );
+            let batch = [
+                Prompt::Tokens(prompt.to_vec()),
+                Prompt::Tokens(prompt[1..].to_vec()),
+            ];
+            let batch = gemma.generate_batch(&batch, &options).expect("generations");
+            assert_eq!(batch[0].tokens, expected, "{what} in a batch");
+        };
+        check("nothing", options.clone(), &free[..1]);
+        for fewest in [1, 3, COUNT] {
+            let least = |at, token| at >= fewest || !stop.contains(&token);
+            let expected = expected(&reference, prompt, &stop, least);
+            assert!(expected.len() > fewest.min(COUNT - 1), "{expected:?}");
+            let new = GenerateOptions {
+                min_new_tokens: Some(fewest),
+                // Without effect beside it.
+                min_length: Some(prompt.len() + COUNT),
+                ..options.clone()
+            };
+            check("min_new_tokens", new, &expected);
+            let length = GenerateOptions {
+                min_length: Some(prompt.len() + fewest),
+                ..options.clone()
+            };
+            check("min_length", length, &expected);
+        }
+        let short = GenerateOptions {
+            min_length: Some(prompt.len()),
+            ..options.clone()
+        };
+        check("a min_length that the prompt has", short, &free[..1]);
+        let begin = |at, token| at > 0 || token != free[0];
+        let begin = expected(&reference, prompt, &stop, begin);
+        assert_ne!(begin[0], free[0]);
+        let first = GenerateOptions {
+            begin_suppress_tokens: vec![free[0]],
+            ..options.clone()
+        };
+        check("begin_suppress_tokens", first, &begin);
+    }
+}
+
+/// What a device draws comes after what the host has to draw.
+#[test]
+fn drawn_tokens_obey_the_beginning_and_go_on() {
+    let fixture = Fixture::open("dense-ple");
+    for device in devices() {
+        let gemma = fixture.load(&device.device, DType::F32);
+        let vocabulary = 0..gemma.config().vocab_size as u32;
+        let few = 40..44;
+        let others: Vec<u32> = vocabulary.filter(|token| !few.contains(token)).collect();
+        let mut left = false;
+        for seed in 0..4 {
+            let options = GenerateOptions {
+                sampling: Sampling {
+                    temperature: 3.0,
+                    seed: Some(seed),
+                    ..Sampling::greedy()
+                },
+                stop_tokens: others.clone(),
+                min_new_tokens: Some(3),
+                ..greedy(&gemma, 12)
+            };
+            let drawn = generate(&gemma, &fixture.prompt, &options);
+            assert_eq!(drawn.len(), 12, "{}", device.name);
+            assert!(
+                drawn[..3].iter().all(|token| few.contains(token)),
+                "{drawn:?}"
+            );
+            left |= drawn[3..].iter().any(|token| !few.contains(token));
+            assert_eq!(
+                generate(&gemma, &fixture.prompt, &options),
+                drawn,
+                "{}",
+                device.name
+            );
+        }
+        assert!(left, "{}: tokens stay suppressed", device.name);
+    }
+}
+
+#[test]
+fn max_length_counts_the_prompt() {
+    let fixture = Fixture::open("dense-ple");
+    let gemma = fixture.load(&Device::flex(), DType::F32);
+    let prompt = &fixture.prompt[..];
+    let of_length = |length, max_tokens| {
+        let options = GenerateOptions {
+            max_length: Some(length),
+            ..greedy(&gemma, max_tokens)
+        };
+        gemma.generate(prompt.to_vec(), &options, |_| ControlFlow::Continue(()))
+    };
+    for (length, max_tokens, count) in [
+        (prompt.len() + 3, 8, 3),
+        (prompt.len() + 9, 8, 8),
+        (prompt.len() + 1, 8, 1),
+    ] {
+        let generation = of_length(length, max_tokens).expect("a generation");
+        assert_eq!(generation.tokens, fixture.generated[..count]);
+        assert_eq!(generation.finish_reason, FinishReason::Length);
+    }
+    for length in [1, prompt.len()] {
+        let error = of_length(length, 8).expect_err("no room").to_string();
+        assert!(
+            error.contains(&format!("max_length is {length}")),
+            "{error}"
+        );
+    }
+}
+
+/// From the file to the options: `max_new_tokens` goes before `max_length`, and a bad word is never chosen.
+#[test]
+fn options_are_those_of_generation_config() {
+    let folder = crate::programs::folder::Folder::copy("dense-ple");
+    let load =
+        || Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a checkpoint");
+    let fixture = Fixture::open("dense-ple");
+    let plain = load();
+    assert_eq!(plain.options().max_length, None);
+    assert_eq!(plain.warnings().count(), 0);
+    let free = generate(&plain, &fixture.prompt, &greedy(&plain, 4));
+    let set =
+        |field: &str, value: serde_json::Value| folder.set("generation_config.json", field, value);
+    set("max_length", 40.into());
+    set("min_new_tokens", 2.into());
+    set("min_length", 3.into());
+    set("begin_suppress_tokens", vec![7].into());
+    set("bad_words_ids", vec![vec![free[0]], vec![5, 6]].into());
+    set("typical_p", 0.2.into());
+    let gemma = load();
+    let options = gemma.options();
+    assert_eq!((options.max_tokens, options.max_length), (512, Some(40)));
+    assert_eq!(
+        (options.min_new_tokens, options.min_length),
+        (Some(2), Some(3))
+    );
+    assert_eq!(options.begin_suppress_tokens, [7]);
+    let allowed = |_, token| token != free[0];
+    let expected = expected(&plain, &fixture.prompt, &[], allowed);
+    let options = GenerateOptions {
+        max_tokens: COUNT,
+        sampling: Sampling {
+            suppress_tokens: options.sampling.suppress_tokens,
+            ..Sampling::greedy()
+        },
+        ..greedy(&plain, COUNT)
+    };
+    assert_eq!(generate(&gemma, &fixture.prompt, &options), expected);
+    let warnings: Vec<&str> = gemma.warnings().collect();
+    let [typical, words] = warnings[..] else {
+        panic!("{warnings:?}");
+    };
+    assert!(typical.contains("typical_p is 0.2"), "{typical}");
+    assert!(words.contains("bad_words_ids is [[5,6]]"), "{words}");
+    set("max_new_tokens", 9.into());
+    let options = load().options();
+    assert_eq!((options.max_tokens, options.max_length), (9, None));
+}
