@@ -292,8 +292,11 @@ fn adapters_that_would_add_nothing_or_no_numbers() {
 fn adapters_of_other_kinds() {
     for (field, value) in [
         ("bias", json!("all")),
-        ("use_rslora", json!(true)),
-        ("rank_pattern", json!({"layers.0.self_attn.q_proj": 2})),
+        ("use_dora", json!(true)),
+        ("lora_bias", json!(true)),
+        ("a_switch_to_come", json!(true)),
+        // A rank that the factors do not have.
+        ("rank_pattern", json!({"layers.0.self_attn.(": 2})),
         ("alora_invocation_tokens", json!([3, 4])),
         ("layer_replication", json!([[0, 4], [2, 6]])),
         ("init_lora_weights", json!("pissa_niter_4")),
@@ -314,6 +317,195 @@ fn adapters_of_other_kinds() {
         let written = adapter(4);
         set(written.path(), field, value);
         merged(written.path()).expect(field);
+    }
+}
+
+/// The file of factors with other names, and one more tensor for each of `more`.
+fn rename(adapter: &Path, name_of: impl Fn(&str) -> String, more: &[&str]) {
+    let path = adapter.join("adapter_model.safetensors");
+    let file = fs::read(&path).expect("a file");
+    let tensors = SafeTensors::deserialize(&file).expect("tensors");
+    let numbers = [0; 4 * 8];
+    let all = tensors.iter().map(|(name, view)| (name_of(name), view));
+    let more = more.iter().map(|name| {
+        let view = TensorView::new(Dtype::F32, vec![1, 8], &numbers).expect("a matrix");
+        ((*name).to_owned(), view)
+    });
+    let file = serialize(all.chain(more), None).expect("a file");
+    fs::write(&path, file).expect("written");
+}
+
+/// A written adapter whose second factors are not 0.
+fn trained(rank: usize) -> TempDir {
+    let written = adapter(rank);
+    let path = written.path().join("adapter_model.safetensors");
+    let file = fs::read(&path).expect("a file");
+    let tensors = SafeTensors::deserialize(&file).expect("tensors");
+    let numbers: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
+        .iter()
+        .map(|(name, view)| {
+            let count = view.shape().iter().product::<usize>();
+            let number = |at: usize| ((at * 7 + name.len()) % 11) as f32 / 50.0 - 0.1;
+            let bytes = (0..count).flat_map(|at| number(at).to_le_bytes());
+            (name.to_owned(), view.shape().to_vec(), bytes.collect())
+        })
+        .collect();
+    let views = numbers.iter().map(|(name, shape, bytes)| {
+        let view = TensorView::new(Dtype::F32, shape.clone(), bytes);
+        (name, view.expect("a matrix"))
+    });
+    fs::write(&path, serialize(views, None).expect("a file")).expect("written");
+    written
+}
+
+/// Numbers of two matrices that an adapter adds to.
+fn adapted(model: &Gemma4Model) -> [Vec<f32>; 2] {
+    let layer = &model.layers[0];
+    [
+        values(layer.self_attn.q_proj.weight.val()),
+        values(layer.mlp.up_proj.weight.val()),
+    ]
+}
+
+/// By PEFT's formulas: `alpha / r`, or `alpha / √r` with `use_rslora`, by the first pattern that matches a module's name.
+#[test]
+fn scaling_of_rslora_and_patterns_is_that_of_peft() {
+    const RANK: usize = 4;
+    let before = adapted(&load(&folder("dense-ple")).expect("a model"));
+    let once = |fields: &[(&str, Value)]| {
+        let written = trained(RANK);
+        for (field, value) in fields {
+            set(written.path(), field, value.clone());
+        }
+        let after = adapted(&merged(written.path()).expect("an adapter"));
+        [0, 1].map(|matrix| {
+            let both = after[matrix].iter().zip(&before[matrix]);
+            both.map(|(after, before)| f64::from(after - before))
+                .collect::<Vec<_>>()
+        })
+    };
+    let unit = once(&[("lora_alpha", json!(RANK))]);
+    let norm = |numbers: &[f64]| numbers.iter().map(|one| one * one).sum::<f64>().sqrt();
+    for (fields, scales) in [
+        (vec![("lora_alpha", json!(6))], [1.5, 1.5]),
+        (
+            vec![("lora_alpha", json!(6)), ("use_rslora", json!(true))],
+            [3.0, 3.0],
+        ),
+        (
+            vec![
+                ("lora_alpha", json!(6)),
+                ("alpha_pattern", json!({"q_proj": 10})),
+            ],
+            [2.5, 1.5],
+        ),
+        (
+            vec![
+                ("lora_alpha", json!(6)),
+                ("use_rslora", json!(true)),
+                ("alpha_pattern", json!({r"layers\.\d+\.mlp\.up_proj": 1.0})),
+            ],
+            [3.0, 0.5],
+        ),
+        // The rank of the file is another, and each module's own is that of its factors.
+        (
+            vec![
+                ("lora_alpha", json!(6)),
+                ("r", json!(64)),
+                ("rank_pattern", json!({".*_proj": RANK})),
+            ],
+            [1.5, 1.5],
+        ),
+    ] {
+        let found = once(&fields);
+        for (matrix, scale) in scales.iter().enumerate() {
+            let expected: Vec<f64> = unit[matrix].iter().map(|one| one * scale).collect();
+            let apart: Vec<f64> = found[matrix]
+                .iter()
+                .zip(&expected)
+                .map(|(a, b)| a - b)
+                .collect();
+            // Sums with weights of f32 are rounded twice, at numbers below 1.
+            assert!(
+                norm(&expected) > 0.1 && norm(&apart) < 1e-5,
+                "{fields:?}: {}",
+                norm(&apart)
+            );
+        }
+    }
+    let written = trained(RANK);
+    set(
+        written.path(),
+        "rank_pattern",
+        json!({"layers.0.self_attn.q_proj": 2}),
+    );
+    check(
+        "a rank",
+        merged(written.path()),
+        &["layers.0.self_attn.q_proj", "rank 4", "r is 2"],
+    );
+}
+
+/// As PEFT writes `target_modules="all-linear"` over a multimodal checkpoint.
+#[test]
+fn factors_of_towers_are_counted_and_not_used() {
+    let written = trained(4);
+    let expected = adapted(&merged(written.path()).expect("an adapter"));
+    let of_towers = [
+        "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.lora_A.weight",
+        "base_model.model.model.audio_tower.layers.0.feed_forward1.ffw_layer_1.linear.lora_B.weight",
+        "base_model.model.model.embed_vision.embedding_projection.lora_A.weight",
+    ];
+    let multimodal =
+        |name: &str| name.replace("model.model.layers", "model.model.language_model.layers");
+    rename(written.path(), multimodal, &of_towers);
+    let model = merged(written.path()).expect("an adapter of towers, too");
+    assert_eq!(adapted(&model), expected);
+    let [warning] = model.warnings() else {
+        panic!("{:?}", model.warnings());
+    };
+    assert!(
+        warning.contains("3 factors of vision and audio towers"),
+        "{warning}"
+    );
+
+    let unknown = ["base_model.model.model.smell_tower.proj.lora_A.weight"];
+    rename(written.path(), str::to_owned, &unknown);
+    // An unknown part is refused in the names of a text model.
+    let text = |name: &str| name.replace("language_model.layers", "layers");
+    rename(written.path(), text, &[]);
+    check("unknown", merged(written.path()), &["smell_tower"]);
+}
+
+#[test]
+fn adapter_of_towers_alone_is_refused() {
+    let written = adapter(4);
+    let tower = |name: &str| {
+        name.replace(
+            "model.model.layers",
+            "model.model.vision_tower.encoder.layers",
+        )
+    };
+    rename(written.path(), tower, &[]);
+    check(
+        "towers",
+        merged(written.path()),
+        &["adapter_model.safetensors", "towers"],
+    );
+}
+
+/// `torch.compile` puts `_orig_mod` before, or within, the names of what is saved.
+#[test]
+fn adapter_of_a_compiled_model_is_read() {
+    let written = trained(4);
+    let expected = adapted(&merged(written.path()).expect("an adapter"));
+    for (plain, compiled) in [
+        ("base_model.model.", "base_model.model._orig_mod."),
+        (".layers.0.", ".layers.0._orig_mod."),
+        ("base_model.", "_orig_mod.base_model."),
+    ] {
+        rename(written.path(), |name| name.replace(plain, compiled), &[]);
+        assert_eq!(adapted(&merged(written.path()).expect(compiled)), expected);
     }
 }
 

@@ -1,9 +1,10 @@
 //! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
 
 use super::{
+    adapter_config::{AdapterConfig, Scaling},
     create,
     files::TensorFiles,
-    names::{HEAD, Names},
+    names::{HEAD, Names, is_of_tower, uncompiled},
     stored, upload_f32, write_file, write_tensors,
 };
 use crate::{
@@ -14,9 +15,11 @@ use burn::{
     tensor::{DType, Device, FloatDType, Tensor},
 };
 use safetensors::{SafeTensors, View};
-use serde::Deserialize;
-use serde_json::{Map, Value, json};
-use std::{collections::BTreeSet, path::Path};
+use serde_json::json;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
@@ -53,36 +56,6 @@ pub struct Adapter {
     /// The matrices, by the names of their modules.
     pub modules: Vec<String>,
 }
-
-/// The fields of PEFT's `adapter_config.json` that this crate knows.
-#[derive(Deserialize)]
-struct File {
-    peft_type: String,
-    r: usize,
-    lora_alpha: f64,
-    #[serde(flatten)]
-    others: Map<String, Value>,
-}
-
-/// Fields of which no other value than nothing is served: each changes what factors stand for, or the weights that they are added to.
-const UNSUPPORTED: [&str; 14] = [
-    "bias",
-    "use_dora",
-    "use_rslora",
-    "fan_in_fan_out",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "alora_invocation_tokens",
-    "layer_replication",
-];
-/// How the factors began does not matter, but for ways that take the first product out of the weights: PEFT does so again when it loads them.
-const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 impl Adapter {
     /// An adapter of all matrices of attention and of the dense feed-forward networks.
@@ -254,10 +227,8 @@ impl Gemma4Model {
             path: path.into(),
             reason,
         };
-        let file: File = serde_json::from_slice(&read(&path)?)
-            .map_err(|error| malformed(&path, error.to_string()))?;
-        file.refuse_unsupported()
-            .map_err(|reason| malformed(&path, reason))?;
+        let config =
+            AdapterConfig::parse(&read(&path)?).map_err(|reason| malformed(&path, reason))?;
         let path = folder.join(WEIGHTS);
         let bytes = read(&path)?;
         let tensors = SafeTensors::deserialize(&bytes)
@@ -265,18 +236,40 @@ impl Gemma4Model {
         if tensors.is_empty() {
             return Err(malformed(&path, "has no tensors".into()));
         }
-        let all = tensors.names().into_iter();
-        let names = Names::among(all.filter_map(|name| name.strip_prefix(WRAPPED)));
+        let mut in_file = BTreeMap::new();
+        for name in tensors.names() {
+            if let Some(other) = in_file.insert(uncompiled(name), name) {
+                return Err(malformed(&path, format!("{name} is {other}, too")));
+            }
+        }
+        let mut warnings = config.warnings.clone();
+        let mut rest: BTreeSet<String> = in_file.keys().cloned().collect();
+        rest.retain(|name| !name.strip_prefix(WRAPPED).is_some_and(is_of_tower));
+        let of_towers = in_file.len() - rest.len();
+        if rest.is_empty() {
+            return Err(malformed(
+                &path,
+                format!("has no tensors but {of_towers} of vision and audio towers"),
+            ));
+        }
+        if of_towers > 0 {
+            warnings.push(format!(
+                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; text needs none of them"
+            ));
+        }
+        let names = Names::among(rest.iter().filter_map(|name| name.strip_prefix(WRAPPED)));
         let mut merger = Merger {
-            prefix: format!("{WRAPPED}{}", names.prefix),
-            rank: file.r,
-            scale: file.scale(),
-            rest: tensors.names().into_iter().map(String::from).collect(),
-            tensors,
+            prefix: names.prefix,
+            config,
+            rest,
+            in_file,
+            tensors: &tensors,
             path: Vec::new(),
             problems: Vec::new(),
+            refusal: None,
         };
         let mut model = self;
+        model.warnings.extend(warnings);
         for (path, weight) in model.weights_mut() {
             let Some(matrix) = path.strip_suffix(".weight") else {
                 continue;
@@ -291,9 +284,8 @@ impl Gemma4Model {
             };
             match beside {
                 Some((shape, dtype, device)) => {
-                    if let Some(factors) = merger.factors(matrix, shape, &device) {
+                    if let Some((factors, scale)) = merger.factors(matrix, shape, &device) {
                         let [a, b] = factors.map(|factor| Param::from_tensor(factor.cast(dtype)));
-                        let scale = merger.scale;
                         weight.adapt(LoraAdapter { a, b, scale });
                     }
                 }
@@ -302,6 +294,9 @@ impl Gemma4Model {
             }
         }
         let model = model.map(&mut merger);
+        if let Some(reason) = merger.refusal {
+            return Err(malformed(&folder.join(CONFIG), reason));
+        }
         let mut problems = merger.problems;
         let extra = merger.rest.into_iter();
         let extra = extra.filter(|name| !is_unread(name, &names, model.config()));
@@ -331,68 +326,36 @@ enum Way {
     Beside,
 }
 
-impl File {
-    /// How much the adapter counts.
-    fn scale(&self) -> f64 {
-        self.lora_alpha / self.r as f64
-    }
-
-    fn refuse_unsupported(&self) -> Result<(), String> {
-        if self.peft_type != "LORA" {
-            return Err(format!(
-                "peft_type is {:?}; only \"LORA\" is supported",
-                self.peft_type
-            ));
-        }
-        if self.r == 0 {
-            return Err("r is 0".into());
-        }
-        if !(self.scale() as f32).is_finite() {
-            return Err(format!(
-                "lora_alpha {} over r {} is no number in f32",
-                self.lora_alpha, self.r
-            ));
-        }
-        let is_set = |field: &&&str| match self.others.get(**field) {
-            None | Some(Value::Null | Value::Bool(false)) => false,
-            Some(Value::Array(values)) => !values.is_empty(),
-            Some(Value::Object(fields)) => !fields.is_empty(),
-            Some(value) => value != "none",
-        };
-        if let Some(field) = UNSUPPORTED.iter().find(is_set) {
-            return Err(format!("{field} is set, which is not supported"));
-        }
-        match self.others.get("init_lora_weights") {
-            Some(Value::String(way)) if !BEGINNINGS.contains(&way.as_str()) => Err(format!(
-                "init_lora_weights is {way:?}, for which PEFT changes the weights beneath; save the adapter as one of the weights as they were"
-            )),
-            _ => Ok(()),
-        }
-    }
-}
-
 /// Adds the products of an adapter's factors to the parameters that they belong to.
 struct Merger<'a> {
-    tensors: SafeTensors<'a>,
-    /// Before a parameter's path in the file.
-    prefix: String,
-    rank: usize,
-    scale: f64,
+    tensors: &'a SafeTensors<'a>,
+    /// The tensors' names in the file by those without `torch.compile`'s parts.
+    in_file: BTreeMap<String, &'a str>,
+    /// Before a parameter's path in the model that PEFT adapted.
+    prefix: &'static str,
+    config: AdapterConfig,
     path: Vec<String>,
     /// Tensors of the file that belong to no parameter so far.
     rest: BTreeSet<String>,
     problems: Vec<TensorProblem>,
+    /// A fault of the configuration that only a module's name brings to light.
+    refusal: Option<String>,
 }
 
 impl Merger<'_> {
+    /// The name that the module of the matrix at `path` has in the model that PEFT adapted.
+    fn module(&self, path: &str) -> String {
+        // A head is beside the model that has all else.
+        match HEAD.strip_suffix(".weight") == Some(path) {
+            true => path.into(),
+            false => format!("{}{path}", self.prefix),
+        }
+    }
+
     /// Of the factors of the matrix at `path`.
     fn names(&self, path: &str) -> [String; 2] {
-        // A head is beside the model that has all else.
-        let prefix = match HEAD.strip_suffix(".weight") == Some(path) {
-            true => WRAPPED,
-            false => &self.prefix,
-        };
-        FACTORS.map(|suffix| format!("{prefix}{path}{suffix}"))
+        let module = self.module(path);
+        FACTORS.map(|suffix| format!("{WRAPPED}{module}{suffix}"))
     }
 
     /// Whether the adapter has something to add to the matrix at `path`.
@@ -403,26 +366,33 @@ impl Merger<'_> {
 
     /// `[columns out, columns in]` in f32: what the adapter adds to the matrix at `path`, if it has something to add.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
-        let [writes, reads] = self.factors(path, shape, device)?;
-        Some(product(writes, reads) * self.scale)
+        let ([writes, reads], scale) = self.factors(path, shape, device)?;
+        Some(product(writes, reads) * scale)
     }
 
-    /// The factors of that in f32, `[columns out, rank]` and `[rank, columns in]`.
+    /// The factors of that in f32, `[columns out, rank]` and `[rank, columns in]`, and what their product is multiplied by.
     fn factors(
         &mut self,
         path: &str,
         shape: [usize; 2],
         device: &Device,
-    ) -> Option<[Tensor<2>; 2]> {
+    ) -> Option<([Tensor<2>; 2], f64)> {
         if !self.adds_to(path) {
             return None;
         }
+        let Scaling { rank, scale } = match self.config.scaling(&self.module(path)) {
+            Ok(scaling) => scaling,
+            Err(reason) => {
+                self.refusal = Some(reason);
+                return None;
+            }
+        };
         let names = self.names(path);
         let [output, input] = shape;
-        let [reads, writes] = [([self.rank, input], 0), ([output, self.rank], 1)];
+        let [reads, writes] = [([rank, input], 0), ([output, rank], 1)];
         let [reads, writes] = [(&names[0], reads), (&names[1], writes)]
             .map(|(name, (expected, of_rank))| self.factor(name, expected, of_rank, device));
-        Some([writes?, reads?])
+        Some(([writes?, reads?], scale))
     }
 
     /// The factor called `name`, whose dimension `of_rank` is the rank.
@@ -438,13 +408,14 @@ impl Merger<'_> {
             [rows, columns] => [rows, columns][1 - of_rank] == expected[1 - of_rank],
             _ => false,
         };
-        let problem = match self.tensors.tensor(name) {
+        let in_file = self.in_file.get(name).copied().unwrap_or(name);
+        let problem = match self.tensors.tensor(in_file) {
             Err(_) => TensorProblem::Missing { name: name.into() },
             Ok(view) if view.shape() != expected && of_another_rank(view.shape()) => {
                 TensorProblem::Rank {
                     name: name.into(),
                     found: view.shape()[of_rank],
-                    expected: self.rank,
+                    expected: expected[of_rank],
                 }
             }
             Ok(view) if view.shape() != expected => TensorProblem::Shape {

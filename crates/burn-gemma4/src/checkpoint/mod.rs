@@ -1,6 +1,7 @@
 //! Checkpoints: safetensors files, as Hugging Face has them, and GGUF files into a model.
 
 pub(crate) mod adapter;
+mod adapter_config;
 
 pub(crate) mod gguf;
 

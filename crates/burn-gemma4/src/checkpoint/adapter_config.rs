@@ -1,0 +1,408 @@
+//! PEFT's `adapter_config.json`: how much the factors of each matrix count, and switches that give factors another meaning.
+
+use crate::{escaped::Escaped, json};
+use fancy_regex::Regex;
+use serde::{
+    Deserialize, Deserializer,
+    de::{MapAccess, Visitor},
+};
+use serde_json::{Map, Value};
+use std::{fmt, marker::PhantomData};
+
+/// The fields that this crate knows.
+#[derive(Deserialize)]
+struct File {
+    peft_type: String,
+    r: usize,
+    lora_alpha: f64,
+    use_rslora: Option<bool>,
+    rank_pattern: Option<Pairs<usize>>,
+    alpha_pattern: Option<Pairs<f64>>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
+}
+
+/// Fields that change nothing about factors that have been trained, or that are parameters of a switch.
+const WITHOUT_EFFECT: [&str; 20] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+];
+
+/// Ways of beginning that leave the weights beneath as they are, or that PEFT repeats when it loads an adapter. Other ways take the
+/// first product out of the weights.
+const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
+
+/// How much an adapter's factors count.
+pub(super) struct AdapterConfig {
+    rank: usize,
+    alpha: f64,
+    is_rank_stabilized: bool,
+    ranks: Patterns<usize>,
+    alphas: Patterns<f64>,
+    /// Fields whose meaning is not known.
+    pub(super) warnings: Vec<String>,
+}
+
+/// What the factors of one matrix are and count.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Scaling {
+    pub rank: usize,
+    /// The product of the factors is multiplied by it.
+    pub scale: f64,
+}
+
+impl AdapterConfig {
+    /// Reads the contents of an `adapter_config.json`.
+    pub fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let file: File = json::from_slice(bytes)?;
+        file.refuse_unsupported()?;
+        let warnings = file.warnings();
+        let config = Self {
+            rank: file.r,
+            alpha: file.lora_alpha,
+            is_rank_stabilized: file.use_rslora.unwrap_or(false),
+            ranks: Patterns::compile("rank_pattern", file.rank_pattern)?,
+            alphas: Patterns::compile("alpha_pattern", file.alpha_pattern)?,
+            warnings,
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    fn validate(&self) -> Result<(), String> {
+        if self.rank == 0 {
+            return Err("r is 0".into());
+        }
+        if let Some(pattern) = self.ranks.find(|rank| rank == 0) {
+            return Err(format!("rank_pattern.{pattern} is 0"));
+        }
+        let is_finite = |alpha: f64| (alpha as f32).is_finite();
+        if !is_finite(self.alpha) {
+            return Err(format!(
+                "lora_alpha {} over r {} is not a finite number in f32",
+                self.alpha, self.rank
+            ));
+        }
+        match self.alphas.find(|alpha| !is_finite(alpha)) {
+            Some(pattern) => Err(format!(
+                "alpha_pattern.{pattern} is not a finite number in f32"
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Of the matrix of a module, by the whole name that it has in the model which PEFT adapted.
+    pub fn scaling(&self, module: &str) -> Result<Scaling, String> {
+        let rank = self.ranks.value(module)?.unwrap_or(self.rank);
+        let alpha = self.alphas.value(module)?.unwrap_or(self.alpha);
+        let divisor = match self.is_rank_stabilized {
+            true => (rank as f64).sqrt(),
+            false => rank as f64,
+        };
+        let scale = alpha / divisor;
+        Ok(Scaling { rank, scale })
+    }
+}
+
+impl File {
+    fn refuse_unsupported(&self) -> Result<(), String> {
+        if self.peft_type != "LORA" {
+            return Err(format!(
+                "peft_type is {:?}; only \"LORA\" is supported",
+                self.peft_type
+            ));
+        }
+        for (name, value) in self.switches() {
+            if is_on(value) {
+                return Err(format!("{name} is {value}, which is not supported"));
+            }
+        }
+        match self.others.get("init_lora_weights") {
+            Some(Value::String(way)) if !BEGINNINGS.contains(&way.as_str()) => Err(format!(
+                "init_lora_weights is {way:?}, for which PEFT changes the weights beneath; save the adapter as one of the weights as they were"
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Numbers of unknown fields: PEFT keeps parameters of switches beside these, whether or not they are on.
+    fn warnings(&self) -> Vec<String> {
+        let numbers = self
+            .switches()
+            .filter(|(_, value)| value.as_f64().is_some_and(|number| number != 0.0));
+        numbers
+            .map(|(name, value)| {
+                let name = Escaped::line(name);
+                format!(
+                    "adapter_config.json: {name} is {value}, which is not known and has no effect"
+                )
+            })
+            .collect()
+    }
+
+    /// Fields that may change what factors stand for.
+    fn switches(&self) -> impl Iterator<Item = (&String, &Value)> {
+        let fields = self.others.iter();
+        fields.filter(|(name, _)| !WITHOUT_EFFECT.contains(&name.as_str()))
+    }
+}
+
+/// Whether a switch is on.
+fn is_on(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) | Value::Number(_) => false,
+        Value::Bool(true) => true,
+        Value::String(text) => !["", "none"].contains(&text.as_str()),
+        Value::Array(values) => !values.is_empty(),
+        Value::Object(fields) => !fields.is_empty(),
+    }
+}
+
+/// Values by the regular expressions of modules' names. The first that matches counts, in the file's order.
+struct Patterns<V> {
+    field: &'static str,
+    values: Vec<(String, Regex, V)>,
+}
+
+impl<V: Copy> Patterns<V> {
+    fn compile(field: &'static str, pairs: Option<Pairs<V>>) -> Result<Self, String> {
+        let pairs = pairs.map_or_else(Vec::new, |pairs| pairs.0);
+        let compile = |(pattern, value): (String, V)| {
+            // As PEFT's `get_pattern_key`: all of a name, or its last parts.
+            let regex = Regex::new(&format!(r"^(.*\.)?({pattern})$")).map_err(|error| {
+                format!(
+                    "{field}: {pattern:?} is not a regular expression that is understood: {error}"
+                )
+            })?;
+            Ok((pattern, regex, value))
+        };
+        let values = pairs
+            .into_iter()
+            .map(compile)
+            .collect::<Result<_, String>>()?;
+        Ok(Self { field, values })
+    }
+
+    fn value(&self, module: &str) -> Result<Option<V>, String> {
+        for (pattern, regex, value) in &self.values {
+            let is_match = regex
+                .is_match(module)
+                .map_err(|error| format!("{}: {pattern:?}: {error}", self.field))?;
+            if is_match {
+                return Ok(Some(*value));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The first pattern of such a value.
+    fn find(&self, is_such: impl Fn(V) -> bool) -> Option<&str> {
+        let mut values = self.values.iter();
+        let (pattern, ..) = values.find(|(_, _, value)| is_such(*value))?;
+        Some(pattern)
+    }
+}
+
+/// The fields of an object in the file's order.
+struct Pairs<V>(Vec<(String, V)>);
+
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for Pairs<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(PairsVisitor(PhantomData))
+    }
+}
+
+struct PairsVisitor<V>(PhantomData<V>);
+
+impl<'de, V: Deserialize<'de>> Visitor<'de> for PairsVisitor<V> {
+    type Value = Pairs<V>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of numbers by the names of modules")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut pairs: Vec<(String, V)> = Vec::new();
+        while let Some((name, value)) = map.next_entry::<String, V>()? {
+            // As in Python, the last of equal names gives the value, and the first the place in the order.
+            match pairs.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, known)) => *known = value,
+                None => pairs.push((name, value)),
+            }
+        }
+        Ok(Pairs(pairs))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const Q_PROJ: &str = "model.layers.1.self_attn.q_proj";
+
+    fn parse(fields: Value) -> Result<AdapterConfig, String> {
+        let mut config = json!({"peft_type": "LORA", "r": 8, "lora_alpha": 16});
+        for (name, value) in fields.as_object().expect("fields") {
+            config[name] = value.clone();
+        }
+        AdapterConfig::parse(config.to_string().as_bytes())
+    }
+
+    fn scaling(fields: Value) -> (usize, f64) {
+        let config = parse(fields).expect("an adapter");
+        let Scaling { rank, scale } = config.scaling(Q_PROJ).expect("a scaling");
+        (rank, scale)
+    }
+
+    #[test]
+    fn scaling_is_alpha_over_rank_or_its_root() {
+        assert_eq!(scaling(json!({})), (8, 2.0));
+        assert_eq!(scaling(json!({"use_rslora": false})), (8, 2.0));
+        let stable = json!({"use_rslora": true, "r": 16, "lora_alpha": 12});
+        assert_eq!(scaling(stable), (16, 3.0));
+        let stable = json!({"use_rslora": true, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 5}});
+        assert_eq!(scaling(stable), (4, 2.5));
+    }
+
+    #[test]
+    fn pattern_matches_whole_last_parts_of_a_name() {
+        for (pattern, matches) in [
+            ("q_proj", true),
+            ("self_attn.q_proj", true),
+            ("model.layers.1.self_attn.q_proj", true),
+            ("^model.layers.1.self_attn.q_proj", true),
+            (r"layers\.\d+\.self_attn\.q_proj", true),
+            (r".*\.q_proj", true),
+            ("k_proj|q_proj", true),
+            (r"(?<!2\.self_attn\.)q_proj", true),
+            // The end of a part is not a part.
+            ("proj", false),
+            ("attn.q_proj", false),
+            ("layers.1.self_attn.q_pro", false),
+            ("layers.1", false),
+            ("^layers.1.self_attn.q_proj", false),
+            ("Q_PROJ", false),
+            ("", false),
+        ] {
+            let found = scaling(json!({"rank_pattern": {pattern: 3}}));
+            let expected = if matches { (3, 16.0 / 3.0) } else { (8, 2.0) };
+            assert_eq!(found, expected, "{pattern}");
+        }
+    }
+
+    #[test]
+    fn first_pattern_of_the_file_counts() {
+        let text = r#"{"peft_type": "LORA", "r": 8, "lora_alpha": 16,
+            "rank_pattern": {"v_proj": 1, "self_attn.q_proj": 2, "q_proj": 4, "a": 9},
+            "alpha_pattern": {"q_proj": 6, "model.layers.1.self_attn.q_proj": 7}}"#;
+        let config = AdapterConfig::parse(text.as_bytes()).expect("an adapter");
+        let found = config.scaling(Q_PROJ).expect("a scaling");
+        assert_eq!(
+            found,
+            Scaling {
+                rank: 2,
+                scale: 3.0
+            }
+        );
+        let other = config.scaling("model.layers.1.mlp.up_proj");
+        assert_eq!(
+            other.expect("a scaling"),
+            Scaling {
+                rank: 8,
+                scale: 2.0
+            }
+        );
+    }
+
+    #[test]
+    fn switch_that_is_on_is_refused_by_name() {
+        for (name, value) in [
+            ("use_dora", json!(true)),
+            ("bias", json!("all")),
+            ("bias", json!("lora_only")),
+            ("lora_bias", json!(true)),
+            ("fan_in_fan_out", json!(true)),
+            ("modules_to_save", json!(["lm_head"])),
+            ("target_parameters", json!(["mlp.experts.gate_up_proj"])),
+            ("trainable_token_indices", json!([5])),
+            ("trainable_token_indices", json!({"embed_tokens": [5]})),
+            ("layer_replication", json!([[0, 4], [2, 6]])),
+            ("alora_invocation_tokens", json!([3, 4])),
+            ("use_qalora", json!(true)),
+            ("use_bdlora", json!({"target_modules_bd_a": ["q_proj"]})),
+            ("arrow_config", json!({"top_k": 3})),
+            ("kasa_config", json!({"beta": 1e-4})),
+            ("monteclora_config", json!({"samples": 8})),
+            ("ensure_weight_tying", json!(true)),
+            ("a_switch_to_come", json!(true)),
+            ("a_kind_to_come", json!("new")),
+            ("init_lora_weights", json!("pissa_niter_4")),
+            ("rank_pattern", json!({"q_proj": 0})),
+            ("rank_pattern", json!({"q_proj": -1})),
+            ("rank_pattern", json!({"(": 1})),
+            ("rank_pattern", json!(["q_proj"])),
+            ("alpha_pattern", json!({"q_proj": 1e300})),
+            ("alpha_pattern", json!({"q_proj": "1"})),
+            ("use_rslora", json!("yes")),
+            ("r", json!(0)),
+            ("r", json!(2.5)),
+            ("peft_type", json!("LOHA")),
+        ] {
+            let Err(reason) = parse(json!({name: value})) else {
+                panic!("{name}: {value} is served");
+            };
+            assert!(reason.contains(name), "{name}: {reason}");
+        }
+    }
+
+    /// As PEFT 0.21 writes an adapter of `LoraConfig()`.
+    #[test]
+    fn switches_that_are_off_are_accepted() {
+        let off = r#"{
+            "task_type": null, "auto_mapping": null, "peft_version": "0.21.2", "base_model_name_or_path": null,
+            "revision": null, "inference_mode": true, "target_modules": ["v_proj", "q_proj"], "exclude_modules": null,
+            "lora_dropout": 0.05, "fan_in_fan_out": false, "bias": "none", "use_rslora": false, "modules_to_save": null,
+            "init_lora_weights": true, "layers_to_transform": [0, 1], "layers_pattern": "layers", "rank_pattern": {},
+            "alpha_pattern": {}, "megatron_config": null, "megatron_core": "megatron.core", "trainable_token_indices": null,
+            "loftq_config": {}, "eva_config": null, "corda_config": null, "lora_ga_config": null, "use_dora": false,
+            "velora_config": null, "alora_invocation_tokens": null, "use_qalora": false, "qalora_group_size": 16,
+            "monteclora_config": null, "layer_replication": null, "lora_bias": false, "target_parameters": null,
+            "use_bdlora": null, "arrow_config": null, "kasa_config": null, "ensure_weight_tying": false,
+            "a_switch_to_come": false, "a_list_to_come": [], "a_kind_to_come": "none", "a_number_to_come": 0
+        }"#;
+        let off = serde_json::from_str(off).expect("fields");
+        let config = parse(off).expect("an adapter");
+        assert!(config.warnings.is_empty(), "{:?}", config.warnings);
+        for rank_pattern in [Value::Null, json!({})] {
+            assert_eq!(scaling(json!({"rank_pattern": rank_pattern})), (8, 2.0));
+        }
+    }
+
+    #[test]
+    fn unknown_number_is_reported() {
+        let config = parse(json!({"a_size_to_come": 16})).expect("an adapter");
+        let [warning] = &config.warnings[..] else {
+            panic!("{:?}", config.warnings);
+        };
+        assert!(warning.contains("a_size_to_come is 16"), "{warning}");
+    }
+}
