@@ -22,7 +22,7 @@ use attention_workspace::{
     },
 };
 use burn::module::Module;
-use burn_gemma4::{Adapter, Gemma4, LoadOptions, PerLayerTable, copy_beside};
+use burn_gemma4::{Adapter, Gemma4, Gemma4Model, LoadOptions, PerLayerTable, copy_beside};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 use serde_json::json;
@@ -170,23 +170,31 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     if outcome.is_interrupted {
         note("stopped; what it has learned so far is written, and --resume goes on");
     }
-    if !place.is_first() {
-        return Ok(());
+    if place.is_first() {
+        write(cli, adapter.as_ref(), &outcome.model)?;
     }
-    match &adapter {
+    match outcome.is_interrupted {
+        true => world.end_of_stopped(),
+        false => Ok(()),
+    }
+}
+
+/// Writes the adapter, or the checkpoint with what was learned.
+fn write(cli: &Cli, adapter: Option<&Adapter>, model: &Gemma4Model) -> Result<(), Error> {
+    match adapter {
         Some(adapter) if !cli.merge => {
-            adapter.save(&outcome.model, &cli.out, &cli.model.display().to_string())?;
+            adapter.save(model, &cli.out, &cli.model.display().to_string())?;
         }
         _ => {
-            if outcome.model.is_quantized() {
+            if model.is_quantized() {
                 note(
                     "the weights were quantized: the checkpoint has the numbers that they stood for, whole, with what was learned",
                 );
             }
-            let saved = outcome.model.save_like(&cli.model, &cli.out, None);
+            let saved = model.save_like(&cli.model, &cli.out, None);
             if saved.is_err() {
                 // What was learned is not to be lost with what has become of the base.
-                outcome.model.save(&cli.out, None)?;
+                model.save(&cli.out, None)?;
             }
             saved?;
             copy_beside(&cli.model, &cli.out)?;

@@ -145,7 +145,7 @@ fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     let outcome = run.train(model, training, validation)?;
     if outcome.is_interrupted {
         note("stopped; --resume goes on from the last checkpoint");
-        return Ok(());
+        return world.end_of_stopped();
     }
     if place.is_first() {
         outcome.model.save(&cli.out, Some(cli.save_dtype.burn()))?;

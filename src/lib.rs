@@ -7,6 +7,7 @@ pub mod layers;
 pub mod model;
 pub mod random;
 pub mod report;
+pub mod signals;
 pub mod terminal;
 #[cfg(feature = "flex")]
 pub mod testing;

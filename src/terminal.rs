@@ -1,7 +1,10 @@
 //! What a program in a terminal needs: output that copes with closed pipes, Ctrl-C, exit codes.
 
 use crate::layers::leave_out_device_selection;
-use crate::{Error, guarded};
+use crate::{
+    Error, guarded,
+    signals::{self, Signal, Stopped},
+};
 use burn_gemma4::{Cancellation, Escaped, Gemma4Error, Generation, TextKind, Token};
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
@@ -16,8 +19,6 @@ use std::time::Duration;
 const USAGE: u8 = 2;
 /// The exit code of other failures.
 const FAILURE: u8 = 1;
-/// The exit code that shells expect of a program ended by Ctrl-C.
-pub const INTERRUPTED: i32 = 130;
 
 /// An argument that cannot be right, where the command line's parser does not see it.
 #[derive(Debug)]
@@ -31,19 +32,25 @@ impl Display for WrongArgument {
 
 impl std::error::Error for WrongArgument {}
 
-/// Runs a program to its exit code: 0, 2 for wrong arguments, 1 for other failures, whose message it prints.
+/// Runs a program to its exit code: 0, that of the signal that [`Stopped`] it, 2 for wrong arguments, or 1 for other failures.
+/// It prints the message of a failure.
 pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     leave_out_device_selection();
     let outcome = guarded(program).unwrap_or_else(|panic| Err(panic.into()));
     let Err(error) = outcome else {
         return ExitCode::SUCCESS;
     };
-    fault(&error.to_string());
+    if !error.is::<Stopped>() {
+        fault(&error.to_string());
+    }
     ExitCode::from(code_of(&error))
 }
 
-/// The exit code of an error: 2 for wrong arguments, else 1.
+/// The exit code of an error: 2 for wrong arguments, that of the signal of [`Stopped`], else 1.
 pub fn code_of(error: &Error) -> u8 {
+    if let Some(Stopped(signal)) = error.downcast_ref() {
+        return signal.exit_code();
+    }
     let wrong_argument = error.is::<WrongArgument>()
         || matches!(error.downcast_ref(), Some(Gemma4Error::Argument { .. }));
     if wrong_argument { USAGE } else { FAILURE }
@@ -255,7 +262,7 @@ impl Apart {
     }
 }
 
-/// Ctrl-C: while work is under way, the first one asks it to stop. Any other one ends the program.
+/// Ctrl-C: while work is under way, the first one asks it to stop. Any other one ends the program, and so do other signals.
 pub struct Interrupt {
     is_working: Arc<AtomicBool>,
     cancellation: Cancellation,
@@ -273,9 +280,12 @@ impl Interrupt {
         };
         let is_working = Arc::clone(&interrupt.is_working);
         let cancellation = interrupt.cancellation.clone();
-        ctrlc::set_handler(move || match is_working.swap(false, Ordering::Relaxed) {
-            true => cancellation.cancel(),
-            false => std::process::exit(INTERRUPTED),
+        signals::handle(move |signal| {
+            let is_working = is_working.swap(false, Ordering::Relaxed);
+            match is_working && signal == Signal::Interrupt {
+                true => cancellation.cancel(),
+                false => std::process::exit(signal.exit_code().into()),
+            }
         })?;
         Ok(interrupt)
     }

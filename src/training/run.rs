@@ -15,7 +15,8 @@ use super::{
 };
 use crate::{
     Error,
-    terminal::{INTERRUPTED, note},
+    signals::{self, Signal},
+    terminal::note,
 };
 use burn::{
     lr_scheduler::{
@@ -69,14 +70,14 @@ pub struct Outcome {
     pub is_interrupted: bool,
 }
 
-/// Ctrl-C ends the run after the step that is under way, with a checkpoint; a second one ends the program.
-fn stop_on_interrupt(stop: Stop) -> Result<(), Error> {
-    ctrlc::set_handler(move || {
-        if !stop.ask() {
-            std::process::exit(INTERRUPTED);
+/// A signal ends the run after the step that is under way, with a checkpoint. A Ctrl-C after another signal ends the program at
+/// once. Other signals come more than once without a person's wish: a shell and the kernel both send `SIGHUP`.
+fn stop_on_signal(stop: Stop) -> Result<(), Error> {
+    signals::handle(move |signal| {
+        if !stop.ask() && signal == Signal::Interrupt {
+            std::process::exit(signal.exit_code().into());
         }
-    })?;
-    Ok(())
+    })
 }
 
 impl Run<'_> {
@@ -161,7 +162,7 @@ impl Run<'_> {
             optimizer(&self.arguments.step),
             self.rates()?,
         );
-        stop_on_interrupt(stop.clone())?;
+        stop_on_signal(stop.clone())?;
         recorder::release();
         let result = learning.launch(learner);
         recorder::release();

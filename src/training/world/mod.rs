@@ -14,7 +14,11 @@ mod place;
 mod shards;
 mod tcp;
 
-use crate::{Error, guarded, terminal};
+use crate::{
+    Error, guarded,
+    signals::{self, Stopped},
+    terminal,
+};
 use burn::tensor::{Device, Tensor};
 use exchange::Exchange;
 use link::{Alone, Link};
@@ -65,6 +69,8 @@ pub fn exit_code(program: impl FnOnce(&Arc<World>) -> Result<(), Error>) -> Exit
         let outcome = guarded(|| program(&world)).unwrap_or_else(|panic| Err(panic.into()));
         match &outcome {
             Ok(()) => world.link.end(),
+            // All processes have ended with the same step.
+            Err(error) if error.is::<Stopped>() => world.link.end(),
             Err(error) => {
                 world.end_with_own_error();
                 let code = terminal::code_of(error);
@@ -177,6 +183,16 @@ impl World {
             Some(difference) => Err(difference.into()),
             None => Ok(()),
         }
+    }
+
+    /// The end of a run that was stopped: [`signals::end_of_stopped`], once every process has saved what it had to. A launcher may
+    /// kill the others as soon as one ends with a signal's exit code.
+    ///
+    /// # Errors
+    /// [`Stopped`] where this process had the signal; where another process is gone.
+    pub fn end_of_stopped(&self) -> Result<(), Error> {
+        self.link.all_gather(&[])?;
+        signals::end_of_stopped()
     }
 
     /// Brings the processes together to add up numbers of `device`.

@@ -170,7 +170,9 @@ fn a_process_that_is_interrupted_stops_all() {
     assert!(lines.any(|line| line.starts_with("step 7/")));
     signal_one(&stopped, "-INT");
     let rest: Vec<_> = lines.collect();
-    assert!(child.wait().expect("their end").success(), "{rest:?}");
+    // The launcher has the code of the process that the signal came to.
+    let code = child.wait().expect("their end").code();
+    assert_eq!(code, Some(130), "{rest:?}");
     let resumed = succeed(&mut several(2, &train(&stopped, &["--resume"])));
     let [expected, resumed] = [&expected, &resumed].map(|ended| losses(&ended.stdout, "  loss "));
     assert!((1..20).contains(&resumed.len()), "{rest:?}");

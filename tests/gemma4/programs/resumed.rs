@@ -1,7 +1,5 @@
 //! Runs that are killed or stopped, at any time, go on where they were.
 
-#[cfg(unix)]
-use super::interrupt;
 use super::{
     Ended,
     folder::Folder,
@@ -129,9 +127,9 @@ fn fine_tuning_goes_on_where_it_was() {
     assert!(4 * size("adapter-whole") < size("full-whole"));
 }
 
-/// Waits for a line, and stops the program as Ctrl-C does.
+/// Waits for a line, and sends the program a signal.
 #[cfg(unix)]
-fn stop_at(mut command: Command, line: &str) -> (Vec<String>, Ended) {
+fn stop_at(mut command: Command, line: &str, signal: &str) -> (Vec<String>, Ended) {
     let mut child = command.spawn().expect("a process");
     let mut output = BufReader::new(child.stdout.take().expect("its output")).lines();
     let mut lines = Vec::new();
@@ -143,7 +141,10 @@ fn stop_at(mut command: Command, line: &str) -> (Vec<String>, Ended) {
             break;
         }
     }
-    interrupt(&child);
+    let sent = Command::new("kill")
+        .args([signal, &child.id().to_string()])
+        .status();
+    assert!(sent.expect("a process").success());
     lines.extend(output.map(|line| line.expect("text")));
     (
         lines,
@@ -153,7 +154,7 @@ fn stop_at(mut command: Command, line: &str) -> (Vec<String>, Ended) {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_saves_first() {
+fn signals_save_first() {
     let base = Folder::copy("dense-ple");
     let folder = TempDir::new().expect("a folder");
     let data = folder.path().join("data.jsonl");
@@ -163,19 +164,19 @@ fn ctrl_c_saves_first() {
     let seldom_resumed = [&seldom[..], &["--resume"]].concat();
     let several = [&seldom[..], &["--devices", "0,0"]].concat();
     let several_resumed = [&several[..], &["--resume"]].concat();
-    for (name, arguments, resumed) in [
-        ("one", &seldom[..], &seldom_resumed),
-        ("two", &several[..], &several_resumed),
+    for (name, arguments, resumed, signals) in [
+        ("one", &seldom[..], &seldom_resumed, [("-TERM", 143), ("-HUP", 129)]),
+        ("two", &several[..], &several_resumed, [("-INT", 130), ("-INT", 130)]),
     ] {
         let path = |kind: &str| folder.path().join(format!("{name}-{kind}"));
-        for program in ["train", "finetune"] {
+        for (program, (signal, code)) in ["train", "finetune"].into_iter().zip(signals) {
             let command = |kind: &str, arguments: &[&str]| match program {
                 "train" => train(&path(&format!("{program}-{kind}")), arguments),
                 _ => finetune(&base, &data, &path(&format!("{program}-{kind}")), arguments),
             };
             let whole = losses(&succeed(&mut command("whole", arguments)).stdout, "  loss ");
-            let (lines, ended) = stop_at(command("stopped", arguments), "step 3/");
-            assert_eq!(ended.code, Some(0), "{name}, {program}: {ended:?}");
+            let (lines, ended) = stop_at(command("stopped", arguments), "step 3/", signal);
+            assert_eq!(ended.code, Some(code), "{name}, {program}: {ended:?}");
             assert!(ended.stderr.contains("--resume"), "{ended:?}");
             let first = losses(&lines.join("\n"), "  loss ");
             assert!((3..400).contains(&first.len()), "{lines:?}");
