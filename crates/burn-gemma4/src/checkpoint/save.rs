@@ -292,6 +292,17 @@ pub(super) fn partial() -> tempfile::Builder<'static, 'static> {
     builder
 }
 
+/// [`partial`] for a folder, which gets the permissions of other new folders: all but those that the umask takes away.
+pub(super) fn partial_folder() -> tempfile::Builder<'static, 'static> {
+    let mut builder = partial();
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        builder.permissions(fs::Permissions::from_mode(0o777));
+    }
+    builder
+}
+
 /// The folder that a path is in.
 pub(super) fn folder_of(path: &Path) -> &Path {
     match path.parent() {

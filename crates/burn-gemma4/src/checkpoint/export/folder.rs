@@ -6,7 +6,7 @@ use crate::{
     checkpoint::{
         files::TensorFiles,
         packed::{SCALES, SHAPE, WORDS},
-        save::{copy_beside, dtype_in_file, folder_of, partial, write_file, write_tensors},
+        save::{copy_beside, dtype_in_file, folder_of, partial_folder, write_file, write_tensors},
         source::{Source, Weights},
     },
     quantized::{packed::Scheme, quantize::Target, rows::written},
@@ -106,7 +106,7 @@ impl Export<'_> {
             path: to.into(),
             source,
         };
-        let partial = partial().tempdir_in(folder_of(to)).map_err(failed)?;
+        let partial = partial_folder().tempdir_in(folder_of(to)).map_err(failed)?;
         self.finish(self.fill(files, partial.path()))?;
         fs::rename(partial.path(), to).map_err(failed)?;
         // Under its old name there is nothing to remove.
