@@ -3,6 +3,7 @@
 use super::rows::Example;
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, Tokenizer};
 use serde_json::{Map, Value};
+use std::{collections::BTreeMap, ops::Range};
 
 /// What a line holds.
 #[derive(Debug, PartialEq)]
@@ -30,17 +31,48 @@ const ASSISTANT: &str = "assistant";
 /// What tools have said, in an assistant's message.
 const TOOL_RESPONSES: &str = "tool_responses";
 
-/// What a line of a file holds.
-pub(super) fn parse(line: &str) -> Result<Line, String> {
+/// Fields that chat templates give a meaning: one that a template leaves out is an error, and not a column of the data set.
+const MEANT: [&str; 3] = ["tools", "documents", "chat_template_kwargs"];
+
+/// Columns that nothing is made of, and in how many lines.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Ignored(BTreeMap<String, usize>);
+
+impl Ignored {
+    fn count(&mut self, column: &str) {
+        *self.0.entry(column.to_owned()).or_default() += 1;
+    }
+
+    /// What to say of them, if there are any.
+    pub(super) fn told(&self) -> Option<String> {
+        let told = |(name, count): (&String, &usize)| format!("{name:?} ({count} lines)");
+        let names: Vec<_> = self.0.iter().map(told).collect();
+        (!names.is_empty()).then(|| format!("columns that are ignored: {}", names.join(", ")))
+    }
+}
+
+/// What a line of a file holds, without the columns that are `null`.
+pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
     const EXPECTED: &str = "it should have one of \"messages\" and \"text\"";
     // Only the column says anything: the line is a text of its own to the parser.
     let broken = |error: serde_json::Error| format!("is no JSON, column {}", error.column());
-    let Value::Object(mut fields) = serde_json::from_str(line).map_err(broken)? else {
-        return Err(format!("is no JSON object; {EXPECTED}"));
+    let mut fields = match serde_json::from_str(line).map_err(broken)? {
+        Value::Object(fields) => fields,
+        Value::Array(_) => return Err("is a JSON array, and no JSON object".into()),
+        _ => return Err(format!("is no JSON object; {EXPECTED}")),
     };
+    fields.retain(|name, value| {
+        if value.is_null() {
+            ignored.count(name);
+        }
+        !value.is_null()
+    });
     match (fields.remove("messages"), fields.remove("text")) {
         (Some(messages), None) => conversation(messages, fields).map(Line::Messages),
-        (None, Some(Value::String(text))) if !text.is_empty() => Ok(Line::Text(text)),
+        (None, Some(Value::String(text))) if !text.is_empty() => {
+            fields.keys().for_each(|name| ignored.count(name));
+            Ok(Line::Text(text))
+        }
         (None, Some(_)) => Err("\"text\" is no text, or an empty one".into()),
         (Some(_), Some(_)) => Err(format!("has both; {EXPECTED}")),
         (None, None) => {
@@ -88,8 +120,12 @@ fn is_answer(message: &Value) -> bool {
     message["role"] == ASSISTANT
 }
 
-/// The examples of a line.
-pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String> {
+/// The examples of a line. Of a conversation, columns that the chat template does not render are `ignored`.
+pub(super) fn of_line(
+    line: Line,
+    gemma: &Gemma4,
+    ignored: &mut Ignored,
+) -> Result<Vec<Example>, String> {
     let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
@@ -112,11 +148,20 @@ pub(super) fn of_line(line: Line, gemma: &Gemma4) -> Result<Vec<Example>, String
         Line::Messages(conversation) => {
             let marking = conversation.marking(gemma.tokenizer()).map_err(said)?;
             let marked = conversation.marked(marking).map_err(said)?;
-            let pieces = marked.examples(gemma.chat_template())?;
+            let pieces = marked.examples(gemma.chat_template(), ignored)?;
+            let ends = &gemma.config().eos_tokens;
             let of_pieces = |pieces: Vec<(String, bool)>| {
                 let mut example = Example::default();
                 for (text, learned) in pieces {
-                    example.extend(marking.encode(&text)?, learned);
+                    let tokens = marking.encode(&text)?;
+                    let follows_answer = example.learned.last() == Some(&true);
+                    let start = example.tokens.len();
+                    // A tool's response may begin with the token that ends the model's call.
+                    let ends_answer = tokens.first().is_some_and(|token| ends.contains(token));
+                    example.extend(tokens, learned);
+                    if follows_answer && ends_answer {
+                        example.learned[start] = true;
+                    }
                 }
                 Ok(example)
             };
@@ -155,8 +200,8 @@ struct Turn {
     before: String,
     /// Whose turn it is, and what a prompt adds to that: read, not said.
     opening: String,
-    /// What is to be learned, through the end of the turn.
-    answer: String,
+    /// What follows through the end of the turn, in pieces: what the model says is learned, and what tools have responded is read.
+    answer: Vec<(String, bool)>,
     /// Whether it stands so in the whole conversation.
     stays: bool,
 }
@@ -220,10 +265,14 @@ impl Conversation {
 
     /// The texts of its examples in pieces: what is read, and what the model has to say. Each is to be encoded alone, as a
     /// prompt is when the model goes on from it.
-    fn examples(&self, template: &ChatTemplate) -> Result<Vec<Vec<(String, bool)>>, String> {
+    fn examples(
+        &self,
+        template: &ChatTemplate,
+        ignored: &mut Ignored,
+    ) -> Result<Vec<Vec<(String, bool)>>, String> {
         let said = |error: Gemma4Error| error.to_string();
         let until = self.beginnings(template).map_err(said)?;
-        self.refuse_unrendered(template, &until)?;
+        self.refuse_unrendered(template, &until, ignored)?;
         self.pieces(template, &until).map_err(said)
     }
 
@@ -248,8 +297,10 @@ impl Conversation {
             .map(|(index, _)| self.turn(template, index, until))
             .collect::<Result<Vec<_>, _>>()?;
         if !turns.iter().all(|turn| turn.stays) {
-            let apart =
-                |turn: Turn| vec![(turn.before + &turn.opening, false), (turn.answer, true)];
+            let apart = |turn: Turn| {
+                let read = (turn.before + &turn.opening, false);
+                [read].into_iter().chain(turn.answer).collect()
+            };
             return Ok(turns.into_iter().map(apart).collect());
         }
         let mut pieces = Vec::new();
@@ -257,8 +308,13 @@ impl Conversation {
         for turn in turns {
             let start = turn.before.len() + turn.opening.len();
             pieces.push((whole[done..start].to_owned(), false));
-            done = start + turn.answer.len();
-            pieces.push((turn.answer, true));
+            done = start
+                + turn
+                    .answer
+                    .iter()
+                    .map(|(text, _)| text.len())
+                    .sum::<usize>();
+            pieces.extend(turn.answer);
         }
         Ok(vec![pieces])
     }
@@ -283,7 +339,7 @@ impl Conversation {
         let added = asked.strip_prefix(header).unwrap_or_default();
         let (opening, read) = match turn.starts_with(asked) {
             true => (asked, asked.len()),
-            false if added.is_empty() || begin_alike(added, &turn[header.len()..]) => {
+            false if added.is_empty() || has_own_thought(&turn[header.len()..], added) => {
                 (header, header.len())
             }
             false => (asked, header.len()),
@@ -293,13 +349,55 @@ impl Conversation {
         Ok(Turn {
             stays: opening.len() == read && whole.starts_with(after.as_str()),
             opening: opening.to_owned(),
-            answer: turn[read..end].to_owned(),
+            answer: self.without_responses(
+                template,
+                index,
+                &after[..before.len() + read],
+                &turn[read..end],
+            )?,
             before: before.clone(),
         })
     }
 
-    /// Refuses fields without which the template renders the same, and contents of which it leaves something out.
-    fn refuse_unrendered(&self, template: &ChatTemplate, until: &[String]) -> Result<(), String> {
+    /// An answer in pieces, of which the responses of tools are not learned. The special tokens around responses tell where they
+    /// are; without them, it is what the template adds for the message's field.
+    fn without_responses(
+        &self,
+        template: &ChatTemplate,
+        index: usize,
+        before: &str,
+        answer: &str,
+    ) -> Result<Vec<(String, bool)>, Gemma4Error> {
+        let message = &self.messages[index];
+        if message.get(TOOL_RESPONSES).is_none_or(is_empty) {
+            return Ok(vec![(answer.to_owned(), true)]);
+        }
+        if answer.contains(RESPONSE[0]) {
+            return Ok(apart(answer, responses(answer)));
+        }
+        let mut without = self.messages[..=index].to_vec();
+        if let Some(fields) = without[index].as_object_mut() {
+            fields.remove(TOOL_RESPONSES);
+        }
+        let without = self.render(template, &without, false)?;
+        let without = without.strip_prefix(before).unwrap_or_default();
+        match inserted(without.trim_end_matches('\n'), answer) {
+            Some(added) => Ok(apart(answer, vec![added])),
+            None => Err(Gemma4Error::ChatTemplate(format!(
+                "{TOOL_RESPONSES:?} of message {}: it renders them where they are not told apart from the answer; expected <|tool_response> before them",
+                index + 1
+            ))),
+        }
+    }
+
+    /// Refuses contents and fields of messages of which the template leaves something out, and `tools` that it does not render. Other
+    /// columns without which it renders the same are `ignored`.
+    fn refuse_unrendered(
+        &self,
+        template: &ChatTemplate,
+        until: &[String],
+        ignored: &mut Ignored,
+    ) -> Result<(), String> {
         let whole = &until[self.messages.len()];
         for name in self.variables.keys() {
             let mut without = self.clone();
@@ -307,7 +405,10 @@ impl Conversation {
             // A template that refuses it without the field renders it.
             if matches!(without.render(template, &self.messages, false), Ok(text) if text == *whole)
             {
-                return Err(format!("{name:?} is not rendered by the chat template"));
+                if MEANT.contains(&name.as_str()) {
+                    return Err(format!("{name:?} is not rendered by the chat template"));
+                }
+                ignored.count(name);
             }
         }
         for (index, message) in self.messages.iter().enumerate() {
@@ -316,6 +417,12 @@ impl Conversation {
             let until = &until[index + 1];
             for (name, value) in fields.filter(|(name, value)| *name != "role" && !is_empty(value))
             {
+                if name == "content" && value.is_array() && prints_parts(value, until) {
+                    let number = index + 1;
+                    return Err(format!(
+                        "\"content\" of message {number}: the chat template prints the list of its parts; expected a text"
+                    ));
+                }
                 let is_rendered = match value.as_str().filter(|_| name == "content") {
                     Some(content) => until.contains(content.trim()),
                     None => {
@@ -339,8 +446,80 @@ impl Conversation {
     }
 }
 
-fn begin_alike(a: &str, b: &str) -> bool {
-    a.chars().next().is_some_and(|first| b.starts_with(first))
+/// Whether an answer begins with a thought of its own: with the mark that begins the empty thought of a prompt, such as
+/// `<|channel>` or `<think>`. Calls of tools and HTML begin with other marks.
+fn has_own_thought(answer: &str, empty_thought: &str) -> bool {
+    let text = empty_thought.trim_start();
+    let end = match text.starts_with('<') {
+        true => text.find('>').map(|end| end + 1),
+        false => text.find(char::is_whitespace),
+    };
+    let mark = &text[..end.unwrap_or(text.len())];
+    !mark.is_empty() && answer.trim_start().starts_with(mark)
+}
+
+/// Around what a tool has responded.
+const RESPONSE: [&str; 2] = ["<|tool_response>", "<tool_response|>"];
+
+/// Where the responses of tools are in an answer.
+fn responses(answer: &str) -> Vec<Range<usize>> {
+    let [begin, end] = RESPONSE;
+    let mut found = Vec::new();
+    let mut done = 0;
+    while let Some(start) = answer[done..].find(begin).map(|start| done + start) {
+        let after = answer[start..].find(end);
+        done = after.map_or(answer.len(), |after| start + after + end.len());
+        found.push(start..done);
+    }
+    found
+}
+
+/// What `whole` has more than `without`, in one range. Where the text around the range leaves its start open, it starts at a `<`.
+fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
+    let count = whole.len().checked_sub(without.len())?;
+    let alike = |(a, b): &(char, char)| a == b;
+    let same = whole.chars().zip(without.chars()).take_while(alike);
+    let last: usize = same.map(|(char, _)| char.len_utf8()).sum();
+    if whole.get(last + count..) != without.get(last..) {
+        return None;
+    }
+    // An earlier start is as good where it leaves the same text.
+    let is_start = |start: &usize| whole.get(start + count..) == without.get(*start..);
+    let starts = (0..=last)
+        .rev()
+        .filter(|start| whole.is_char_boundary(*start));
+    let mut starts = starts.take_while(is_start);
+    let start = starts.find(|start| whole[*start..].starts_with('<'));
+    let start = start.unwrap_or(last);
+    Some(start..start + count)
+}
+
+/// A text in pieces, of which some ranges are not learned.
+fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
+    let mut pieces = Vec::new();
+    let mut done = 0;
+    for range in read {
+        pieces.push((text[done..range.start].to_owned(), true));
+        done = range.end;
+        pieces.push((text[range].to_owned(), false));
+    }
+    pieces.push((text[done..].to_owned(), true));
+    pieces.retain(|(text, _)| !text.is_empty());
+    pieces
+}
+
+/// Whether a rendering has a list of parts as JSON or Python print it, and not their texts alone.
+fn prints_parts(parts: &Value, rendered: &str) -> bool {
+    let parts = parts.as_array().into_iter().flatten();
+    let mut kinds = parts.filter_map(|part| part["type"].as_str());
+    kinds.any(|kind| {
+        let printed = [
+            format!("\"type\": \"{kind}\""),
+            format!("\"type\":\"{kind}\""),
+            format!("'type': '{kind}'"),
+        ];
+        printed.iter().any(|printed| rendered.contains(printed))
+    })
 }
 
 /// Whether there is nothing to render.
@@ -366,7 +545,7 @@ mod tests {
     use super::*;
 
     fn read_line(line: &str) -> Conversation {
-        match parse(line).expect("a line") {
+        match parse(line, &mut Ignored::default()).expect("a line") {
             Line::Messages(conversation) => conversation,
             other => panic!("{other:?}"),
         }
@@ -382,7 +561,9 @@ mod tests {
             ]}"#,
         );
         let template = ChatTemplate::gemma4();
-        let pieces = conversation.examples(&template).expect("all of it");
+        let pieces = conversation
+            .examples(&template, &mut Ignored::default())
+            .expect("all of it");
         let expected = [
             (
                 "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n",
@@ -408,7 +589,7 @@ mod tests {
 
     fn learned(line: &str) -> Result<Vec<Vec<(String, bool)>>, String> {
         let template = ChatTemplate::from_source(THINKING).expect("a template");
-        read_line(line).examples(&template)
+        read_line(line).examples(&template, &mut Ignored::default())
     }
 
     #[test]
@@ -461,6 +642,104 @@ mod tests {
     }
 
     #[test]
+    fn answer_without_own_thought_is_read_after_the_empty_one() {
+        let mut learned_after = Vec::new();
+        for answer in [
+            "b",
+            "<b>",
+            "<|call>f<call|>",
+            "<channel|>",
+            "<|channel>hm<channel|>b",
+        ] {
+            let line = format!(
+                r#"{{"messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "{answer}"}}]}}"#
+            );
+            let pieces = learned(&line).expect("pieces").concat();
+            assert_eq!(pieces[1], (format!("{answer}<turn|>"), true));
+            learned_after.push(pieces[0].0.ends_with("<|channel><channel|>"));
+        }
+        assert_eq!(learned_after, [true, true, true, true, false]);
+        assert!(has_own_thought(
+            "<think>hm</think>a",
+            "<think>\n\n</think>\n\n"
+        ));
+        assert!(!has_own_thought("<b>a</b>", "<think>\n\n</think>\n\n"));
+    }
+
+    #[test]
+    fn responses_of_tools_are_read_and_calls_are_learned() {
+        let with = |begin: &str, end: &str| {
+            format!(
+                "{{% for m in messages %}}<|turn>{{{{ m.role }}}}\n{{% for c in m.tool_calls or [] %}}<|tool_call>{{{{ c }}}}<tool_call|>{{% endfor %}}\
+                 {{% for r in m.tool_responses or [] %}}{begin}{{{{ r }}}}{end}{{% endfor %}}{{{{ m.content }}}}<turn|>\n{{% endfor %}}"
+            )
+        };
+        let line = r#"{"messages": [{"role": "user", "content": "a"},
+            {"role": "assistant", "content": "mild", "tool_calls": ["f"], "tool_responses": ["18", "19"]}]}"#;
+        for (begin, end, read) in [
+            (
+                RESPONSE[0],
+                RESPONSE[1],
+                &[
+                    "<|tool_response>18<tool_response|>",
+                    "<|tool_response>19<tool_response|>",
+                ][..],
+            ),
+            ("[", "]", &["[18][19]"]),
+            ("<tool>", "</tool>", &["<tool>18</tool><tool>19</tool>"]),
+        ] {
+            let template = ChatTemplate::from_source(with(begin, end)).expect("a template");
+            let pieces = read_line(line).examples(&template, &mut Ignored::default());
+            let pieces = pieces.expect("pieces").concat();
+            let of = |learned: bool| {
+                let pieces = pieces.iter().filter(move |piece| piece.1 == learned);
+                pieces.map(|piece| piece.0.as_str()).collect::<Vec<_>>()
+            };
+            assert_eq!(of(true), ["<|tool_call>f<tool_call|>", "mild<turn|>"]);
+            assert_eq!(of(false)[1..], *read);
+        }
+    }
+
+    #[test]
+    fn content_in_parts_is_the_text_that_it_stands_for() {
+        let line = |content: &str| {
+            format!(
+                r#"{{"messages": [{{"role": "system", "content": {content}}}, {{"role": "user", "content": {content}}},
+                {{"role": "assistant", "content": {content}}}]}}"#
+            )
+        };
+        let gemma4 = ChatTemplate::gemma4();
+        let of = |content: &str, template: &ChatTemplate| {
+            read_line(&line(content)).examples(template, &mut Ignored::default())
+        };
+        let parts = r#"[{"type": "text", "text": "the cat"}, {"type": "text", "text": " sat"}]"#;
+        let found = of(parts, &gemma4).expect("pieces");
+        assert_eq!(found, of(r#""the cat sat""#, &gemma4).expect("pieces"));
+        // A template that prints what it is given.
+        let printing = ChatTemplate::from_source(
+            "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}",
+        );
+        let reason = of(parts, &printing.expect("a template")).expect_err("a list");
+        assert!(reason.contains("expected a text"), "{reason}");
+    }
+
+    #[test]
+    fn other_columns_and_null_ones_are_counted() {
+        let mut ignored = Ignored::default();
+        for _ in 0..2 {
+            let line = r#"{"id": 7, "source": {"of": "b"}, "tools": null, "text": null, "messages": [{"role": "assistant", "content": "a"}]}"#;
+            let Line::Messages(conversation) = parse(line, &mut ignored).expect("a line") else {
+                panic!("{line}");
+            };
+            let pieces = conversation.examples(&ChatTemplate::gemma4(), &mut ignored);
+            pieces.expect("pieces");
+        }
+        let expected = r#"columns that are ignored: "id" (2 lines), "source" (2 lines), "text" (2 lines), "tools" (2 lines)"#;
+        assert_eq!(ignored.told().as_deref(), Some(expected));
+        assert_eq!(Ignored::default().told(), None);
+    }
+
+    #[test]
     fn what_is_not_rendered_is_named() {
         let gemma4 = ChatTemplate::gemma4();
         for (fields, words) in [
@@ -477,19 +756,27 @@ mod tests {
                 ["\"content\"", "message 1"],
             ),
             (
-                r#""content": "a"}], "source": [{"of": "b""#,
-                ["\"source\"", "not rendered"],
+                r#""content": "a"}], "tools": [{"of": "b""#,
+                ["\"tools\"", "not rendered"],
+            ),
+            (
+                r#""content": [{"type": "image"}]"#,
+                ["\"image\"", "expected \"text\""],
             ),
         ] {
             let line = format!(r#"{{"messages": [{{"role": "assistant", {fields}}}]}}"#);
-            let reason = read_line(&line).examples(&gemma4).expect_err(&line);
+            let reason = {
+                let conversation = read_line(&line);
+                conversation.examples(&gemma4, &mut Ignored::default())
+            }
+            .expect_err(&line);
             for word in words {
                 assert!(reason.contains(word), "{line}: {reason}");
             }
         }
         let empty = r#"{"messages": [{"role": "assistant", "content": "a", "tool_calls": [], "name": null}]}"#;
         read_line(empty)
-            .examples(&gemma4)
+            .examples(&gemma4, &mut Ignored::default())
             .expect("nothing is left out");
     }
 
@@ -511,11 +798,13 @@ mod tests {
             ),
             (r#"{"messages": "a"}"#, "messages"),
         ] {
-            let reason = parse(line).expect_err(line);
+            let reason = parse(line, &mut Ignored::default()).expect_err(line);
             assert!(reason.contains(word), "{line}: {reason}");
         }
-        let text = parse(r#"{"id": 1, "text": "a"}"#).expect("a text");
+        let mut ignored = Ignored::default();
+        let text = parse(r#"{"id": 1, "text": "a"}"#, &mut ignored).expect("a text");
         assert_eq!(text, Line::Text("a".into()));
+        assert!(ignored.told().expect("an id").contains("\"id\" (1 lines)"));
     }
 
     /// Of the tools' descriptions and answers, too.
@@ -544,7 +833,9 @@ mod tests {
         let gemma = Gemma4::from_pretrained(folder.path(), &device).expect("a checkpoint");
         let tokenizer = gemma.tokenizer();
         let tokens = |line: &str| {
-            let examples = of_line(parse(line).expect("a line"), &gemma).expect("examples");
+            let mut ignored = Ignored::default();
+            let line = parse(line, &mut ignored).expect("a line");
+            let examples = of_line(line, &gemma, &mut ignored).expect("examples");
             let tokens = examples.into_iter().map(|example| example.tokens);
             tokens.collect::<Vec<_>>().concat()
         };
@@ -574,18 +865,21 @@ mod tests {
         assert_eq!(found, [3, 4, 0, 1, 1]);
         // Where nothing is spelled, the tokens are the text's.
         let line = conversation("the cat", "and  the hat é");
-        let pieces = read_line(&line).examples(gemma.chat_template());
+        let pieces = read_line(&line).examples(gemma.chat_template(), &mut Ignored::default());
         let pieces = pieces.expect("pieces").concat().into_iter();
         let text: String = pieces.map(|(text, _)| text).collect();
         assert_eq!(tokens(&line), tokenizer.encode(&text).expect("tokens"));
         // A variable that names a special token is none that the template renders otherwise.
         let named = line.replacen('{', r#"{"bos_token": "<bos>", "#, 1);
-        let Line::Messages(named) = parse(&named).expect("a line") else {
+        let mut ignored = Ignored::default();
+        let Line::Messages(named) = parse(&named, &mut ignored).expect("a line") else {
             panic!("{named}");
         };
         let marking = named.marking(tokenizer).expect("a mark");
         let marked = named.marked(marking).expect("marked");
-        let reason = marked.examples(gemma.chat_template()).expect_err("named");
-        assert!(reason.contains("bos_token"), "{reason}");
+        let pieces = marked.examples(gemma.chat_template(), &mut ignored);
+        assert_eq!(pieces.expect("pieces").len(), 1);
+        let told = ignored.told().expect("a column");
+        assert!(told.contains("\"bos_token\" (1 lines)"), "{told}");
     }
 }

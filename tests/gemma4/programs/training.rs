@@ -330,6 +330,11 @@ fn lines_that_are_no_examples_are_refused() {
         ),
         ("{\"txt\": \"a\"}\n", &["line 1", "\"txt\"", "\"messages\""]),
         ("\n", &["data.jsonl", "no examples"]),
+        ("\u{feff}{\"text\": \"a\"}\n", &["byte order mark"]),
+        (
+            "[\n {\"text\": \"a\"}\n]\n",
+            &["a JSON array; expected a JSON object per line"],
+        ),
     ] {
         fs::write(&data, contents).expect("a file");
         let ended = run(&mut finetune(&base, &data, &out, &[]));
