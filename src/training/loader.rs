@@ -163,36 +163,31 @@ impl TrainingLoader {
         })
     }
 
-    /// What this device takes for the steps of an interval.
-    fn order(&self, interval: usize) -> Vec<Chosen> {
+    /// What this device takes for a step. `pass` is the last pass over the data that a step was chosen of, and its order.
+    fn chosen(&self, step: usize, pass: &mut Option<(usize, Vec<usize>)>) -> Chosen {
         let rows = self.data.rows.len();
-        let mut pass = None;
         let mut row_at = |index: usize| {
             let number = index / rows;
-            let order = match &mut pass {
+            let order = match &mut *pass {
                 Some((of, order)) if *of == number => order,
                 pass => &mut pass.insert((number, self.pass(number))).1,
             };
             order[index % rows]
         };
         let (part, parts) = self.part;
-        let of_step = |step: usize| {
-            let mut chosen = Chosen {
-                step,
-                batches: Vec::new(),
-                targets: 0,
-            };
-            for batch in 0..self.schedule.batches() {
-                let first = (step * self.schedule.batches() + batch) * self.data.batch;
-                let rows: Vec<usize> = (first..first + self.data.batch).map(&mut row_at).collect();
-                chosen.targets += self.data.counted(&rows);
-                if batch % parts == part {
-                    chosen.batches.push(rows);
-                }
-            }
-            chosen
+        let mut chosen = Chosen {
+            batches: Vec::new(),
+            targets: 0,
         };
-        self.schedule.steps_of(interval).map(of_step).collect()
+        for batch in 0..self.schedule.batches() {
+            let first = (step * self.schedule.batches() + batch) * self.data.batch;
+            let rows: Vec<usize> = (first..first + self.data.batch).map(&mut row_at).collect();
+            chosen.targets += self.data.counted(&rows);
+            if batch % parts == part {
+                chosen.batches.push(rows);
+            }
+        }
+        chosen
     }
 
     /// The order of the rows in a pass over the data.
@@ -207,11 +202,12 @@ impl TrainingLoader {
 impl DataLoader<Step> for TrainingLoader {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<Step> + 'a> {
         let interval = self.interval.fetch_add(1, Ordering::Relaxed);
-        let steps = self.order(interval);
+        let steps = self.schedule.steps_of(interval);
         Box::new(Steps {
             loader: self,
             progress: Progress::new(0, steps.len(), Some("steps".into())),
-            steps: steps.into_iter(),
+            steps,
+            pass: None,
         })
     }
 
@@ -236,7 +232,6 @@ impl DataLoader<Step> for TrainingLoader {
 
 /// The rows of a step.
 struct Chosen {
-    step: usize,
     /// This device's.
     batches: Vec<Vec<usize>>,
     /// All devices'.
@@ -245,7 +240,8 @@ struct Chosen {
 
 struct Steps<'a> {
     loader: &'a TrainingLoader,
-    steps: std::vec::IntoIter<Chosen>,
+    steps: Range<usize>,
+    pass: Option<(usize, Vec<usize>)>,
     progress: Progress,
 }
 
@@ -256,15 +252,12 @@ impl Iterator for Steps<'_> {
         let TrainingLoader {
             data, device, stop, ..
         } = self.loader;
-        let Chosen {
-            step,
-            batches,
-            targets,
-        } = self.steps.next()?;
+        let step = self.steps.next()?;
         let is_alone = self.loader.schedule.devices == 1;
         if stop.is_before(step, is_alone) {
             return None;
         }
+        let Chosen { batches, targets } = self.loader.chosen(step, &mut self.pass);
         self.progress.items_processed += 1;
         let batches = batches.iter().map(|rows| data.batch(rows, device));
         Some(batches.collect::<Result<_, _>>().map(|batches| Step {
