@@ -38,7 +38,8 @@ pub struct TrainingArguments {
     /// Steps from one validation and checkpoint to the next [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS", value_parser = positive)]
     pub checkpoint_every: Option<usize>,
-    /// Goes on from the last checkpoint in the folder.
+    /// Goes on from the last checkpoint in the folder. With more --steps than before, the learning rates from there on are those of a
+    /// run of so many steps from its beginning.
     #[arg(long)]
     pub resume: bool,
     /// Determines weights and the order of the data.

@@ -1,6 +1,6 @@
 //! A run's progress in lines of text, where there is no terminal for Burn's dashboard.
 
-use super::{loader::Schedule, stop::Stop};
+use super::{loader::Schedule, skipped::Skipped, stop::Stop};
 use crate::terminal::Output;
 use burn::train::{
     LearnerSummary,
@@ -17,6 +17,7 @@ use std::{collections::HashMap, sync::Arc, time::Instant};
 pub struct Lines {
     schedule: Schedule,
     stop: Stop,
+    skipped: Skipped,
     /// Steps from one line to the next.
     every: usize,
     /// Rows of a batch, and tokens of a row.
@@ -33,10 +34,17 @@ pub struct Lines {
 
 impl Lines {
     /// A line every `every` steps. Batches are of `size`, rows and tokens.
-    pub fn new(schedule: Schedule, stop: Stop, every: usize, size: [usize; 2]) -> Self {
+    pub fn new(
+        schedule: Schedule,
+        stop: Stop,
+        skipped: Skipped,
+        every: usize,
+        size: [usize; 2],
+    ) -> Self {
         Self {
             schedule,
             stop,
+            skipped,
             every,
             size,
             names: HashMap::new(),
@@ -75,8 +83,12 @@ impl Lines {
         let loss = self.losses.iter().sum::<f64>() / self.losses.len() as f64;
         let batches = self.losses.len() * processes * accumulation;
         let tokens = batches * self.size[0] * self.size[1];
+        let skipped = match self.skipped.value() {
+            0 => String::new(),
+            count => format!("  {count} steps left out"),
+        };
         self.print(format!(
-            "step {step}/{steps}  loss {loss:.4}  learning rate {learning_rate:.2e}  {:.0} tokens/s",
+            "step {step}/{steps}  loss {loss:.4}  learning rate {learning_rate:.2e}  {:.0} tokens/s{skipped}",
             tokens as f64 / self.since.elapsed().as_secs_f64(),
         ));
         self.losses.clear();

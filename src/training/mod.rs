@@ -27,6 +27,7 @@ pub mod recorder;
 pub mod resume;
 pub mod rows;
 pub mod run;
+pub mod skipped;
 pub mod stop;
 pub mod trainee;
 pub mod vocabulary;

@@ -11,6 +11,8 @@ use std::{env, fs, path::Path};
 
 /// What a run was begun with.
 const SETTINGS: &str = "settings.json";
+/// The settings that may change where a run is made longer: the steps, and those from one checkpoint to the next.
+const LONGER: [&str; 2] = ["steps", "checkpoint-every"];
 /// The setting that may change: a run goes on with other data, and says so.
 const DATA: &str = "data";
 /// What tells the checkpoint from others that a run begins with. Runs of before it was written down have none.
@@ -85,7 +87,7 @@ pub fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
         .map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Refuses to go on with other settings than the run was begun with, with a checkpoint that is broken, and where Burn could not
+/// Whether the run is made longer. Refuses to go on with other settings than the run was begun with, with a checkpoint that is broken, and where Burn could not
 /// restore the optimizer.
 ///
 /// # Errors
@@ -95,13 +97,15 @@ pub fn check(
     settings: &Value,
     step: usize,
     optimizer_part: usize,
-) -> Result<(), Error> {
+) -> Result<bool, Error> {
     let path = history.join(SETTINGS);
     let begun: Value = serde_json::from_str(&read_text(&path)?)
         .map_err(|error| format!("{}: {error}", path.display()))?;
     // Written and read as they were: a number may be its neighbour then.
     let settings: Value = serde_json::from_str(&settings.to_string())
         .map_err(|error| format!("{}: {error}", path.display()))?;
+    let [before, now] = [&begun, &settings].map(|of| of[LONGER[0]].as_u64());
+    let is_longer = before.zip(now).is_some_and(|(before, now)| before < now);
     let fields = settings.as_object().into_iter().flatten();
     let mut others: Vec<_> = fields
         .filter(|(name, value)| begun[name.as_str()] != **value)
@@ -109,6 +113,9 @@ pub fn check(
     // What weights are in says more than that they are others.
     others.sort_by_key(|(name, _)| *name == BASE);
     for (name, value) in others {
+        if is_longer && LONGER.contains(&name.as_str()) {
+            continue;
+        }
         if name == DATA {
             note("the data are others than the run was begun with");
             continue;
@@ -121,7 +128,8 @@ pub fn check(
         return Err(WrongArgument(reason).into());
     }
     checkpoints::check(&history.join(checkpoints::FOLDER), step, optimizer_part)?;
-    check_default_device()
+    check_default_device()?;
+    Ok(is_longer)
 }
 
 /// Burn restores an optimizer's numbers on its default device, whichever the model is on.

@@ -9,6 +9,7 @@ use super::{
     masters::Memory,
     optimizer::optimizer,
     recorder,
+    skipped::Skipped,
     stop::{AfterCheckpoint, Stop},
     trainee::{Trainee, gradients_in_f32},
     world::World,
@@ -20,7 +21,7 @@ use crate::{
 };
 use burn::{
     lr_scheduler::{
-        LrSchedulerConfig, cosine::CosineAnnealingLrSchedulerConfig,
+        LrSchedulerConfig, LrSchedulerRecord, cosine::CosineAnnealingLrSchedulerConfig,
         linear::LinearLrSchedulerConfig, module_lr_scheduler::ModuleLrScheduler,
         sequential::SequentialLrSchedulerConfig,
     },
@@ -30,7 +31,7 @@ use burn::{
     },
     train::{
         ExecutionStrategy, Learner, MultiDeviceOptim, SupervisedTraining, TrainingStrategy,
-        checkpoint::KeepLastNCheckpoints,
+        checkpoint::{Checkpointer, CheckpointerError, KeepLastNCheckpoints},
         metric::{IterationSpeedMetric, LearningRateMetric, LossMetric},
     },
 };
@@ -80,6 +81,38 @@ fn stop_on_signal(stop: Stop) -> Result<(), Error> {
     })
 }
 
+/// A schedule's record after so many steps.
+fn after(mut rates: ModuleLrScheduler, steps: usize) -> LrSchedulerRecord {
+    for _ in 0..steps {
+        rates.step();
+    }
+    rates.to_record()
+}
+
+/// The checkpoints' records of the learning rates' schedule. A run goes on with the rates that a run of all its steps has, and not
+/// with those of the record, which may be of a shorter run.
+struct RatesRecords {
+    records: Records,
+    restored: Option<LrSchedulerRecord>,
+}
+
+impl Checkpointer<LrSchedulerRecord> for RatesRecords {
+    fn save(&self, epoch: usize, record: LrSchedulerRecord) -> Result<(), CheckpointerError> {
+        self.records.save(epoch, record)
+    }
+
+    fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
+        Checkpointer::<LrSchedulerRecord>::delete(&self.records, epoch)
+    }
+
+    fn restore(&self, epoch: usize) -> Result<LrSchedulerRecord, CheckpointerError> {
+        match &self.restored {
+            Some(record) => Ok(record.clone()),
+            None => self.records.restore(epoch),
+        }
+    }
+}
+
 impl Run<'_> {
     /// Trains a model.
     ///
@@ -116,6 +149,12 @@ impl Run<'_> {
         let checkpoints = self.folder.join(checkpoints::FOLDER);
         let [of_model, of_optimizer, of_schedule] =
             Records::all(&checkpoints, schedule, &stop, parts)?;
+        let rates = self.rates()?;
+        let of_schedule = RatesRecords {
+            records: of_schedule,
+            restored: self.resume.map(|done| after(rates.clone(), done)),
+        };
+        let skipped = Skipped::default();
         // The history of the metrics is the first process's.
         let scratch = tempfile::tempdir()?;
         let history = match place.is_first() {
@@ -143,7 +182,13 @@ impl Run<'_> {
         }
         // A launcher passes on what processes print, and may look like a terminal.
         if world.has_others() || self.arguments.lines || !stdout().is_terminal() {
-            let lines = Lines::new(schedule, stop.clone(), self.arguments.log_every, size);
+            let lines = Lines::new(
+                schedule,
+                stop.clone(),
+                skipped.clone(),
+                self.arguments.log_every,
+                size,
+            );
             learning = learning.renderer(Box::new(lines));
         }
         let averaging = if world.has_others() {
@@ -158,14 +203,17 @@ impl Run<'_> {
             None
         };
         let learner = Learner::new(
-            Trainee::new(model, self.arguments, averaging),
+            Trainee::new(model, self.arguments, averaging).counting(&skipped),
             optimizer(&self.arguments.step),
-            self.rates()?,
+            rates,
         );
         stop_on_signal(stop.clone())?;
         recorder::release();
         let result = learning.launch(learner);
         recorder::release();
+        if let Some(told) = skipped.told() {
+            note(told);
+        }
         match result.error {
             Some(error) => Err(error.to_string().into()),
             None => Ok(Outcome {

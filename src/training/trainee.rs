@@ -8,6 +8,7 @@ use super::{
     loader::{Batch, Step},
     loss_scale::LossScale,
     recorder,
+    skipped::Skipped,
 };
 use burn::{
     lr_scheduler::module_lr_scheduler::ModuleLearningRate,
@@ -48,6 +49,8 @@ pub struct Trainee {
     devices: usize,
     /// Where the gradients are added to those of other devices; without, the learner does that.
     averaging: Option<Averaging>,
+    /// Counts the steps that are left out.
+    skipped: Skipped,
 }
 
 /// Whether a step's gradients are added up, and stay, in f32.
@@ -84,7 +87,16 @@ impl Trainee {
             largest_norm: (arguments.clip > 0.0).then_some(arguments.clip),
             devices: 1,
             averaging: None,
+            skipped: Skipped::default(),
             model: model.with_mlp_anew(arguments.checkpointing.is_of_mlp()),
+        }
+    }
+
+    /// Counts the steps that are left out in `skipped`.
+    pub fn counting(self, skipped: &Skipped) -> Self {
+        Self {
+            skipped: skipped.clone(),
+            ..self
         }
     }
 
@@ -201,11 +213,14 @@ impl TrainStep for Trainee {
                 let are_numbers = norm.clone().into_scalar::<f32>().is_finite();
                 self.scale = Some(loss_scale.after(are_numbers));
                 if !are_numbers {
+                    self.skipped.count_one(&norm.device());
                     return self;
                 }
                 norm = norm.div_scalar(scale);
                 factor = factor.div_scalar(scale);
             }
+            let is_skipped = norm.clone().is_finite().bool_not().float();
+            self.skipped.count(is_skipped.cast(DType::F32));
             factor = factor * clipping(norm, self.largest_norm);
         }
         let averaging = self.averaging.clone();
@@ -242,6 +257,7 @@ impl Module for Trainee {
         Self {
             model: self.model.fork(device),
             scale: self.scale.fork(device),
+            skipped: self.skipped.to_device(device),
             ..self
         }
     }
@@ -250,6 +266,7 @@ impl Module for Trainee {
         Self {
             model: self.model.to_device(device),
             scale: self.scale.to_device(device),
+            skipped: self.skipped.to_device(device),
             ..self
         }
     }
@@ -456,7 +473,8 @@ mod tests {
             for name in ["sgd", "adamw"] {
                 let cli = Cli::parse_from(["train", "--optimizer", name]);
                 let mut optimizer = optimizer(&cli.arguments.step);
-                let mut trainee = trainee(clip, dtype);
+                let skipped = Skipped::default();
+                let mut trainee = trainee(clip, dtype).counting(&skipped);
                 for (value, moves) in [
                     (f32::NAN, false),
                     (1.0, true),
@@ -472,13 +490,15 @@ mod tests {
                     );
                     assert!(moved.is_finite(), "{moved}");
                 }
+                assert_eq!(skipped.value(), 2, "{dtype:?}, {name}, {clip}");
             }
         }
     }
 
     #[test]
     fn a_step_that_overflows_is_left_out() {
-        let trainee = trainee("1", DType::F16);
+        let skipped = Skipped::default();
+        let trainee = trainee("1", DType::F16).counting(&skipped);
         let (trainee, moved) = step(trainee, f32::INFINITY);
         assert_eq!(moved, 0.0);
         let scale = trainee.scale.as_ref().map(LossScale::value);
@@ -487,5 +507,6 @@ mod tests {
         assert!(moved > 0.5, "{moved}");
         let scale = trainee.scale.as_ref().map(LossScale::value);
         assert_eq!(scale, Some(32768.0));
+        assert_eq!(skipped.value(), 1);
     }
 }

@@ -96,7 +96,7 @@ impl World {
         }
         terminal::speak_as(place.rank);
         #[cfg(feature = "mpi")]
-        if mpi::is_launched() {
+        if place::is_of_mpi() {
             let mpi = mpi::Mpi::join(place)?;
             return Ok(Self {
                 mpi: Some(mpi.clone()),
@@ -191,8 +191,16 @@ impl World {
     /// # Errors
     /// [`Stopped`] where this process had the signal; where another process is gone.
     pub fn end_of_stopped(&self) -> Result<(), Error> {
-        self.link.all_gather(&[])?;
+        self.wait_for_all()?;
         signals::end_of_stopped()
+    }
+
+    /// Returns when every process has called it.
+    ///
+    /// # Errors
+    /// Where another process is gone.
+    pub fn wait_for_all(&self) -> Result<(), Error> {
+        self.link.all_gather(&[]).map(|_| ())
     }
 
     /// Brings the processes together to add up numbers of `device`.

@@ -152,6 +152,33 @@ fn stop_at(mut command: Command, line: &str, signal: &str) -> (Vec<String>, Ende
     )
 }
 
+#[test]
+fn run_that_is_made_longer_has_the_rates_of_the_longer_run() {
+    let folder = TempDir::new().expect("a folder");
+    let out = |name: &str| folder.path().join(name);
+    let rates = |ended: &Ended| {
+        let of_line = |line: &str| {
+            let (_, rest) = line.split_once("  learning rate ")?;
+            rest.split_whitespace().next().map(str::to_owned)
+        };
+        ended.stdout.lines().filter_map(of_line).collect::<Vec<_>>()
+    };
+    let long = ["--steps", "30", "--checkpoint-every", "10"];
+    let whole = rates(&succeed(&mut train(&out("whole"), &long)));
+    succeed(&mut train(&out("longer"), &["--steps", "10"]));
+    let resumed = [&long[..], &["--resume"]].concat();
+    let ended = succeed(&mut train(&out("longer"), &resumed));
+    assert_eq!(rates(&ended), whole[10..], "{ended:?}");
+    // The longer run is what is begun with from now on.
+    let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
+    check(
+        "a shorter run",
+        &shorter,
+        2,
+        &["steps is 10", "begun with 30"],
+    );
+}
+
 #[cfg(unix)]
 #[test]
 fn signals_save_first() {
@@ -165,8 +192,18 @@ fn signals_save_first() {
     let several = [&seldom[..], &["--devices", "0,0"]].concat();
     let several_resumed = [&several[..], &["--resume"]].concat();
     for (name, arguments, resumed, signals) in [
-        ("one", &seldom[..], &seldom_resumed, [("-TERM", 143), ("-HUP", 129)]),
-        ("two", &several[..], &several_resumed, [("-INT", 130), ("-INT", 130)]),
+        (
+            "one",
+            &seldom[..],
+            &seldom_resumed,
+            [("-TERM", 143), ("-HUP", 129)],
+        ),
+        (
+            "two",
+            &several[..],
+            &several_resumed,
+            [("-INT", 130), ("-INT", 130)],
+        ),
     ] {
         let path = |kind: &str| folder.path().join(format!("{name}-{kind}"));
         for (program, (signal, code)) in ["train", "finetune"].into_iter().zip(signals) {
