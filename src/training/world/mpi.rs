@@ -11,21 +11,10 @@ use mpi::{
     topology::SimpleCommunicator,
     traits::{Communicator, CommunicatorCollectives},
 };
-use std::{
-    env,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Numbers of one call, whose count is an `i32`.
 const AT_ONCE: usize = 1 << 28;
-
-/// What an MPI launcher sets, and others do not.
-const TRACES: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
-
-/// Whether an MPI launcher has started this process.
-pub fn is_launched() -> bool {
-    TRACES.iter().any(|name| env::var_os(name).is_some())
-}
 
 /// All processes that MPI has started. One thread at a time calls it.
 #[derive(Clone)]

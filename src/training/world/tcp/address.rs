@@ -4,7 +4,7 @@ use crate::Error;
 use std::{
     env,
     io::{self, ErrorKind},
-    net::{Ipv4Addr, Ipv6Addr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream, ToSocketAddrs},
     thread,
     time::{Duration, Instant},
 };
@@ -63,11 +63,23 @@ pub fn told(host: &str, port: u16) -> String {
     }
 }
 
-/// Listens on every interface, by both protocols: the name may be that of one that others see.
+/// Listens at `localhost` or a loopback address only where `host` is that. Else it listens on every interface, by both protocols:
+/// the name may be that of one that others see.
 ///
 /// # Errors
 /// Where the port is another's.
-pub fn listeners(port: u16) -> io::Result<Vec<TcpListener>> {
+pub fn listeners(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
+    if host.eq_ignore_ascii_case("localhost") {
+        let own = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
+        // A machine may lack IPv6.
+        let by_6 = TcpListener::bind((Ipv6Addr::LOCALHOST, port));
+        return Ok([own].into_iter().chain(by_6).collect());
+    }
+    if let Ok(address) = host.parse::<IpAddr>()
+        && address.is_loopback()
+    {
+        return Ok(vec![TcpListener::bind((address, port))?]);
+    }
     let by_4 = || TcpListener::bind((Ipv4Addr::UNSPECIFIED, port));
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
         // Where one listens for both, the port is taken for the other.
@@ -96,7 +108,7 @@ pub fn reach(name: impl ToSocketAddrs, patience: Duration) -> io::Result<TcpStre
 fn reach_once(name: &impl ToSocketAddrs) -> io::Result<TcpStream> {
     let mut outcome = Err(io::Error::new(ErrorKind::NotFound, "it has no address"));
     for address in name.to_socket_addrs()? {
-        outcome = TcpStream::connect_timeout(&address, ANSWER);
+        outcome = TcpStream::connect_timeout(&address, ANSWER).and_then(refuse_itself);
         if outcome.is_ok() {
             break;
         }
@@ -104,9 +116,34 @@ fn reach_once(name: &impl ToSocketAddrs) -> io::Result<TcpStream> {
     outcome
 }
 
+/// A connection may be of a socket with itself: the system chose the port that it connects to as the port that it comes from.
+/// It would keep the first process from listening.
+fn refuse_itself(stream: TcpStream) -> io::Result<TcpStream> {
+    match stream.local_addr()? == stream.peer_addr()? {
+        true => Err(ErrorKind::ConnectionRefused.into()),
+        false => Ok(stream),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rendezvous_of_this_machine_listens_there_only() {
+        for (host, is_local) in [
+            ("127.0.0.1", true),
+            ("localhost", true),
+            ("node-1", false),
+            ("10.0.0.1", false),
+        ] {
+            let listeners = listeners(host, 0).expect("a port");
+            for listener in &listeners {
+                let address = listener.local_addr().expect("an address").ip();
+                assert_eq!(address.is_loopback(), is_local, "{host}: {address}");
+            }
+        }
+    }
 
     #[test]
     fn addresses_of_ipv6_come_with_brackets_or_without() {

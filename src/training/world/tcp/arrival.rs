@@ -2,6 +2,7 @@
 
 use super::{
     super::place::Place,
+    keep_alive,
     message::{HEAD, Message, receive},
 };
 use serde::{Deserialize, Serialize};
@@ -14,9 +15,9 @@ use std::{
 /// How long whoever connects may take to say who it is.
 const TIME: Duration = Duration::from_secs(5);
 /// Bytes that say it, at most.
-const LONGEST: usize = 1 << 10;
+const LONGEST: usize = 1 << 12;
 /// What a stranger does not begin with.
-const GREETING: &str = "attention-cube 1";
+const GREETING: &str = "attention-cube 2";
 
 /// Who connects.
 #[derive(Deserialize, Serialize)]
@@ -24,14 +25,17 @@ pub struct Introduction {
     greeting: String,
     pub rank: usize,
     pub size: usize,
+    /// The run and its attempt, as the launcher names them.
+    pub run: String,
 }
 
 impl Introduction {
-    pub fn of(place: Place) -> Self {
+    pub fn of(place: Place, run: &str) -> Self {
         Self {
             greeting: GREETING.into(),
             rank: place.rank,
             size: place.size,
+            run: run.to_owned(),
         }
     }
 }
@@ -45,7 +49,7 @@ pub struct Caller {
 impl Caller {
     pub fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
+        keep_alive(&stream)?;
         Ok(Self {
             stream,
             until: Instant::now() + TIME,

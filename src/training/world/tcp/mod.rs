@@ -1,17 +1,24 @@
 //! A link through TCP: the first process listens, the others connect to it and stay connected.
 //!
-//! Whoever is gone without a farewell has failed, and takes all others with it: they would wait for its gradients forever.
+//! A process that is gone without a farewell has failed, and takes all others with it: they would wait for its gradients forever.
+//! A machine that vanishes says nothing at all: TCP's keepalive ends its connections within [`SILENCE`].
+//!
+//! A process that greets with another run's id or size is sent away, and so is a stranger. Neither ends the gathering.
 
 mod address;
 mod arrival;
 mod message;
 
-use super::{link::Link, place::Place};
-use crate::Error;
+use super::{
+    link::Link,
+    place::{Place, run_id},
+};
+use crate::{Error, terminal::note};
 use arrival::{Caller, Introduction};
 use message::{LARGEST, Message, receive, send};
 use std::{
     collections::BTreeMap,
+    io::{self, ErrorKind},
     net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs},
     sync::{
         Arc, Mutex, PoisonError,
@@ -23,6 +30,14 @@ use std::{
 
 /// How long processes wait for the last one to come.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// After which silence of a machine its processes count as gone.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Questions of TCP within that time, the first one after half of it.
+const PROBES: u32 = 3;
+/// Connections that have not said who they are. More wait in the system's queue.
+const CALLERS: usize = 256;
+/// Reasons of processes that were sent away, as far as they are told.
+const REASONS: usize = 4;
 /// How long the first process waits before it looks again who has come.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -49,17 +64,18 @@ impl Tcp {
         let (host, port) = address::of_first()?;
         let address = address::told(&host, port);
         match place.is_first() {
-            true => match address::listeners(port) {
-                Ok(listeners) => Self::listen(place, &listeners, PATIENCE, end),
+            true => match address::listeners(&host, port) {
+                Ok(listeners) => Self::listen(place, &run_id(), &listeners, PATIENCE, end),
                 Err(error) => Err(error.into()),
             },
-            false => Self::connect(place, (host, port), PATIENCE, end),
+            false => Self::connect(place, &run_id(), (host, port), PATIENCE, end),
         }
         .map_err(|error| format!("{address}: {error}").into())
     }
 
     fn listen(
         place: Place,
+        run: &str,
         listeners: &[TcpListener],
         patience: Duration,
         end: OnFailure,
@@ -70,6 +86,7 @@ impl Tcp {
         let until = Instant::now() + patience;
         let mut streams = BTreeMap::new();
         let mut callers: Vec<Caller> = Vec::new();
+        let mut sent_away: Vec<String> = Vec::new();
         while streams.len() + 1 < place.size {
             if Instant::now() > until {
                 let missing: Vec<_> = (1..place.size)
@@ -77,12 +94,17 @@ impl Tcp {
                     .map(|rank| rank.to_string())
                     .collect();
                 let (missing, seconds) = (missing.join(", "), patience.as_secs());
-                return Err(format!("no process {missing} came within {seconds} s").into());
+                let away = match sent_away.is_empty() {
+                    true => String::new(),
+                    false => format!("; sent away: {}", sent_away.join(", ")),
+                };
+                return Err(format!("no process {missing} came within {seconds} s{away}").into());
             }
             let known = callers.len();
             // What goes wrong with one who comes is nothing to the others.
             let arrivals = listeners
                 .iter()
+                .take(CALLERS.saturating_sub(known))
                 .filter_map(|listener| listener.accept().ok());
             callers.extend(arrivals.filter_map(|(stream, _)| Caller::new(stream).ok()));
             let is_quiet = callers.len() == known;
@@ -93,7 +115,17 @@ impl Tcp {
                     Some(Err(caller)) => callers.push(caller),
                     Some(Ok((introduction, stream))) => {
                         let rank = introduction.rank;
-                        if let Some(refusal) = refusal(&introduction, place, &streams) {
+                        if let Some(reason) = reason_to_send_away(&introduction, place, run) {
+                            let _ = send(&stream, &Message::Failure(reason.clone()));
+                            if sent_away.len() < REASONS && !sent_away.contains(&reason) {
+                                note(format_args!("sent away: {reason}"));
+                                sent_away.push(reason);
+                            }
+                            continue;
+                        }
+                        // A process that is gone leaves its rank to another.
+                        if streams.get(&rank).is_some_and(is_there) {
+                            let refusal = format!("two processes are number {rank}");
                             for stream in streams.values().chain([&stream]) {
                                 let _ = send(stream, &Message::Failure(refusal.clone()));
                             }
@@ -127,13 +159,14 @@ impl Tcp {
 
     fn connect(
         place: Place,
+        run: &str,
         address: impl ToSocketAddrs,
         patience: Duration,
         end: OnFailure,
     ) -> Result<Self, Error> {
         let stream = address::reach(address, patience)?;
-        stream.set_nodelay(true)?;
-        let introduction = Introduction::of(place);
+        keep_alive(&stream)?;
+        let introduction = Introduction::of(place, run);
         send(&stream, &Message::Data(serde_json::to_vec(&introduction)?))?;
         let peer = Peer::new(0, Arc::new(Mutex::new(stream)), end)?;
         Ok(Self {
@@ -157,22 +190,51 @@ impl Tcp {
     }
 }
 
-/// Why who connects cannot be one of the run.
-fn refusal(
-    introduction: &Introduction,
-    place: Place,
-    there: &BTreeMap<usize, TcpStream>,
-) -> Option<String> {
+/// Why a process that connects is not one of the run.
+fn reason_to_send_away(introduction: &Introduction, place: Place, run: &str) -> Option<String> {
     let Introduction { rank, size, .. } = *introduction;
-    match (size == place.size, there.contains_key(&rank)) {
-        (false, _) => Some(format!(
-            "process {rank} is of {size}, and the first of {}",
-            place.size
-        )),
-        (true, true) => Some(format!("two processes are number {rank}")),
-        (true, false) if (1..size).contains(&rank) => None,
-        _ => Some(format!("no process is number {rank}")),
+    if introduction.run != run {
+        let (found, expected) = (&introduction.run, run);
+        return Some(format!(
+            "process {rank} is of the run {found:?}, and the first of {expected:?}"
+        ));
     }
+    if size != place.size {
+        let expected = place.size;
+        return Some(format!(
+            "process {rank} is of {size}, and the first of {expected}"
+        ));
+    }
+    (!(1..size).contains(&rank)).then(|| format!("no process is number {rank}"))
+}
+
+/// Whether the process at the other end has not closed the connection.
+fn is_there(stream: &TcpStream) -> bool {
+    let peeked = stream
+        .set_nonblocking(true)
+        .and_then(|()| stream.peek(&mut [0]));
+    let is_there = match peeked {
+        Ok(count) => count > 0,
+        Err(error) => error.kind() == ErrorKind::WouldBlock,
+    };
+    is_there && stream.set_nonblocking(false).is_ok()
+}
+
+/// Sends small messages at once, and notices a machine that vanishes, within [`SILENCE`].
+fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let socket = socket2::SockRef::from(stream);
+    let keepalive = socket2::TcpKeepalive::new()
+        .with_time(SILENCE / 2)
+        .with_interval(SILENCE / 2 / PROBES);
+    // Windows asks ten times whatever a program says.
+    #[cfg(any(target_os = "linux", target_os = "macos"))]
+    let keepalive = keepalive.with_retries(PROBES);
+    socket.set_tcp_keepalive(&keepalive)?;
+    // Keepalive asks only where nothing is on its way.
+    #[cfg(target_os = "linux")]
+    socket.set_tcp_user_timeout(Some(SILENCE))?;
+    Ok(())
 }
 
 impl Peer {
@@ -263,6 +325,7 @@ mod tests {
     };
 
     const SHORT: Duration = Duration::from_secs(20);
+    const RUN: &str = "a run";
 
     fn place(rank: usize, size: usize) -> Place {
         Place {
@@ -302,8 +365,8 @@ mod tests {
                         let (end, heard) = ear();
                         let place = place(rank, size);
                         let link = match rank {
-                            0 => Tcp::listen(place, listeners, SHORT, end),
-                            _ => Tcp::connect(place, address, SHORT, end),
+                            0 => Tcp::listen(place, RUN, listeners, SHORT, end),
+                            _ => Tcp::connect(place, RUN, address, SHORT, end),
                         };
                         (link.expect("a link"), heard)
                     })
@@ -390,15 +453,15 @@ mod tests {
         let (listeners, address) = listening();
         thread::scope(|scope| {
             let first = scope.spawn(|| {
-                let joined = Tcp::listen(place(0, 3), &listeners, SHORT, ear().0);
+                let joined = Tcp::listen(place(0, 3), RUN, &listeners, SHORT, ear().0);
                 joined.map(|_| ()).expect_err("a double").to_string()
             });
             let mut stranger = TcpStream::connect(address).expect("a connection");
             let _ = stranger.write_all(b"GET / HTTP/1.1\r\n\r\n");
             let (end, heard) = ear();
-            let second = Tcp::connect(place(2, 3), address, SHORT, end).expect("a link");
+            let second = Tcp::connect(place(2, 3), RUN, address, SHORT, end).expect("a link");
             let (end, _) = ear();
-            let double = Tcp::connect(place(2, 3), address, SHORT, end).expect("a link");
+            let double = Tcp::connect(place(2, 3), RUN, address, SHORT, end).expect("a link");
             assert_eq!(
                 first.join().expect("no panic"),
                 "two processes are number 2"
@@ -409,6 +472,78 @@ mod tests {
             );
             drop((second, double));
         });
+    }
+
+    #[test]
+    fn process_of_another_run_is_sent_away_and_the_gathering_goes_on() {
+        let (listeners, address) = listening();
+        thread::scope(|scope| {
+            let first = scope.spawn(|| Tcp::listen(place(0, 2), RUN, &listeners, SHORT, ear().0));
+            for (place, run, words) in [
+                (place(1, 2), "an earlier attempt", "of the run"),
+                (place(1, 2), "", "of the run"),
+                (place(3, 4), RUN, "process 3 is of 4, and the first of 2"),
+                (place(0, 2), RUN, "no process is number 0"),
+                (place(2, 2), RUN, "no process is number 2"),
+            ] {
+                let (end, heard) = ear();
+                let away = Tcp::connect(place, run, address, SHORT, end).expect("a connection");
+                let reason = heard.recv_timeout(SHORT).expect("it is told");
+                assert!(reason.contains(words), "{reason}");
+                drop(away);
+            }
+            // A greeting of an older version, garbage, and a length beyond all memory.
+            let old = br#"{"greeting": "attention-cube 1", "rank": 1, "size": 2}"#;
+            let mut greeting = vec![0];
+            greeting.extend((old.len() as u64).to_le_bytes());
+            greeting.extend(old);
+            for bytes in [&greeting[..], b"GET / HTTP/1.1\r\n\r\n", &[0xff; 64]] {
+                let mut stranger = TcpStream::connect(address).expect("a connection");
+                let _ = stranger.write_all(bytes);
+                // It is closed, and a reset is as good.
+                let read = std::io::Read::read(&mut stranger, &mut [0]);
+                assert!(!matches!(read, Ok(1..)), "{read:?}");
+            }
+            let second = Tcp::connect(place(1, 2), RUN, address, SHORT, ear().0);
+            let first = first.join().expect("no panic");
+            drop((first.expect("a link"), second.expect("a link")));
+        });
+    }
+
+    #[test]
+    fn process_that_is_gone_leaves_its_rank_to_another() {
+        let (listeners, address) = listening();
+        thread::scope(|scope| {
+            let first = scope.spawn(|| Tcp::listen(place(0, 3), RUN, &listeners, SHORT, ear().0));
+            let join = |rank| {
+                Tcp::connect(place(rank, 3), RUN, address, SHORT, ear().0).expect("a connection")
+            };
+            drop(join(1));
+            let all = [join(1), join(2)];
+            drop((first.join().expect("no panic").expect("a link"), all));
+        });
+    }
+
+    #[test]
+    fn connection_to_a_vanished_machine_ends_within_the_bound() {
+        let (listeners, address) = listening();
+        let stream = TcpStream::connect(address).expect("a connection");
+        let (accepted, _) = listeners[0].accept().expect("a connection");
+        let _caller = Caller::new(accepted.try_clone().expect("a copy")).expect("a caller");
+        keep_alive(&stream).expect("options");
+        for stream in [&stream, &accepted] {
+            let socket = socket2::SockRef::from(stream);
+            assert!(socket.keepalive().expect("an option"));
+            #[cfg(target_os = "linux")]
+            {
+                let idle = socket.tcp_keepalive_time().expect("an option");
+                let interval = socket.tcp_keepalive_interval().expect("an option");
+                let retries = socket.tcp_keepalive_retries().expect("an option");
+                assert!(idle + interval * retries <= SILENCE);
+                let timeout = socket.tcp_user_timeout().expect("an option");
+                assert_eq!(timeout, Some(SILENCE));
+            }
+        }
     }
 
     /// One who says nothing, and one who says it a byte at a time: as long as they stay, the others come.
@@ -434,13 +569,13 @@ mod tests {
                 is_joined.load(Ordering::Relaxed)
             });
             let first = scope.spawn(|| {
-                let joined = Tcp::listen(place(0, 2), &listeners, SHORT, ear().0);
+                let joined = Tcp::listen(place(0, 2), RUN, &listeners, SHORT, ear().0);
                 is_joined.store(true, Ordering::Relaxed);
                 joined.expect("a link")
             });
             // They are there before it is.
             thread::sleep(Duration::from_millis(200));
-            let second = Tcp::connect(place(1, 2), address, SHORT, ear().0).expect("a link");
+            let second = Tcp::connect(place(1, 2), RUN, address, SHORT, ear().0).expect("a link");
             assert!(dripping.join().expect("no panic"), "it was waited for");
             drop((first.join().expect("no panic"), second, silent));
         });
@@ -455,11 +590,11 @@ mod tests {
         };
         let port = free.local_addr().expect("a port").port();
         drop(free);
-        let listeners = address::listeners(port).expect("a port");
+        let listeners = address::listeners("::", port).expect("a port");
         thread::scope(|scope| {
-            let first = scope.spawn(|| Tcp::listen(place(0, 3), &listeners, SHORT, ear().0));
+            let first = scope.spawn(|| Tcp::listen(place(0, 3), RUN, &listeners, SHORT, ear().0));
             let others = [(1, "::1"), (2, "127.0.0.1")].map(|(rank, host)| {
-                Tcp::connect(place(rank, 3), (host, port), SHORT, ear().0).expect("a link")
+                Tcp::connect(place(rank, 3), RUN, (host, port), SHORT, ear().0).expect("a link")
             });
             drop((first.join().expect("no panic").expect("a link"), others));
         });
@@ -469,7 +604,7 @@ mod tests {
     fn who_does_not_come_is_named() {
         let (listeners, _) = listening();
         let brief = Duration::from_millis(50);
-        let joined = Tcp::listen(place(0, 3), &listeners, brief, ear().0);
+        let joined = Tcp::listen(place(0, 3), RUN, &listeners, brief, ear().0);
         let error = joined.map(|_| ()).expect_err("nobody").to_string();
         assert!(error.contains("no process 1, 2 came"), "{error}");
     }
