@@ -671,7 +671,8 @@ mod tests {
         let with = |begin: &str, end: &str| {
             format!(
                 "{{% for m in messages %}}<|turn>{{{{ m.role }}}}\n{{% for c in m.tool_calls or [] %}}<|tool_call>{{{{ c }}}}<tool_call|>{{% endfor %}}\
-                 {{% for r in m.tool_responses or [] %}}{begin}{{{{ r }}}}{end}{{% endfor %}}{{{{ m.content }}}}<turn|>\n{{% endfor %}}"
+                 {{% for r in m.tool_responses or [] %}}{begin}{{{{ r }}}}{end}{{% endfor %}}{{{{ m.content }}}}<turn|>\n{{% endfor %}}\
+                 {{% if add_generation_prompt %}}<|turn>assistant\n{{% endif %}}"
             )
         };
         let line = r#"{"messages": [{"role": "user", "content": "a"},
@@ -688,7 +689,7 @@ mod tests {
             ("[", "]", &["[18][19]"]),
             ("<tool>", "</tool>", &["<tool>18</tool><tool>19</tool>"]),
         ] {
-            let template = ChatTemplate::from_source(with(begin, end)).expect("a template");
+            let template = ChatTemplate::from_source(&with(begin, end)).expect("a template");
             let pieces = read_line(line).examples(&template, &mut Ignored::default());
             let pieces = pieces.expect("pieces").concat();
             let of = |learned: bool| {

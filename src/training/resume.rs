@@ -110,8 +110,12 @@ pub fn check(
     let mut others: Vec<_> = fields
         .filter(|(name, value)| begun[name.as_str()] != **value)
         .collect();
-    // What weights are in says more than that they are others.
-    others.sort_by_key(|(name, _)| *name == BASE);
+    // Other steps change the default of other settings. What weights are in says more than that they are others.
+    others.sort_by_key(|(name, _)| match name.as_str() {
+        "steps" => 0,
+        BASE => 2,
+        _ => 1,
+    });
     for (name, value) in others {
         if is_longer && LONGER.contains(&name.as_str()) {
             continue;

@@ -200,7 +200,8 @@ impl World {
     /// # Errors
     /// Where another process is gone.
     pub fn wait_for_all(&self) -> Result<(), Error> {
-        self.link.all_gather(&[]).map(|_| ())
+        // MPI refuses to gather nothing at all.
+        self.link.all_gather(&[0]).map(|_| ())
     }
 
     /// Brings the processes together to add up numbers of `device`.
