@@ -2,10 +2,11 @@
 //!
 //! Tokens a second are those of whole steps, forward, backward and optimizer, by the wall clock; the loss is on the last
 //! positions only, as in long documents that are read in full. The peak of memory is the most that was in use in the steps before those that
-//! count and in one more, looked at every few milliseconds; while kernels are tuned that is more than a step takes, so run it twice. The parts are timed apart, each with the shapes and as often as a step has it; what they
-//! leave of a step is norms, activations, and waiting. A step's gradients are clipped and its optimizer is that of `train` and
+//! count and in one more, looked at every few milliseconds; while kernels are tuned that is more than a step takes, so run it twice. The parts are timed apart, each with the shapes and as often as a step has it, and
+//! beside a step without graph capture, which pays for its launches as they do. The rest of such a step is norms, activations, embeddings and recomputation. A step's gradients are clipped and its optimizer is that of `train` and
 //! `finetune`, which is theirs by default, as is `--checkpointing`.
 
+mod flops;
 mod memory;
 mod parts;
 mod training;
@@ -31,7 +32,7 @@ use std::{
     process::ExitCode,
     time::Instant,
 };
-use training::{Text, Training};
+use training::{Text, Training, median};
 
 /// Times steps of training.
 #[derive(Parser)]
@@ -117,6 +118,8 @@ enum Outcome {
         /// Bytes that Burn has taken from the device.
         reserved_bytes: Option<u64>,
         loss: f32,
+        /// Floating-point operations of a step, without recomputation.
+        flops: Option<f64>,
         parts: Option<Parts>,
     },
     Failed(String),
@@ -131,8 +134,8 @@ fn run(cli: &Cli) -> Result<(), Error> {
         .configure(DeviceConfig::default().float_dtype(dtype.burn()))?;
     println!("{chosen}, {dtype}, {}", settings(cli));
     println!(
-        "{:10} {:>8} {:>10} {:>12} {:>10} {:>10}",
-        "model", "length", "s/step", "tokens/s", "peak GB", "taken GB"
+        "{:10} {:>8} {:>10} {:>12} {:>10} {:>10} {:>8} {:>8}",
+        "model", "length", "s/step", "tokens/s", "peak GB", "taken GB", "TFLOP", "TFLOP/s"
     );
     let tracked = cli.step.checkpointing.tracked(device);
     let mut rows = Vec::new();
@@ -221,16 +224,22 @@ fn print(row: &Row) {
             tokens_per_second,
             peak_bytes,
             reserved_bytes,
+            flops,
             parts,
             ..
         } => {
+            let tera = |number: Option<f64>| {
+                number.map_or_else(|| "–".into(), |number| format!("{:.1}", number / 1e12))
+            };
             println!(
-                "{name:10} {length:>8} {seconds:>10.3} {tokens_per_second:>12.0} {:>10} {:>10}",
+                "{name:10} {length:>8} {seconds:>10.3} {tokens_per_second:>12.0} {:>10} {:>10} {:>8} {:>8}",
                 gigabytes(peak_bytes),
-                gigabytes(reserved_bytes)
+                gigabytes(reserved_bytes),
+                tera(*flops),
+                tera(flops.map(|flops| flops / seconds)),
             );
             if let Some(parts) = parts {
-                println!("{:19} {}", "", parts.line(*seconds));
+                println!("{:19} {}", "", parts.line());
             }
         }
     }
@@ -276,17 +285,18 @@ fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome,
         (training, step) = training.step(&text)?;
         times.push(step.seconds);
     }
-    times.sort_by(f64::total_cmp);
-    let seconds = times[times.len() / 2];
+    let seconds = median(times);
     let watch = Watch::start(&plain);
     let (mut training, step) = training.step(&text)?;
     let peak_bytes = peak_bytes.max(watch.stop());
     let reserved_bytes = plain.memory_pool_usage().map(|usage| usage.bytes_reserved);
+    let shape = [cli.batch, length, last];
+    let flops = flops::flops(training.model(), shape, cli.rank.is_some());
     let parts = match cli.no_parts {
         true => None,
         false => {
             let parts;
-            (parts, training) = Parts::measure(training, [cli.batch, length, last])?;
+            (parts, training) = Parts::measure(training, &text, shape, &cli.step)?;
             Some(parts)
         }
     };
@@ -296,6 +306,7 @@ fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome,
         peak_bytes,
         reserved_bytes,
         loss: step.loss,
+        flops,
         parts,
     };
     Ok((outcome, training))

@@ -1,8 +1,11 @@
-//! The parts of a step, each alone.
+//! Where a training step's time goes: each part timed alone, beside a step that is launched the same way.
+//!
+//! A part runs launch by launch, so the parts are shares of a step without graph capture. A captured step
+//! hides launch overhead that the parts still pay, and their sum could exceed it.
 
-use crate::training::Training;
+use crate::training::{Text, Training, median};
 use attention_cube::{AttentionOptions, fused_attention};
-use attention_workspace::Error;
+use attention_workspace::{Error, training::arguments::StepArguments};
 use burn::{
     module::{Module, ModuleVisitor, Param},
     optim::GradientsParams,
@@ -15,12 +18,23 @@ use burn_gemma4::{
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// Runs to take the mean of.
-const RUNS: usize = 3;
+/// Runs of a part before those that count: Burn compiles, tunes and explores fusions in more than the first.
+const WARMUP: usize = 3;
 
-/// Seconds that a step spends in each part.
+/// Batches of runs to take the median of.
+const BATCHES: usize = 3;
+
+/// Runs of a batch, launched back to back so that the host works ahead of the device as in a step.
+const RUNS: usize = 4;
+
+/// Steps without graph capture to take the median of.
+const STEPS: usize = 3;
+
+/// Seconds that a step without graph capture takes, and that it spends in each part.
 #[derive(Clone, Copy, Serialize)]
 pub struct Parts {
+    /// The whole step, launched like the parts: without graph capture.
+    step: f64,
     /// Attention of all layers, forward and backward.
     attention: f64,
     /// Products with the weights of all layers, the forward's one and the backward's two, or with frozen weights one.
@@ -32,11 +46,15 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Of a step over `[batch, length]` tokens with the loss on the `last` positions; and the model after more steps of the optimizer.
+    /// Times a step over `text`, `[batch, length]` tokens with the loss on the `last` positions, and its parts.
+    /// Returns the model after more steps of the optimizer.
     pub fn measure(
         training: Training,
+        text: &Text,
         [batch, length, last]: [usize; 3],
+        arguments: &StepArguments,
     ) -> Result<(Self, Training), Error> {
+        let (step, training) = step(training, text, arguments)?;
         let model = training.model();
         let (config, device) = (model.config(), model.device());
         let attention = attention(config, [batch, length, last], &device)?;
@@ -44,6 +62,7 @@ impl Parts {
         let loss = loss(model, [batch, last])?;
         let (optimizer, training) = optimise(training)?;
         let parts = Self {
+            step,
             attention,
             products,
             loss,
@@ -52,36 +71,103 @@ impl Parts {
         Ok((parts, training))
     }
 
-    /// Each with its share of `step`.
-    pub fn line(&self, step: f64) -> String {
+    /// The parts with their shares. The rest is norms, activations, embeddings and recomputation; it is
+    /// negative where the parts take longer alone than within the step.
+    pub fn line(&self) -> String {
+        let step = self.step;
         let rest = step - self.attention - self.products - self.loss - self.optimizer;
-        [
+        let shares = [
             ("attention", self.attention),
             ("products", self.products),
             ("loss", self.loss),
             ("optimizer", self.optimizer),
             ("rest", rest),
         ]
-        .map(|(name, seconds)| format!("{name} {:.3} s ({:.0} %)", seconds, 100.0 * seconds / step))
-        .join(", ")
+        .map(|(name, seconds)| format!("{name} {:.4} s ({:.0} %)", seconds, 100.0 * seconds / step))
+        .join(", ");
+        format!("without graph capture {step:.4} s: {shares}")
     }
 }
 
-/// The mean time of `work`, after a run to compile and tune.
+/// The median time of a step without graph capture, and the model after the steps.
+fn step(
+    training: Training,
+    text: &Text,
+    arguments: &StepArguments,
+) -> Result<(f64, Training), Error> {
+    let arguments = StepArguments {
+        no_graph: true,
+        ..arguments.clone()
+    };
+    let mut training = training.begin_anew(&arguments);
+    let mut times = Vec::new();
+    for _ in 0..WARMUP + STEPS {
+        let step;
+        (training, step) = training.step(text)?;
+        times.push(step.seconds);
+    }
+    Ok((median(times.split_off(WARMUP)), training))
+}
+
+/// The median time of `work` over batches of runs, after the warm-up.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
-    work();
-    device.sync()?;
-    let start = Instant::now();
-    for _ in 0..RUNS {
+    for _ in 0..WARMUP {
         work();
+        device.sync()?;
     }
-    device.sync()?;
-    Ok(start.elapsed().as_secs_f64() / RUNS as f64)
+    let mut times = Vec::new();
+    for _ in 0..BATCHES {
+        let start = Instant::now();
+        for _ in 0..RUNS {
+            work();
+        }
+        device.sync()?;
+        times.push(start.elapsed().as_secs_f64() / RUNS as f64);
+    }
+    Ok(median(times))
 }
 
 fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
+}
+
+/// Layers whose attention takes the same time.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct AttentionKind {
+    is_full: bool,
+    /// The last positions only, in layers that read an earlier layer's keys and values.
+    pub queries: usize,
+}
+
+impl AttentionKind {
+    /// The keys that a query sees at most.
+    pub fn window(self, config: &Gemma4Config) -> usize {
+        match self.is_full {
+            true => usize::MAX,
+            false => config.sliding_window,
+        }
+    }
+}
+
+/// The kinds of attention over sequences of `length` tokens: a layer of each kind, and the number of such layers.
+pub fn attention_kinds(
+    config: &Gemma4Config,
+    [length, last]: [usize; 2],
+) -> BTreeMap<AttentionKind, (usize, usize)> {
+    let mut kinds = BTreeMap::new();
+    for layer in 0..config.num_layers() {
+        let kind = AttentionKind {
+            is_full: config.layer_types[layer] == LayerType::Full,
+            queries: if config.is_shared(layer) {
+                last
+            } else {
+                length
+            },
+        };
+        kinds.entry(kind).or_insert((layer, 0)).1 += 1;
+    }
+    kinds
 }
 
 fn attention(
@@ -89,18 +175,9 @@ fn attention(
     [batch, length, last]: [usize; 3],
     device: &Device,
 ) -> Result<f64, Error> {
-    // Layers that read an earlier layer's keys and values have queries of the last positions only.
-    let mut kinds: BTreeMap<(bool, usize), (usize, usize)> = BTreeMap::new();
-    for layer in 0..config.num_layers() {
-        let is_full = config.layer_types[layer] == LayerType::Full;
-        let queries = match config.is_shared(layer) {
-            true => last,
-            false => length,
-        };
-        kinds.entry((is_full, queries)).or_insert((layer, 0)).1 += 1;
-    }
     let mut sum = 0.0;
-    for ((is_full, queries), (layer, count)) in kinds {
+    for (kind, (layer, count)) in attention_kinds(config, [length, last]) {
+        let queries = kind.queries;
         let (columns, key_heads) = (config.head_dim(layer), config.key_value_heads(layer));
         let query = random(
             [batch, config.num_attention_heads, queries, columns],
@@ -109,7 +186,7 @@ fn attention(
         let [key, value] = [(); 2].map(|()| random([batch, key_heads, length, columns], device));
         let [query, key, value] = [query, key, value].map(Tensor::require_grad);
         let mut options = AttentionOptions::new().scale(1.0).causal();
-        if !is_full {
+        if !kind.is_full {
             options = options.window(Some(config.sliding_window - 1), Some(0));
         }
         let once = seconds(device, || {
@@ -150,7 +227,10 @@ fn matrices<'a>(
 }
 
 /// Those of a model by the rows that they see, and the columns that they read and write: one of each kind, and how many there are.
-fn kinds(model: &Gemma4Model, [all, last]: [usize; 2]) -> BTreeMap<[usize; 3], (&Linear, usize)> {
+pub fn matrix_kinds(
+    model: &Gemma4Model,
+    [all, last]: [usize; 2],
+) -> BTreeMap<[usize; 3], (&Linear, usize)> {
     let (config, device) = (model.config(), model.device().inner());
     let mut kinds = BTreeMap::new();
     let mut add = |linear, rows, columns| {
@@ -175,7 +255,7 @@ fn kinds(model: &Gemma4Model, [all, last]: [usize; 2]) -> BTreeMap<[usize; 3], (
 fn products(model: &Gemma4Model, positions: [usize; 2]) -> Result<f64, Error> {
     let device = model.device();
     let mut sum = 0.0;
-    for ([rows, columns, written], (linear, count)) in kinds(model, positions) {
+    for ([rows, columns, written], (linear, count)) in matrix_kinds(model, positions) {
         let rows_in = random([1, rows, columns], &device).require_grad();
         let gradient = random([1, rows, written], &device);
         let once = seconds(&device, || {
@@ -213,16 +293,15 @@ impl ModuleVisitor for Ones {
 /// Clipping and the optimizer.
 fn optimise(mut training: Training) -> Result<(f64, Training), Error> {
     let device = training.model().device().inner();
-    let mut time = 0.0;
-    // The last step counts: the first one compiles.
-    for _ in 0..2 {
+    let mut times = Vec::new();
+    for _ in 0..WARMUP + BATCHES {
         let mut gradients = Ones(GradientsParams::new());
         training.model().visit(&mut gradients);
         device.sync()?;
         let start = Instant::now();
         training = training.optimize(gradients.0);
         device.sync()?;
-        time = start.elapsed().as_secs_f64();
+        times.push(start.elapsed().as_secs_f64());
     }
-    Ok((time, training))
+    Ok((median(times.split_off(WARMUP)), training))
 }

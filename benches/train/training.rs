@@ -55,6 +55,12 @@ impl Text {
     }
 }
 
+/// The median of some times.
+pub fn median(mut seconds: Vec<f64>) -> f64 {
+    seconds.sort_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
+}
+
 /// Draws weights, which Burn does when they are first read.
 struct Draw;
 
