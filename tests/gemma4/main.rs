@@ -45,6 +45,7 @@ mod quantized_cache;
 #[cfg(feature = "training")]
 mod quantizing;
 mod recorded;
+mod rendered;
 mod sampling;
 mod sessions;
 mod templates;

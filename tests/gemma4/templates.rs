@@ -363,3 +363,46 @@ fn tokenizer_configs_that_cannot_be() {
         );
     }
 }
+
+/// Each of these overflows a stack, or takes a square of its length, in the parser.
+#[test]
+fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
+    let chain =
+        |operator: &str, count: usize| format!("{{{{ {} }}}}", vec!["a"; count].join(operator));
+    for operator in [
+        "~",
+        " + ",
+        " or ",
+        ".",
+        " | upper | ",
+        " if a else ",
+        " == ",
+    ] {
+        assert_refused(&chain(operator, 100_000), &["operators"]);
+    }
+    assert_refused(
+        &format!("{{{{ {}a }}}}", "not ".repeat(100_000)),
+        &["operators"],
+    );
+    let branches = "{% elif 0 %}b".repeat(10_000);
+    assert_refused(&format!("{{% if 0 %}}a{branches}{{% endif %}}"), &["elif"]);
+    assert_refused(&"{% if 1 %}".repeat(50_000), &["chat_template.jinja"]);
+    assert_refused(&"a".repeat(2 << 20), &["bytes"]);
+    let deep = chain("~", 900);
+    assert_eq!(
+        render(&ChatTemplate::from_source(&deep).expect("a template")).expect("a prompt"),
+        ""
+    );
+}
+
+/// One instruction may read 30 MB: the number of instructions does not bound the time.
+#[test]
+fn template_that_reads_long_texts_without_end_is_refused_in_time() {
+    let long = "{% set s = messages[0]['content'] * 15000000 %}{% set t = messages[0]['content'] * 15000000 %}";
+    for step in ["{% if 'b' in s %}{% endif %}", "{% if s == t %}{% endif %}"] {
+        let looped = format!(
+            "{long}{{% for i in range(100000) %}}{{% for j in range(100) %}}{step}{{% endfor %}}{{% endfor %}}"
+        );
+        assert_refused(&looped, &["more than 10 s"]);
+    }
+}

@@ -3,9 +3,9 @@
 use crate::checkpoint::gguf::Gguf;
 use crate::error::existing;
 use crate::{
-    Cache, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config, Gemma4Error,
-    Gemma4Model, GenerateOptions, Generation, GenerationDefaults, KvPrecision, LoadOptions,
-    Message, Quantization, Session, Token, Tokenizer, generate,
+    Cache, Cancellation, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config,
+    Gemma4Error, Gemma4Model, GenerateOptions, Generation, GenerationDefaults, KvPrecision,
+    LoadOptions, Message, Quantization, Session, Token, Tokenizer, generate,
 };
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
@@ -292,6 +292,17 @@ impl Gemma4 {
     /// # Errors
     /// Where the chat template refuses the conversation, or the tokenizer the text.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
+        self.tokens_until(prompt, chat, None)
+    }
+
+    /// As [`tokens`](Self::tokens), until `cancellation` is cancelled, which is an error where a chat template is rendered.
+    pub(crate) fn tokens_until(
+        &self,
+        prompt: &Prompt,
+        chat: ChatOptions,
+        cancellation: Option<&Cancellation>,
+    ) -> Result<Vec<u32>, Gemma4Error> {
+        let template = &self.chat_template;
         match prompt {
             Prompt::Text(text) => {
                 let bos = self.config().bos_token;
@@ -304,7 +315,7 @@ impl Gemma4 {
             // The template writes the token that begins every text.
             Prompt::Chat(messages) if chat.special_tokens => self
                 .tokenizer
-                .encode(&self.chat_template.render(messages, chat)?),
+                .encode(&template.render_until(messages, chat, cancellation)?),
             Prompt::Chat(messages) => {
                 let marking = self
                     .tokenizer
@@ -319,7 +330,7 @@ impl Gemma4 {
                         })
                     })
                     .collect::<Result<_, Gemma4Error>>()?;
-                let prompt = self.chat_template.render(&marked, chat)?;
+                let prompt = template.render_until(&marked, chat, cancellation)?;
                 marking.encode(&prompt)
             }
             Prompt::Tokens(tokens) => Ok(tokens.clone()),
@@ -336,7 +347,8 @@ impl Gemma4 {
         options: &GenerateOptions,
         mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
     ) -> Result<Generation, Gemma4Error> {
-        let tokens = self.tokens(&prompt.into(), options.chat)?;
+        let tokens =
+            self.tokens_until(&prompt.into(), options.chat, options.cancellation.as_ref())?;
         let prompts = std::slice::from_ref(&tokens);
         let max_tokens = generate::check(self.config(), prompts, self.drafter(), options)?;
         let mut cache = options.cache(self.config(), vec![0]);
@@ -357,7 +369,7 @@ impl Gemma4 {
         }
         let prompts: Vec<Vec<u32>> = prompts
             .iter()
-            .map(|prompt| self.tokens(prompt, options.chat))
+            .map(|prompt| self.tokens_until(prompt, options.chat, options.cancellation.as_ref()))
             .collect::<Result<_, _>>()?;
         let max_tokens = generate::check(self.config(), &prompts, self.drafter(), options)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);

@@ -52,7 +52,9 @@ impl<'a> Session<'a> {
         mut on_token: impl FnMut(&Token<'_>) -> ControlFlow<()>,
     ) -> Result<Generation, Gemma4Error> {
         let prompt = prompt.into();
-        let tokens = self.gemma.tokens(&prompt, options.chat)?;
+        let tokens =
+            self.gemma
+                .tokens_until(&prompt, options.chat, options.cancellation.as_ref())?;
         let max_tokens = generate::check(
             self.gemma.config(),
             std::slice::from_ref(&tokens),

@@ -2,9 +2,11 @@
 //!
 //! Instructions bound the number of steps, but text that is doubled forty times fills any memory.
 
-use super::limits::{LIST, MOST_BYTES, assert_no_namespace, keep, length, spend, text, too_much};
-use minijinja::machinery::{Instruction, Instructions, Token, WhitespaceConfig, tokenize};
-use minijinja::syntax::SyntaxConfig;
+use super::limits::{
+    LIST, MOST_BYTES, assert_in_time, assert_no_namespace, keep, length, spend, too_much,
+};
+use super::python::{self, text};
+use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{
     Environment, Error, ErrorKind, Expression, State, Value, context, filters, functions,
@@ -14,9 +16,6 @@ use std::sync::LazyLock;
 
 /// Bytes of text that constants may be folded into.
 const LONGEST_CONSTANT: usize = 1 << 20;
-
-/// Products of constants in a template, which are computed when it is read: each makes up to 100 MB of text.
-const MOST_CONSTANT_PRODUCTS: usize = 4;
 
 /// Columns that a text is indented by, or a number's text is filled up to.
 const MOST_COLUMNS: usize = 1000;
@@ -39,6 +38,29 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
     })
 }
 
+/// The function that looks at the time, in front of what may read long texts and in every round of a loop.
+const LOOK: &str = "in time";
+
+/// Whether the instruction may read long texts, so that the time is looked at before it.
+fn may_be_long(instruction: &Instruction<'_>) -> bool {
+    matches!(
+        instruction,
+        Instruction::Eq
+            | Instruction::Ne
+            | Instruction::Gt
+            | Instruction::Gte
+            | Instruction::Lt
+            | Instruction::Lte
+            | Instruction::CompareAndPreserve(_)
+            | Instruction::In
+            | Instruction::ApplyFilter(..)
+            | Instruction::PerformTest(..)
+            | Instruction::CallFunction(..)
+            | Instruction::CallMethod(..)
+            | Instruction::CallObject(_)
+    )
+}
+
 /// The same instructions, guarded. Text of the template itself is written as values are, which count.
 ///
 /// # Errors
@@ -48,11 +70,15 @@ pub(super) fn guard<'source>(
 ) -> Result<Instructions<'source>, Error> {
     let count = instructions.len() as u32;
     let all = || (0..count).filter_map(|index| Some((index, instructions.get(index)?)));
-    let mut starts = vec![0];
+    // A look is a call and the removal of its result.
+    let look = 2;
+    let mut starts = vec![look];
     for (_, instruction) in all() {
         let width = match instruction {
             Instruction::EmitRaw(_) => 2,
             Instruction::SetAttr(_) => 4,
+            Instruction::Iterate(_) => 1 + look,
+            _ if may_be_long(instruction) => look + 1,
             _ => 1,
         };
         starts.push(starts[starts.len() - 1] + width);
@@ -60,6 +86,8 @@ pub(super) fn guard<'source>(
     let moved = |target: u32| starts[target as usize];
 
     let mut result = Instructions::new(instructions.name(), instructions.source());
+    result.add(Instruction::CallFunction(LOOK, Some(0)));
+    result.add(Instruction::DiscardTop);
     for (index, instruction) in all() {
         let mut add =
             |instruction| match (instructions.get_span(index), instructions.get_line(index)) {
@@ -67,6 +95,10 @@ pub(super) fn guard<'source>(
                 (None, Some(line)) => result.add_with_line(instruction, line as u16),
                 (None, None) => result.add(instruction),
             };
+        if may_be_long(instruction) {
+            add(Instruction::CallFunction(LOOK, Some(0)));
+            add(Instruction::DiscardTop);
+        }
         let instruction = match instruction {
             Instruction::EmitRaw(raw) => {
                 add(Instruction::LoadConst(Value::from(*raw)));
@@ -82,7 +114,11 @@ pub(super) fn guard<'source>(
             Instruction::LoadConst(value) if length(value)? > LONGEST_CONSTANT => {
                 return Err(too_much());
             }
-            Instruction::Iterate(target) => Instruction::Iterate(moved(*target)),
+            Instruction::Iterate(target) => {
+                add(Instruction::Iterate(moved(*target)));
+                add(Instruction::CallFunction(LOOK, Some(0)));
+                Instruction::DiscardTop
+            }
             Instruction::Jump(target) => Instruction::Jump(moved(*target)),
             Instruction::JumpIfFalse(target) => Instruction::JumpIfFalse(moved(*target)),
             Instruction::JumpIfFalseOrPop(target) => Instruction::JumpIfFalseOrPop(moved(*target)),
@@ -97,27 +133,9 @@ pub(super) fn guard<'source>(
     Ok(result)
 }
 
-/// Refuses a template whose constants could be too much before a step has run.
-pub(super) fn check_source(source: &str) -> Result<(), Error> {
-    let whitespace = WhitespaceConfig::default();
-    // What is no token, the parser explains.
-    let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig, whitespace)
-        .map_while(Result::ok)
-        .map(|(token, _)| token)
-        .collect();
-    let products = tokens.windows(3).filter(|window| {
-        matches!(window, [before, Token::Mul, after]
-            if !matches!(before, Token::Ident(_)) && !matches!(after, Token::Ident(_)))
-    });
-    if products.count() > MOST_CONSTANT_PRODUCTS {
-        let reason = format!("it has more than {MOST_CONSTANT_PRODUCTS} products of constants");
-        return Err(Error::new(ErrorKind::InvalidOperation, reason));
-    }
-    Ok(())
-}
-
 /// Gives the environment the steps that [`guard`] puts in place of others, and filters and methods that count likewise.
 pub(super) fn set(environment: &mut Environment<'_>) {
+    environment.add_function(LOOK, |state: &State<'_, '_>| assert_in_time(state));
     environment.add_function("+", add);
     environment.add_function("*", multiply);
     environment.add_function("~", concatenate);
@@ -156,10 +174,17 @@ pub(super) fn set(environment: &mut Environment<'_>) {
             name,
             move |state: &State<'_, '_>, arguments: Rest<Value>| {
                 check(name, &arguments)?;
-                keep(state, filter.call(state, &arguments.0)?)
+                let arguments = printed(name, arguments.0)?;
+                keep(state, filter.call(state, &arguments)?)
             },
         );
     }
+    environment.add_filter("string", |state: &State<'_, '_>, value: &Value| {
+        keep(state, Value::from(text(value)?))
+    });
+    environment.add_filter("pprint", |state: &State<'_, '_>, value: &Value| {
+        keep(state, Value::from(python::pprint(value)?))
+    });
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         let all: Vec<Value> = [value].into_iter().chain(arguments).cloned().collect();
         match method {
@@ -167,11 +192,77 @@ pub(super) fn set(environment: &mut Environment<'_>) {
             "join" if arguments.len() == 1 => check(method, &[all[1].clone(), all[0].clone()])?,
             _ => check(method, &all)?,
         }
-        keep(
-            state,
-            unknown_method_callback(state, value, method, arguments)?,
-        )
+        let arguments = printed(method, arguments.to_vec())?;
+        keep(state, call_method(state, value, method, &arguments)?)
     });
+}
+
+/// The arguments, with Python's text in place of values that the filter or method prints.
+fn printed(name: &str, arguments: Vec<Value>) -> Result<Vec<Value>, Error> {
+    let prints = matches!(
+        name,
+        "safe" | "escape" | "e" | "upper" | "lower" | "title" | "capitalize" | "trim" | "format"
+    );
+    match (prints, name) {
+        (true, _) => arguments.iter().map(python::printable).collect(),
+        (false, "replace" | "split" | "indent") => {
+            let mut arguments = arguments;
+            if let Some(first) = arguments.first_mut() {
+                *first = python::printable(first)?;
+            }
+            Ok(arguments)
+        }
+        (false, "join") => {
+            let mut arguments = arguments;
+            if let Some(first) = arguments.first_mut()
+                && is_sequence(first)
+            {
+                let elements: Result<Vec<Value>, Error> = first
+                    .try_iter()?
+                    .map(|element| python::printable(&element))
+                    .collect();
+                *first = Value::from(elements?);
+            }
+            Ok(arguments)
+        }
+        _ => Ok(arguments),
+    }
+}
+
+/// Python's methods: those of minijinja-contrib, and of texts those that it does not have.
+fn call_method(
+    state: &State<'_, '_>,
+    value: &Value,
+    method: &str,
+    arguments: &[Value],
+) -> Result<Value, Error> {
+    if let Some(text) = value.as_str() {
+        match method {
+            "removeprefix" => {
+                let (prefix,): (&str,) = from_args(arguments)?;
+                return Ok(Value::from(text.strip_prefix(prefix).unwrap_or(text)));
+            }
+            "removesuffix" => {
+                let (suffix,): (&str,) = from_args(arguments)?;
+                return Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)));
+            }
+            "partition" | "rpartition" => {
+                let (separator,): (&str,) = from_args(arguments)?;
+                if separator.is_empty() {
+                    let reason = format!("{method}: the separator is empty");
+                    return Err(Error::new(ErrorKind::InvalidOperation, reason));
+                }
+                let (found, missing) = match method {
+                    "partition" => (text.split_once(separator), [text, "", ""]),
+                    _ => (text.rsplit_once(separator), ["", "", text]),
+                };
+                let parts = found.map_or(missing, |(before, after)| [before, separator, after]);
+                return Ok(parts.into_iter().map(Value::from).collect());
+            }
+            _ => (),
+        }
+    }
+    unknown_method_callback(state, value, method, arguments)
 }
 
 /// Operators as minijinja has them, by the names of what they work on.
@@ -291,11 +382,8 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     };
     match name {
         "replace" => {
-            let [from, to] = [1, 2].map(|index| {
-                arguments
-                    .get(index)
-                    .map_or(Ok(String::new()), super::limits::text)
-            });
+            let [from, to] =
+                [1, 2].map(|index| arguments.get(index).map_or(Ok(String::new()), python::text));
             times(text.matches(&from?).count(), to?.len())
         }
         "indent" => times(text.lines().count() + 1, number(1, "width")),
@@ -332,7 +420,7 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
 }
 
 /// Jinja's filters; `tojson` bounds itself.
-fn filters() -> [(&'static str, Value); 41] {
+fn filters() -> [(&'static str, Value); 39] {
     [
         ("safe", Value::from_function(filters::safe)),
         ("escape", Value::from_function(filters::escape)),
@@ -359,7 +447,6 @@ fn filters() -> [(&'static str, Value); 41] {
         ("max", Value::from_function(filters::max)),
         ("sort", Value::from_function(filters::sort)),
         ("list", Value::from_function(filters::list)),
-        ("string", Value::from_function(filters::string)),
         ("batch", Value::from_function(filters::batch)),
         ("slice", Value::from_function(filters::slice)),
         ("sum", Value::from_function(filters::sum)),
@@ -373,7 +460,6 @@ fn filters() -> [(&'static str, Value); 41] {
         ("unique", Value::from_function(filters::unique)),
         ("chain", Value::from_function(filters::chain)),
         ("zip", Value::from_function(filters::zip)),
-        ("pprint", Value::from_function(filters::pprint)),
         ("format", Value::from_function(filters::format)),
     ]
 }

@@ -1,11 +1,15 @@
 //! Bounds on what a chat template computes, keeps and writes: templates come with checkpoints, from anybody.
 
+use super::python;
+use crate::Cancellation;
 use minijinja::{
     Environment, Error, ErrorKind, Output, State, Value, value::Object, value::ValueKind,
 };
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// Instructions that a rendering runs at most: seconds' worth. Gemma 4's own templates look back from every message, so that a
 /// conversation of 1,000 messages takes 4 million of them.
@@ -19,6 +23,15 @@ pub(super) const MOST_BYTES: usize = 128 << 20;
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
+/// Bytes of a list's texts that count as one more element.
+const TEXT_OF_ELEMENT: usize = 512;
+
+/// How long a rendering takes at most. Instructions do not bound it: one may read 128 MB of text.
+const LONGEST_RENDERING: Duration = Duration::from_secs(10);
+
+/// The context's name for the rendering's [`Watch`]: no identifier, so that no template can name it.
+pub(super) const WATCH: &str = " watch";
+
 /// How deeply lists may nest. A stack holds thousands of levels.
 const DEEPEST: usize = 100;
 
@@ -28,10 +41,57 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_formatter(format);
 }
 
-/// Writes a value, and counts it.
+/// Writes a value as Python prints it, and counts it. Chat templates are not HTML: nothing is escaped.
 fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
-    spend(state, length(value)?)?;
-    minijinja::escape_formatter(output, state, value)
+    let text = python::text(value)?;
+    spend(state, text.len())?;
+    output.write_str(&text)?;
+    Ok(())
+}
+
+/// When a rendering has to end.
+#[derive(Clone, Debug)]
+pub(super) struct Watch {
+    deadline: Instant,
+    cancellation: Option<Cancellation>,
+}
+
+impl Object for Watch {}
+
+impl Watch {
+    pub fn new(cancellation: Option<&Cancellation>) -> Self {
+        Self {
+            deadline: Instant::now() + LONGEST_RENDERING,
+            cancellation: cancellation.cloned(),
+        }
+    }
+
+    fn of(state: &State<'_, '_>) -> Arc<Self> {
+        // Macros do not see the context: the first look, which is at the template's begin, keeps it for them.
+        state.get_or_set_temp_object("watch", || {
+            let found = state.lookup(WATCH);
+            let watch = found.and_then(|watch| watch.downcast_object::<Self>());
+            watch.map_or_else(|| Self::new(None), |watch| Self::clone(&watch))
+        })
+    }
+}
+
+/// Ends a rendering that is cancelled, or that takes too long.
+pub(super) fn assert_in_time(state: &State<'_, '_>) -> Result<(), Error> {
+    let watch = Watch::of(state);
+    let is_cancelled = watch
+        .cancellation
+        .as_ref()
+        .is_some_and(Cancellation::is_cancelled);
+    if is_cancelled {
+        let reason = "the rendering was cancelled";
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    if Instant::now() > watch.deadline {
+        let reason = format!("it takes more than {} s", LONGEST_RENDERING.as_secs());
+        return Err(Error::new(ErrorKind::InvalidOperation, reason));
+    }
+    Ok(())
 }
 
 /// Bytes that a rendering has made.
@@ -78,26 +138,19 @@ pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> 
 pub(super) fn length(value: &Value) -> Result<usize, Error> {
     match value.as_str() {
         Some(text) => Ok(text.len()),
-        None => Ok(text(value)?.len()),
+        None => Ok(python::text(value)?.len()),
     }
 }
 
-/// A value's text.
-pub(super) fn text(value: &Value) -> Result<String, Error> {
-    elements(value)?;
-    let mut text = Limited::default();
-    fmt::write(&mut text, format_args!("{value}")).map_err(|_| too_much())?;
-    Ok(text.into_string())
-}
-
-/// How many elements a list has, those of the lists in it among them: a list that is in another twice counts twice.
+/// How many elements a list has, those of the lists in it among them: a list that is in another twice counts twice. Long texts
+/// count as more elements, since sorting or comparing the list reads them.
 ///
 /// # Errors
 /// Where lists nest too deeply, as what has itself among its elements does, or have too many elements.
 pub(super) fn elements(value: &Value) -> Result<usize, Error> {
     let mut count = 0;
-    look_through(value, DEEPEST, &mut |_| {
-        count += 1;
+    look_through(value, DEEPEST, &mut |element| {
+        count += 1 + element.as_str().map_or(0, str::len) / TEXT_OF_ELEMENT;
         match count > MOST_BYTES / ELEMENT {
             true => Err(too_much()),
             false => Ok(()),

@@ -3,9 +3,12 @@
 mod guard;
 mod json;
 mod limits;
+mod python;
 mod source;
+mod syntax;
 
-use crate::Gemma4Error;
+use crate::{Cancellation, Gemma4Error};
+use limits::{WATCH, Watch};
 use minijinja::machinery::{Vm, get_compiled_template, make_string_output};
 use minijinja::{Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
@@ -170,12 +173,23 @@ impl ChatTemplate {
         messages: &[Message],
         options: ChatOptions,
     ) -> Result<String, Gemma4Error> {
-        self.render_context(context! {
+        self.render_until(messages, options, None)
+    }
+
+    /// As [`render`](Self::render), until `cancellation` is cancelled, which is an error.
+    pub(crate) fn render_until(
+        &self,
+        messages: &[Message],
+        options: ChatOptions,
+        cancellation: Option<&Cancellation>,
+    ) -> Result<String, Gemma4Error> {
+        let context = context! {
             messages => messages,
             tools => (),
             add_generation_prompt => options.add_generation_prompt,
             enable_thinking => options.enable_thinking,
-        })
+        };
+        self.render_context(context, cancellation)
     }
 
     /// As [`render`](Self::render), with messages as other programs write them, whatever they have beside a role and a content:
@@ -196,10 +210,18 @@ impl ChatTemplate {
             enable_thinking => options.enable_thinking,
         };
         let none = context! { tools => () };
-        self.render_context(context! { ..own, ..Value::from_serialize(variables), ..none })
+        let context = context! { ..own, ..Value::from_serialize(variables), ..none };
+        self.render_context(context, None)
     }
 
-    fn render_context(&self, context: Value) -> Result<String, Gemma4Error> {
+    fn render_context(
+        &self,
+        context: Value,
+        cancellation: Option<&Cancellation>,
+    ) -> Result<String, Gemma4Error> {
+        let watch = Value::from_object(Watch::new(cancellation));
+        let watch = Value::from_iter([(WATCH, watch)]);
+        let context = context! { ..context, ..watch };
         let template = self
             .environment
             .template_from_named_str(NAME, &self.source)
@@ -250,7 +272,9 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
     }
     limits::set(&mut environment);
     guard::set(&mut environment);
-    guard::check_source(&source)?;
+    python::set(&mut environment);
+    syntax::check(&source)?;
+    let source = syntax::without_generation(&source).into_owned();
     // It is in no environment, so that it cannot include itself, unguarded.
     environment.template_from_named_str(NAME, &source)?;
     Ok(ChatTemplate {
@@ -260,7 +284,7 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
 }
 
 fn raise_exception(message: &Value) -> Result<Value, minijinja::Error> {
-    let message = limits::text(message)?;
+    let message = python::text(message)?;
     Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
 }
 

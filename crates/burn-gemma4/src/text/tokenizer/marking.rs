@@ -39,12 +39,19 @@ impl Tokenizer {
         texts: impl IntoIterator<Item = &'t str>,
     ) -> Result<Marking<'_>, Gemma4Error> {
         let texts: Vec<_> = texts.into_iter().collect();
-        let mark = ('\u{F0000}'..='\u{10FFFD}')
-            .find(|mark| !texts.iter().any(|text| text.contains(*mark)))
-            .ok_or_else(|| Gemma4Error::Argument {
-                argument: "messages",
-                reason: "have every character for private use; one should be left".into(),
-            })?;
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        // A special token with the mark in it could be what marking another one makes.
+        let is_free = |mark: &char| {
+            !texts.iter().any(|text| text.contains(*mark))
+                && !added.values().any(|token| token.content.contains(*mark))
+        };
+        let mark =
+            ('\u{F0000}'..='\u{10FFFD}')
+                .find(is_free)
+                .ok_or_else(|| Gemma4Error::Argument {
+                    argument: "messages",
+                    reason: "have every character for private use; one should be left".into(),
+                })?;
         let tokenizer = self;
         Ok(Marking { tokenizer, mark })
     }
@@ -65,7 +72,8 @@ impl Marking<'_> {
         for token in added.values().filter(|token| token.special) {
             let mut rest = token.content.chars();
             let first = rest.next();
-            // Breaking one occurrence may leave another that overlapped with it.
+            // Breaking one occurrence may leave another that overlapped with it. No special token has the mark, so that each round
+            // leaves fewer.
             while !token.content.is_empty() && text.contains(&token.content) {
                 let (Some(first), false) = (first, rest.as_str().is_empty()) else {
                     return Err(Gemma4Error::Tokenizer(format!(

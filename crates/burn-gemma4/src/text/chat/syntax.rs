@@ -1,0 +1,160 @@
+//! Looks at a template's text before minijinja parses it, and translates the tag that minijinja does not have.
+
+use minijinja::machinery::{Token, WhitespaceConfig, tokenize};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::{Error, ErrorKind};
+use std::borrow::Cow;
+
+/// Bytes of a template. Published ones have some 20,000.
+const LONGEST: usize = 1 << 20;
+
+/// Products of constants in a template, which are computed when it is read: each makes up to 100 MB of text.
+const MOST_CONSTANT_PRODUCTS: usize = 4;
+
+/// Operators of one expression. The parser nests a level for each, takes their square in time, and recurses over them on the stack.
+const MOST_OPERATORS: usize = 1000;
+
+/// `elif` of one `if`, each of which nests a level.
+const MOST_BRANCHES: usize = 300;
+
+/// Refuses a template that could take too much before a step of it has run.
+pub(super) fn check(source: &str) -> Result<(), Error> {
+    if source.len() > LONGEST {
+        return Err(refused(format!(
+            "it has {} bytes; expected at most {LONGEST}",
+            source.len()
+        )));
+    }
+    let whitespace = WhitespaceConfig::default();
+    // The parser explains what is not a token.
+    let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig, whitespace)
+        .map_while(Result::ok)
+        .map(|(token, _)| token)
+        .collect();
+    check_products(&tokens)?;
+    check_operators(&tokens)?;
+    check_branches(&tokens)
+}
+
+fn refused(reason: String) -> Error {
+    Error::new(ErrorKind::InvalidOperation, reason)
+}
+
+fn check_products(tokens: &[Token<'_>]) -> Result<(), Error> {
+    let products = tokens.windows(3).filter(|window| {
+        matches!(window, [before, Token::Mul, after]
+            if !matches!(before, Token::Ident(_)) && !matches!(after, Token::Ident(_)))
+    });
+    match products.count() > MOST_CONSTANT_PRODUCTS {
+        true => Err(refused(format!(
+            "it has more than {MOST_CONSTANT_PRODUCTS} products of constants"
+        ))),
+        false => Ok(()),
+    }
+}
+
+fn check_operators(tokens: &[Token<'_>]) -> Result<(), Error> {
+    let mut operators = 0;
+    for token in tokens {
+        match token {
+            Token::VariableStart | Token::BlockStart => operators = 0,
+            Token::Ident("not" | "and" | "or" | "is" | "in" | "if" | "else") => operators += 1,
+            Token::Ident(_)
+            | Token::Str(_)
+            | Token::String(_)
+            | Token::Int(_)
+            | Token::Int128(_)
+            | Token::Float(_)
+            | Token::Comma
+            | Token::Colon
+            | Token::TemplateData(_) => (),
+            _ => operators += 1,
+        }
+        if operators > MOST_OPERATORS {
+            return Err(refused(format!(
+                "an expression has more than {MOST_OPERATORS} operators"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
+    let mut open = Vec::new();
+    for pair in tokens.windows(2) {
+        let [Token::BlockStart, Token::Ident(tag)] = pair else {
+            continue;
+        };
+        match *tag {
+            "if" => open.push(0),
+            "elif" => {
+                if let Some(branches) = open.last_mut() {
+                    *branches += 1;
+                    if *branches > MOST_BRANCHES {
+                        return Err(refused(format!(
+                            "an `if` has more than {MOST_BRANCHES} `elif`"
+                        )));
+                    }
+                }
+            }
+            "endif" => {
+                open.pop();
+            }
+            _ => (),
+        }
+    }
+    Ok(())
+}
+
+/// The template with transformers' `{% generation %}`, which marks what the assistant says for training, as a block of its own
+/// variables, which is all that it does to a rendering.
+pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
+    if !source.contains("generation") {
+        return Cow::Borrowed(source);
+    }
+    let mut result = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find('{') {
+        result.push_str(&rest[..at]);
+        rest = &rest[at..];
+        let end = match rest.as_bytes().get(1) {
+            Some(b'#') => rest.find("#}").map_or(rest.len(), |end| end + 2),
+            Some(b'%') => rest.find("%}").map_or(rest.len(), |end| end + 2),
+            _ => 1,
+        };
+        let (tag, after) = rest.split_at(end);
+        match tag_name(tag) {
+            Some("generation") => result.push_str(&tag.replacen("generation", "with", 1)),
+            Some("endgeneration") => result.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            Some("raw") => {
+                let end = after.find("endraw").unwrap_or(after.len());
+                result.push_str(tag);
+                result.push_str(&after[..end]);
+                rest = &after[end..];
+                continue;
+            }
+            _ => result.push_str(tag),
+        }
+        rest = after;
+    }
+    result.push_str(rest);
+    Cow::Owned(result)
+}
+
+/// The name of a tag without arguments.
+fn tag_name(tag: &str) -> Option<&str> {
+    let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
+    Some(inner.trim_matches(['-', '+']).trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_generation_keeps_whitespace_control_and_raw_text() {
+        let source = "a{%- generation -%} b {%- endgeneration %}{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ x }}{";
+        let expected = "a{%- with -%} b {%- endwith %}{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ x }}{";
+        assert_eq!(without_generation(source), expected);
+    }
+}
