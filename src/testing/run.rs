@@ -93,6 +93,31 @@ impl Case {
         )
     }
 
+    /// Output and logsumexp where the call says that its lengths are there ahead of its launches.
+    ///
+    /// # Panics
+    /// Where the operator refuses the case.
+    pub fn run_ahead(&self, inputs: &Inputs, device: &Device) -> Vec<Named> {
+        let Prepared { leaves, extras, .. } = self.prepare(inputs, device, self.dtype);
+        let shapes = [inputs.query.shape, inputs.key.shape, inputs.value.shape];
+        let [query, key, value] =
+            [0, 1, 2].map(|i| self.layouts[i].view(leaves[i].clone(), shapes[i]));
+        let options = self.options(extras).kv_lengths_ahead(true);
+        let (output, logsumexp) = Operator::Fused
+            .call(query, key, value, options)
+            .unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        let named = |name, data| Named {
+            name,
+            values: host(data),
+            magnitude: 0.0,
+            stored: 0.0,
+        };
+        vec![
+            named("output", output.inner().into_data()),
+            named("logsumexp", logsumexp.inner().into_data()),
+        ]
+    }
+
     /// The case's tensors on a device, for as many runs as one likes.
     pub fn prepare<'a>(
         &'a self,

@@ -4,6 +4,7 @@
 
 mod case;
 mod matrix_units;
+mod random;
 
 use crate::case::{Case, FULL, seed};
 use crate::dense::{Dense, Layout, read};

@@ -65,6 +65,8 @@ pub struct Quantized {
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
+    /// Whether the call says that its lengths are there ahead.
+    pub lengths_ahead: bool,
 }
 
 impl Quantized {
@@ -78,6 +80,7 @@ impl Quantized {
             inputs,
             key,
             value,
+            lengths_ahead: false,
         }
     }
 
@@ -114,7 +117,9 @@ impl Quantized {
                 self.inputs.query.tensor(device, dtype),
                 given_key.on(device),
                 given_value.on(device),
-                self.case.options(extras),
+                self.case
+                    .options(extras)
+                    .kv_lengths_ahead(self.lengths_ahead),
             )
             .unwrap_or_else(|error| panic!("{:?}: {error}", self.case));
             assert_eq!((output.dtype(), logsumexp.dtype()), (dtype, DType::F32));

@@ -7,14 +7,15 @@ use crate::compare::Named;
 use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
-use attention_cube::device::DeviceProfile;
+use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::engine::{Kernel, Plan, mma, wgmma};
 use attention_cube::select::{Layouts, Pass, select};
+use attention_cube::tile::fragment_tiles::Fragments;
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Problems of one variant, one number after the other: kernels take longer to compile than to run.
 pub fn bundle(sizes: Sizes) -> u64 {
@@ -122,8 +123,14 @@ impl Problem {
             let first = run();
             target.dirty();
             let repeat = differences(&first, &run());
+            // Lengths that are there ahead are the same lengths.
+            let ahead = case.kv_lengths.as_ref().and_then(|_| {
+                differences(&first, &case.run_ahead(&drawn.given, device))
+                    .map(|found| format!("lengths ahead: {found}"))
+            });
             let settled = drawn.settle(case, first, definition.exact());
-            let wrong = definition.random_faults(&settled).into_iter().chain(repeat);
+            let wrong = definition.random_faults(&settled);
+            let wrong = wrong.into_iter().chain(repeat).chain(ahead);
             faults.extend(wrong.map(|fault| format!("{name}: {fault}")));
         }
         match faults.is_empty() {
@@ -240,6 +247,54 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     };
     let found: Vec<_> = first.iter().zip(second).filter_map(different).collect();
     (!found.is_empty()).then(|| format!("two runs differ: {}", found.join(", ")))
+}
+
+/// What is drawn for cards has problems for the engines of cards without Hopper's instructions, too.
+#[test]
+fn every_engine_is_drawn() {
+    let mut ways = BTreeSet::new();
+    let ampere = DeviceProfile {
+        shared_memory: 163 << 10,
+        features: [DType::F16, DType::BF16]
+            .into_iter()
+            .flat_map(|dtype| [Feature::Mma(dtype), Feature::LoadMatrix(dtype)])
+            .chain([Feature::CopyAsync])
+            .collect(),
+        ..hopper()
+    };
+    let plain = DeviceProfile {
+        shared_memory: 48 << 10,
+        bindings: 16,
+        features: vec![],
+        ..hopper()
+    };
+    let fragments = DeviceProfile {
+        fragments: FragmentSupport {
+            kinds: vec![Fragments {
+                m: 16,
+                n: 16,
+                k: 16,
+                dtype: DType::F16,
+                emulated: false,
+            }],
+            plane_sizes: (32, 32),
+            fault: None,
+        },
+        ..plain.clone()
+    };
+    let cards = [ampere, fragments, plain];
+    for variant in 0..200 {
+        let number = variant * bundle(Sizes::Every);
+        let case = numbered(Sizes::Every, number, Config::default())
+            .1
+            .current()
+            .case;
+        ways.extend(cards.iter().map(|card| way(&case, Some(card))));
+    }
+    let of_mma = ["split-M", "split-N", "split-D"].map(|tiles| format!("mma {tiles}"));
+    for way in of_mma.into_iter().chain(["cmma".into(), "unit".into()]) {
+        assert!(ways.contains(&way), "no {way} in {ways:?}");
+    }
 }
 
 /// What is drawn for cards has every row of the tile tables, and every way that tiles have there.
