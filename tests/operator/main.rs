@@ -28,6 +28,7 @@ mod gradients;
 mod groups;
 mod head_sizes;
 mod hopper;
+mod loops;
 mod masks;
 mod options;
 mod oracle;

@@ -193,15 +193,27 @@ impl UnitTiles {
         self.units * self.columns_per_unit()
     }
 
-    /// Iterations of a unit's loops for a block: its columns by fours in the products that sum over them, its rows in those that
-    /// sum over these, and as much again where operands are copied to shared memory before.
-    pub(crate) fn block_iterations(&self, columns: usize) -> usize {
+    /// Loop iterations of a unit for one block: the products that sum over `columns` columns, and `accumulated` products that
+    /// sum over the block's rows. Products are counted twice if operands are copied to shared memory first.
+    ///
+    /// If the tile `has_masked` scores, each accumulated product marks the used columns first, one tile row an iteration.
+    pub(crate) fn block_iterations(
+        &self,
+        columns: usize,
+        accumulated: usize,
+        has_masked: bool,
+    ) -> usize {
         let products = columns.div_ceil(4) + self.columns() + 8;
-        match self.products {
+        let products = match self.products {
             Products::Direct => products,
             Products::Staged => 2 * products,
             Products::Fragments(_) => self.fragment_iterations(columns) + 2 * products,
-        }
+        };
+        let marks = match has_masked {
+            true => accumulated * self.rows * self.columns().div_ceil(self.units),
+            false => 0,
+        };
+        products + marks
     }
 
     /// Bytes of shared memory of the largest kernel.

@@ -99,6 +99,11 @@ pub(crate) fn check(
     Ok(())
 }
 
+/// Whether a key between two visible ones may be hidden, as the kernels' `ScoreKind::leaves_masked` decides.
+fn has_masked(problem: &AttentionProblem) -> bool {
+    problem.bias.is_some() || problem.mask.is_some() || problem.segments
+}
+
 /// Refuses what a software driver would end before its end.
 fn check_iterations(needed: usize, device: &DeviceProfile) -> Result<(), Refusal> {
     if device.processors.is_some() && needed > SOFTWARE_ITERATIONS {
@@ -133,7 +138,10 @@ pub(crate) fn forward_by(
         },
     };
     let blocks = problem.kv_len.div_ceil(plan.tiles.columns());
-    let needed = blocks.div_ceil(plan.splits) * plan.tiles.block_iterations(problem.head_dim);
+    let block = plan
+        .tiles
+        .block_iterations(problem.head_dim, 1, has_masked(problem));
+    let needed = blocks.div_ceil(plan.splits) * block;
     check_iterations(needed, device)?;
     Ok(plan)
 }
@@ -164,8 +172,10 @@ fn backward_iterations(problem: &AttentionProblem, plan: &BackwardPlan) -> usize
         None => {
             let query_blocks = problem.q_len.div_ceil(key_value.columns());
             let key_blocks = problem.kv_len.div_ceil(query.columns());
-            let of_keys = problem.group() * query_blocks * key_value.block_iterations(both);
-            of_keys.max(key_blocks * query.block_iterations(both))
+            let masked = has_masked(problem);
+            let of_keys = query_blocks * key_value.block_iterations(both, 2, masked);
+            let of_queries = key_blocks * query.block_iterations(both, 1, masked);
+            of_queries.max(problem.group() * of_keys)
         }
     };
     bias.max(separate)
@@ -194,5 +204,63 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
         }
         // query, key, value, output's gradient, rows, and two gradients
         Pass::Backward => 7 + shared,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tile::table::{SINGLE, choose};
+    use burn::tensor::DType;
+
+    /// Mesa's software Vulkan on two processor cores.
+    fn software() -> DeviceProfile {
+        DeviceProfile {
+            processors: Some(2),
+            ..crate::testing::card(32 << 10)
+        }
+    }
+
+    /// The loops as the kernels of `tile/direct.rs` have them: blocks, columns by fours, rows by fours, and marked rows.
+    fn loops(tiles: &UnitTiles, columns: [usize; 2], accumulated: usize, masked: bool) -> usize {
+        let sums: usize = columns.iter().map(|columns| columns.div_ceil(4)).sum();
+        let marks = if masked { tiles.rows } else { 0 };
+        1 + sums + accumulated * (tiles.columns() / 4 + marks)
+    }
+
+    #[test]
+    fn block_iterations_count_every_loop_of_direct_tiles() {
+        for width in [1, 16, 32, 33, 64, 128, 256, 512, 1024] {
+            let tiles = choose(SINGLE, width, 0, &software(), 4).expect("a tile of any width");
+            assert!(tiles.is_direct(), "{width}: {tiles:?}");
+            for masked in [false, true] {
+                for (columns, accumulated) in
+                    [([width, 0], 1), ([width, width], 1), ([width, width], 2)]
+                {
+                    let counted = tiles.block_iterations(columns.iter().sum(), accumulated, masked);
+                    let loops = loops(&tiles, columns, accumulated, masked);
+                    assert!(counted >= loops, "{width}, {masked}: {counted} of {loops}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn masked_problem_near_the_loop_limit_is_refused() {
+        let problem = |mask| AttentionProblem {
+            dtype: DType::F32,
+            mask,
+            ..crate::testing::problem([1, 1, 1, 33, 47_300, 33])
+        };
+        let plan = |mask| {
+            let tiles = || choose(SINGLE, 33, 0, &software(), 4);
+            forward_by(&problem(mask), &software(), |_| tiles(), tiles)
+        };
+        assert!(plan(None).is_ok());
+        let refused = plan(Some([1, 1, 1, 47_300]));
+        assert!(
+            matches!(refused, Err(Refusal::Iterations { .. })),
+            "{refused:?}"
+        );
     }
 }

@@ -55,7 +55,8 @@ impl BiasGradientPlan {
             BiasSum::Scores { parts } => {
                 let tiles = summed(problem, self.tiles.rows).div_ceil(parts);
                 let columns = problem.head_dim + problem.value_dim;
-                tiles * self.tiles.block_iterations(columns)
+                // The scores are summed in registers: no product accumulates.
+                tiles * self.tiles.block_iterations(columns, 0, false)
             }
             BiasSum::Queries { parts } => parts.max(summed(problem, 1).div_ceil(parts)),
         }
@@ -91,7 +92,7 @@ fn sum(
         / cubes.max(1);
     let needed = match device.processors {
         Some(_) => {
-            let block = tiles.block_iterations(problem.head_dim + problem.value_dim);
+            let block = tiles.block_iterations(problem.head_dim + problem.value_dim, 0, false);
             summed.div_ceil((SOFTWARE_ITERATIONS / block).max(1))
         }
         None => 1,
