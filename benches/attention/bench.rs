@@ -7,7 +7,7 @@ use crate::measure::Entry;
 use crate::peers::{Peer, Prepared};
 use crate::report::{Ceilings, CliffRow, Outcome, Pass, Report, Row, Unit};
 use crate::{Cli, restriction};
-use attention_cube::{Explanation, engine::Kernel, explain};
+use attention_cube::{Explanation, engine::Engine, explain};
 use attention_workspace::{
     Error,
     accuracy::Oracle,
@@ -176,7 +176,7 @@ impl<'a> Bench<'a> {
             Peer::Burn => "burn".into(),
             Peer::Composed => "composed".into(),
         };
-        let keeps_scores = !ours || selection.kernel == Kernel::Reference;
+        let keeps_scores = !ours || selection.kernel.engine() == Engine::Reference;
         let memory = Prepared::memory(entry.workload, entry.pass == Pass::Backward);
         let mut note = None;
         let outcome = if keeps_scores && memory > self.peer_bytes {

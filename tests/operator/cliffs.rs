@@ -6,7 +6,7 @@ use crate::devices::devices;
 use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
 use attention_cube::division::HeldTiles;
 use attention_cube::engine::{
-    Engine, Kernel, Plan,
+    BackwardKernel, Engine, ForwardKernel, Kernel,
     wgmma::plan::{GradientTiles, Scheduler},
 };
 use attention_cube::select::{BackwardRequest, Layouts, Operands, Pass, Selection, select};
@@ -46,6 +46,7 @@ pub(crate) fn hopper() -> DeviceProfile {
         largest_buffer: 1 << 30,
         fragments: FragmentSupport::default(),
         left_out: vec![],
+        not_built: vec![],
     }
 }
 
@@ -99,8 +100,8 @@ fn what_lies_badly_is_copied_alone() {
     for pass in [Pass::Forward, Pass::Backward] {
         let selection = select(&problem, Some(&hopper()), layouts, pass);
         let copies = match &selection.kernel {
-            Kernel::Wgmma(Plan::Forward(plan)) => plan.copies,
-            Kernel::Wgmma(Plan::Backward(plan)) => plan.copies,
+            Kernel::Forward(ForwardKernel::Wgmma(plan)) => plan.copies,
+            Kernel::Backward(BackwardKernel::Wgmma(plan)) => plan.copies,
             kernel => panic!("{kernel:?}"),
         };
         assert_eq!(copies, expected, "{pass:?}");
@@ -128,7 +129,7 @@ fn packed_documents_are_taken_tile_by_tile() {
         (few, Scheduler::SingleTile),
     ] {
         let selection = chosen(&problem, &hopper(), Pass::Forward);
-        let Kernel::Wgmma(Plan::Forward(plan)) = selection.kernel else {
+        let Kernel::Forward(ForwardKernel::Wgmma(plan)) = selection.kernel else {
             panic!("{selection:?}");
         };
         assert_eq!(plan.scheduler, expected, "{problem:?}");
@@ -212,7 +213,7 @@ fn choices() -> impl Iterator<Item = [bool; 3]> {
 fn hopper_launches_what_is_asked_for() {
     for width in [64, 128, 192, 256, 512] {
         let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), Pass::Backward);
-        let Kernel::Wgmma(Plan::Backward(plan)) = selection.kernel else {
+        let Kernel::Backward(BackwardKernel::Wgmma(plan)) = selection.kernel else {
             panic!("{width}: {selection:?}");
         };
         for [query, key, value] in choices() {
@@ -250,7 +251,7 @@ fn other_devices_launch_what_is_asked_for() {
             ..problem([1, 2, 256, 64])
         };
         let selection = chosen(&problem, &device, Pass::Backward);
-        let Kernel::Unit(Plan::Backward(plan)) = selection.kernel else {
+        let Kernel::Backward(BackwardKernel::Unit(plan)) = selection.kernel else {
             panic!("{selection:?}");
         };
         for [query, key, value] in choices() {

@@ -2,7 +2,7 @@
 
 use crate::devices::{cube_devices, devices};
 use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
-use attention_cube::engine::{Engine, Kernel, Plan};
+use attention_cube::engine::{BackwardKernel, Engine, Kernel};
 use attention_cube::select::{Layouts, Operands, Pass, Refusal, Selection, Warning, select};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
 use attention_workspace::testing::program::{program, run, succeed};
@@ -36,6 +36,7 @@ fn profile() -> DeviceProfile {
         features: vec![],
         fragments: FragmentSupport::default(),
         left_out: vec![],
+        not_built: vec![],
     }
 }
 
@@ -265,7 +266,7 @@ fn gradients_that_fit_no_buffer_together_are_apart() {
         };
         let selection = select(&problem, Some(&software), READABLE, Pass::Backward);
         match selection.kernel {
-            Kernel::Unit(Plan::Backward(plan)) => plan.parts,
+            Kernel::Backward(BackwardKernel::Unit(plan)) => plan.parts,
             other => panic!("{other:?}"),
         }
     };
@@ -319,7 +320,7 @@ fn engines_may_be_left_out() {
         ..profile()
     };
     let selection = select(&problem(64), Some(&without_units), READABLE, Pass::Forward);
-    assert_eq!(selection.kernel, Kernel::Reference);
+    assert_eq!(selection.kernel.engine(), Engine::Reference);
     assert_eq!(
         refusal_of(Engine::Unit, &selection),
         Some(&Refusal::LeftOut)
@@ -335,6 +336,65 @@ fn engines_may_be_left_out() {
         let ended = run(command.env("ATTENTION_ENGINES", "units"));
         assert_ne!(ended.code, Some(0), "{ended:?}");
     }
+}
+
+/// A refusal names the build, not the card, where the build lacks an engine's kernels.
+#[test]
+fn select_engine_not_built_names_the_feature() {
+    let features = vec![
+        Feature::CopyAsync,
+        Feature::Mma(DType::BF16),
+        Feature::LoadMatrix(DType::BF16),
+        Feature::Tma,
+        Feature::Wgmma,
+    ];
+    let built = DeviceProfile {
+        name: "cuda".into(),
+        dtypes: vec![DType::F32, DType::F16, DType::BF16],
+        shared_memory: 232_448,
+        multiprocessors: Some(132),
+        features,
+        ..profile()
+    };
+    let lacking = DeviceProfile {
+        not_built: vec![(Engine::Wgmma, "cuda"), (Engine::Mma, "cuda")],
+        ..built.clone()
+    };
+    let without_copies = DeviceProfile {
+        features: vec![],
+        ..lacking.clone()
+    };
+    let elsewhere = DeviceProfile {
+        name: "wgpu<wgsl>".into(),
+        ..without_copies.clone()
+    };
+    let problem = AttentionProblem {
+        dtype: DType::BF16,
+        ..problem(64)
+    };
+    for pass in [Pass::Forward, Pass::Backward] {
+        let choose = |device| select(&problem, Some(device), READABLE, pass);
+        assert_ne!(choose(&built).kernel.engine(), Engine::Unit);
+        for device in [&lacking, &without_copies] {
+            let selection = choose(device);
+            assert_eq!(selection.kernel.engine(), Engine::Unit, "{selection:?}");
+            for engine in [Engine::Wgmma, Engine::Mma] {
+                let refusal = refusal_of(engine, &selection);
+                assert_eq!(refusal, Some(&Refusal::NotBuilt("cuda")), "{selection:?}");
+            }
+        }
+        // On another runtime the feature would change nothing.
+        let selection = choose(&elsewhere);
+        for engine in [Engine::Wgmma, Engine::Mma] {
+            let refusal = refusal_of(engine, &selection);
+            assert!(
+                matches!(refusal, Some(Refusal::MissingFeature(_))),
+                "{selection:?}"
+            );
+        }
+    }
+    let text = Refusal::NotBuilt("cuda").to_string();
+    assert!(text.contains("attention-cube is built without its feature `cuda`"));
 }
 
 #[test]

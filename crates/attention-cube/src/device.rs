@@ -53,6 +53,8 @@ pub struct DeviceProfile {
     pub fragments: FragmentSupport,
     /// Engines that are not asked: none, but in tests of the others.
     pub left_out: Vec<Engine>,
+    /// Engines whose kernels this build lacks, each with the Cargo feature that builds them.
+    pub not_built: Vec<(Engine, &'static str)>,
 }
 
 /// The matrices that a device's planes multiply in a layout of their own (`cubecl::cmma`), as far as sums are in f32.
@@ -148,6 +150,10 @@ impl DeviceProfile {
             features: features(properties, is_hopper(client)),
             fragments: restriction.fragments(|| fragments(client)),
             left_out: restriction.left_out(),
+            not_built: Engine::WITH_KERNELS
+                .iter()
+                .filter_map(|engine| Some((*engine, engine.missing_build_feature()?)))
+                .collect(),
         }
     }
 }

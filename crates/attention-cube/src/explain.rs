@@ -2,6 +2,7 @@
 
 use crate::backend::check_backend;
 use crate::device::DeviceProfile;
+use crate::engine::Kernel;
 use crate::select::{Layouts, Pass, Selection, select};
 use crate::{AttentionError, AttentionProblem};
 use burn::tensor::Device;
@@ -31,7 +32,10 @@ impl fmt::Display for Explanation {
             None => writeln!(f, "device: no CubeCL")?,
         }
         for (pass, selection) in [("forward", &self.forward), ("backward", &self.backward)] {
-            writeln!(f, "{pass}: {:?}", selection.kernel)?;
+            match &selection.kernel {
+                Kernel::Forward(kernel) => writeln!(f, "{pass}: {kernel:?}")?,
+                Kernel::Backward(kernel) => writeln!(f, "{pass}: {kernel:?}")?,
+            }
             for (engine, reason) in &selection.refusals {
                 writeln!(f, "  {engine:?} refused: {reason}")?;
             }

@@ -5,7 +5,7 @@
 
 use crate::AttentionProblem;
 use crate::device::{DeviceProfile, Feature};
-use crate::engine::{Engine, Kernel};
+use crate::engine::{BackwardKernel, Engine, ForwardKernel, Kernel};
 use crate::tiled::plan::DECODE_ROWS;
 use burn::tensor::DType;
 use std::fmt;
@@ -115,6 +115,11 @@ pub enum Refusal {
     /// The device runs no CubeCL kernels.
     #[error("the device does not run CubeCL kernels")]
     NoCubeCL,
+    /// The crate was compiled without the Cargo feature that builds the engine's kernels.
+    #[error(
+        "attention-cube is built without its feature `{0}`; add the feature to use this engine"
+    )]
+    NotBuilt(&'static str),
     /// A test leaves the engine out.
     #[error("it is left out by ATTENTION_ENGINES")]
     LeftOut,
@@ -241,9 +246,9 @@ impl fmt::Display for Warning {
 
 /// The choice for one pass, and what was not chosen.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Selection {
+pub struct Selection<K = Kernel> {
     /// The kernel chosen.
-    pub kernel: Kernel,
+    pub kernel: K,
     /// The engines asked before it, and their reasons.
     pub refusals: Vec<(Engine, Refusal)>,
     /// What to know of the kernel chosen.
@@ -293,31 +298,96 @@ pub fn select(
     layouts: Layouts,
     pass: Pass,
 ) -> Selection {
-    let reference = |refusals| Selection {
-        kernel: Kernel::Reference,
+    match pass {
+        Pass::Forward => select_forward(problem, device, layouts).map(Kernel::Forward),
+        Pass::Backward => select_backward(problem, device, layouts).map(Kernel::Backward),
+    }
+}
+
+/// Chooses the kernel of a forward. `device` is `None` where no CubeCL kernels run.
+pub(crate) fn select_forward(
+    problem: &AttentionProblem,
+    device: Option<&DeviceProfile>,
+    layouts: Layouts,
+) -> Selection<ForwardKernel> {
+    let (kernel, refusals) = first_plan(problem, device, Pass::Forward, |engine, device| {
+        engine.plan_forward(problem, device, layouts)
+    });
+    Selection {
+        kernel: kernel.unwrap_or(ForwardKernel::Reference),
         refusals,
         warnings: Vec::new(),
-    };
+    }
+}
+
+/// Chooses the kernel of a backward. `device` is `None` where no CubeCL kernels run.
+pub(crate) fn select_backward(
+    problem: &AttentionProblem,
+    device: Option<&DeviceProfile>,
+    layouts: Layouts,
+) -> Selection<BackwardKernel> {
+    let (kernel, refusals) = first_plan(problem, device, Pass::Backward, |engine, device| {
+        engine.plan_backward(problem, device, layouts)
+    });
+    let kernel = kernel.unwrap_or(BackwardKernel::Reference);
+    Selection {
+        warnings: kernel.warnings(problem),
+        kernel,
+        refusals,
+    }
+}
+
+impl<K> Selection<K> {
+    fn map<L>(self, convert: impl FnOnce(K) -> L) -> Selection<L> {
+        Selection {
+            kernel: convert(self.kernel),
+            refusals: self.refusals,
+            warnings: self.warnings,
+        }
+    }
+}
+
+/// The plan of the first engine that serves the problem, and the reasons of those that were asked before.
+fn first_plan<K>(
+    problem: &AttentionProblem,
+    device: Option<&DeviceProfile>,
+    pass: Pass,
+    plan: impl Fn(Engine, &DeviceProfile) -> Result<K, Refusal>,
+) -> (Option<K>, Vec<(Engine, Refusal)>) {
     let Some(device) = device else {
-        return reference(vec![(Engine::Unit, Refusal::NoCubeCL)]);
+        return (None, vec![(Engine::Unit, Refusal::NoCubeCL)]);
     };
     let mut refusals = Vec::new();
     for engine in engines(problem, pass) {
         let answer = match device.left_out.contains(&engine) {
             true => Err(Refusal::LeftOut),
             false => check_quantized(engine, problem, pass)
-                .and_then(|()| engine.plan(problem, device, layouts, pass)),
+                .and_then(|()| if_built(engine, device, plan(engine, device))),
         };
         match answer {
-            Ok(kernel) => {
-                return Selection {
-                    warnings: kernel.warnings(problem),
-                    kernel,
-                    refusals,
-                };
-            }
+            Ok(kernel) => return (Some(kernel), refusals),
             Err(refusal) => refusals.push((engine, refusal)),
         }
     }
-    reference(refusals)
+    (None, refusals)
+}
+
+/// Refuses a plan whose kernels this build lacks. On NVIDIA's runtime the build is also why a feature of the device is missing:
+/// without the crate's feature CubeCL compiles through LLVM, which has neither asynchronous copies nor TMA.
+fn if_built<K>(
+    engine: Engine,
+    device: &DeviceProfile,
+    answer: Result<K, Refusal>,
+) -> Result<K, Refusal> {
+    let not_built = device.not_built.iter().find(|(lacks, _)| *lacks == engine);
+    let Some((_, feature)) = not_built else {
+        return answer;
+    };
+    match answer {
+        Err(Refusal::MissingFeature(_)) if device.name.starts_with(feature) => {
+            Err(Refusal::NotBuilt(feature))
+        }
+        Ok(_) => Err(Refusal::NotBuilt(feature)),
+        Err(refusal) => Err(refusal),
+    }
 }

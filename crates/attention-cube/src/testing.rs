@@ -57,5 +57,6 @@ pub(crate) fn card(shared_memory: usize) -> DeviceProfile {
         features: Vec::new(),
         fragments: FragmentSupport::default(),
         left_out: Vec::new(),
+        not_built: Vec::new(),
     }
 }

@@ -8,7 +8,7 @@ use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
 use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
-use attention_cube::engine::{Kernel, Plan, mma, wgmma};
+use attention_cube::engine::{ForwardKernel, Kernel, mma, wgmma};
 use attention_cube::select::{Layouts, Pass, select};
 use attention_cube::tile::fragment_tiles::Fragments;
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
@@ -171,7 +171,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     let kernel = select(&problem, device, layouts, Pass::Forward).kernel;
     let engine = kernel.engine();
     let (tiles, heads, splits, stay) = match kernel {
-        Kernel::Wgmma(Plan::Forward(plan)) => {
+        Kernel::Forward(ForwardKernel::Wgmma(plan)) => {
             let tiles = match plan.tiles {
                 wgmma::plan::ForwardTiles::SplitM(_) => "split-M",
                 wgmma::plan::ForwardTiles::SplitD(_) => "split-D",
@@ -179,7 +179,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
             let stay = plan.scheduler != wgmma::plan::Scheduler::SingleTile;
             (tiles, plan.heads, plan.splits, stay)
         }
-        Kernel::Mma(Plan::Forward(plan)) => {
+        Kernel::Forward(ForwardKernel::Mma(plan)) => {
             let tiles = match plan.tiles {
                 mma::plan::ForwardTiles::SplitM(_) => "split-M",
                 mma::plan::ForwardTiles::SplitN(_) => "split-N",

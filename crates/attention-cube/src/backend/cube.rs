@@ -7,9 +7,11 @@ use crate::arguments::{
 use crate::device::DeviceProfile;
 #[cfg(feature = "cuda")]
 use crate::engine::mma::Mma;
-use crate::engine::{Engine, Kernel, Plan};
+use crate::engine::{Engine, ForwardKernel};
 use crate::passes::quantize::{dequantized, quantized};
-use crate::select::{BackwardRequest, Layouts, Operands, Pass, select};
+use crate::select::{
+    BackwardRequest, Layouts, Operands, Pass, Selection, select_backward, select_forward,
+};
 use crate::tiled::launch::forward::{Scales, launch};
 use burn_cubecl::{
     CubeBackend,
@@ -28,7 +30,7 @@ impl AttentionBackend for CubeBackend {
         let inputs = rows_of(inputs);
         let layouts = forward_layouts(&inputs);
         let device = DeviceProfile::of_client(&inputs.query.client);
-        choose(&device, &problem, layouts, Pass::Forward).forward(inputs, &problem)
+        forward_kernel(&device, &problem, layouts).forward(inputs, &problem)
     }
 
     fn attention_backward(
@@ -61,7 +63,9 @@ impl AttentionBackend for CubeBackend {
             tma_bias: false,
         };
         let device = DeviceProfile::of_client(&inputs.query.client);
-        let kernel = choose(&device, &problem, layouts, Pass::Backward);
+        let selection = select_backward(&problem, Some(&device), layouts);
+        log_selection(&selection, &problem, Pass::Backward);
+        let kernel = selection.kernel;
         let saved = match own_logsumexp(kernel.engine(), &inputs, &problem, &device) {
             Some(logsumexp) => AttentionSaved { logsumexp, ..saved },
             None => saved,
@@ -127,9 +131,9 @@ fn in_words(
         tma_bias: false,
     };
     let device = DeviceProfile::of_client(&query.client);
-    match choose(&device, problem, layouts, Pass::Forward) {
+    match forward_kernel(&device, problem, layouts) {
         #[cfg(feature = "cuda")]
-        Kernel::Mma(Plan::Forward(plan)) => {
+        ForwardKernel::Mma(plan) => {
             let words = AttentionInputs {
                 query,
                 key,
@@ -138,7 +142,7 @@ fn in_words(
             };
             Ok(Mma::forward_of_words(plan, words, scales, problem))
         }
-        Kernel::Cmma(Plan::Forward(plan)) | Kernel::Unit(Plan::Forward(plan)) => {
+        ForwardKernel::Cmma(plan) | ForwardKernel::Unit(plan) => {
             let words = AttentionInputs {
                 query,
                 key: rows_in_order(key),
@@ -190,7 +194,7 @@ fn own_logsumexp(
     device: &DeviceProfile,
 ) -> Option<FloatTensor<CubeBackend>> {
     let layouts = forward_layouts(inputs);
-    let chosen = select(problem, Some(device), layouts, Pass::Forward).kernel;
+    let chosen = select_forward(problem, Some(device), layouts).kernel;
     // An engine without a forward of this problem has nothing better.
     let own = engine
         .plan_forward_as_backward(problem, device, layouts)
@@ -198,13 +202,22 @@ fn own_logsumexp(
     (own != chosen).then(|| own.forward(inputs.clone(), problem).logsumexp)
 }
 
-fn choose(
+/// The kernel that serves a forward, logged with the reasons for the choice.
+fn forward_kernel(
     device: &DeviceProfile,
     problem: &AttentionProblem,
     layouts: Layouts,
+) -> ForwardKernel {
+    let selection = select_forward(problem, Some(device), layouts);
+    log_selection(&selection, problem, Pass::Forward);
+    selection.kernel
+}
+
+fn log_selection<K: std::fmt::Debug>(
+    selection: &Selection<K>,
+    problem: &AttentionProblem,
     pass: Pass,
-) -> Kernel {
-    let selection = select(problem, Some(device), layouts, pass);
+) {
     for (engine, reason) in &selection.refusals {
         log::debug!("attention {pass:?}: {engine:?} refused: {reason}");
     }
@@ -212,7 +225,6 @@ fn choose(
         log::debug!("attention {pass:?}: {warning}");
     }
     log::debug!("attention {pass:?}: {:?} for {problem:?}", selection.kernel);
-    selection.kernel
 }
 
 /// The inputs with rows where storage tiles may lie.

@@ -14,7 +14,7 @@ use crate::device::DeviceProfile;
 use crate::reference;
 #[cfg(feature = "cube")]
 use crate::select::BackwardRequest;
-use crate::select::{Layouts, Pass, Refusal, Warning};
+use crate::select::{Layouts, Refusal, Warning};
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
 use std::fmt;
@@ -91,32 +91,8 @@ pub trait Launch: AttentionEngine {
     ) -> AttentionGradients<CubeBackend>;
 }
 
-/// An engine's plan for one pass.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Plan<Forward, Backward> {
-    /// Output and logsumexp.
-    Forward(Forward),
-    /// The gradients.
-    Backward(Box<Backward>),
-}
-
-type PlanOf<E> = Plan<<E as AttentionEngine>::Forward, <E as AttentionEngine>::Backward>;
-
-fn plan<E: AttentionEngine>(
-    problem: &AttentionProblem,
-    device: &DeviceProfile,
-    layouts: Layouts,
-    pass: Pass,
-) -> Result<PlanOf<E>, Refusal> {
-    match pass {
-        Pass::Forward => E::plan_forward(problem, device, layouts).map(Plan::Forward),
-        Pass::Backward => E::plan_backward(problem, device, layouts)
-            .map(Box::new)
-            .map(Plan::Backward),
-    }
-}
-
-/// Makes [`Engine`] and [`Kernel`] of the engines, in the order in which they are asked, each with the feature that has its kernels.
+/// Makes [`Engine`], [`ForwardKernel`] and [`BackwardKernel`] of the engines, in the order in which they are asked. Each engine has the
+/// Cargo feature that builds its kernels.
 macro_rules! engines {
     ($($module:ident::$engine:ident if $feature:tt,)+) => {
         /// The ways there are to compute attention, the fastest first.
@@ -134,21 +110,45 @@ macro_rules! engines {
             /// Those with kernels, in the order in which they are asked.
             pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
 
-            /// Its answer.
-            pub(crate) fn plan(
+            /// The Cargo feature without which the engine's kernels are not built, if this build lacks the feature.
+            #[cfg(feature = "cube")]
+            pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
+                match self {
+                    $(Self::$engine => (!cfg!(feature = $feature)).then_some($feature),)+
+                    Self::Reference => None,
+                }
+            }
+
+            /// The engine's forward plan.
+            pub(crate) fn plan_forward(
                 self,
                 problem: &AttentionProblem,
                 device: &DeviceProfile,
                 layouts: Layouts,
-                pass: Pass,
-            ) -> Result<Kernel, Refusal> {
+            ) -> Result<ForwardKernel, Refusal> {
                 match self {
                     $(
-                        Self::$engine => {
-                            plan::<$module::$engine>(problem, device, layouts, pass).map(Kernel::$engine)
-                        }
+                        Self::$engine => $module::$engine::plan_forward(problem, device, layouts)
+                            .map(ForwardKernel::$engine),
                     )+
-                    Self::Reference => Ok(Kernel::Reference),
+                    Self::Reference => Ok(ForwardKernel::Reference),
+                }
+            }
+
+            /// The engine's backward plan.
+            pub(crate) fn plan_backward(
+                self,
+                problem: &AttentionProblem,
+                device: &DeviceProfile,
+                layouts: Layouts,
+            ) -> Result<BackwardKernel, Refusal> {
+                match self {
+                    $(
+                        Self::$engine => $module::$engine::plan_backward(problem, device, layouts)
+                            .map(Box::new)
+                            .map(BackwardKernel::$engine),
+                    )+
+                    Self::Reference => Ok(BackwardKernel::Reference),
                 }
             }
 
@@ -159,16 +159,15 @@ macro_rules! engines {
                 problem: &AttentionProblem,
                 device: &DeviceProfile,
                 layouts: Layouts,
-            ) -> Result<Kernel, Refusal> {
+            ) -> Result<ForwardKernel, Refusal> {
                 match self {
                     $(
                         Self::$engine => {
                             $module::$engine::plan_forward_as_backward(problem, device, layouts)
-                                .map(Plan::Forward)
-                                .map(Kernel::$engine)
+                                .map(ForwardKernel::$engine)
                         }
                     )+
-                    Self::Reference => Ok(Kernel::Reference),
+                    Self::Reference => Ok(ForwardKernel::Reference),
                 }
             }
 
@@ -190,19 +189,19 @@ macro_rules! engines {
             }
         }
 
-        /// The kernels that serve a pass.
+        /// The kernels that serve a forward.
         #[derive(Clone, Debug, PartialEq)]
-        pub enum Kernel {
+        pub enum ForwardKernel {
             $(
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
-                $engine(PlanOf<$module::$engine>),
+                $engine(<$module::$engine as AttentionEngine>::Forward),
             )+
             /// See [`Engine::Reference`].
             Reference,
         }
 
-        impl Kernel {
-            /// The engine that they belong to.
+        impl ForwardKernel {
+            /// The engine of the kernels.
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
@@ -213,16 +212,8 @@ macro_rules! engines {
             /// Parts that the keys are split into, side by side, whose results are combined: 1 where they are not.
             pub fn splits(&self) -> usize {
                 match self {
-                    $(Self::$engine(Plan::Forward(plan)) => $module::$engine::splits(plan),)+
-                    _ => 1,
-                }
-            }
-
-            /// Where they fall short of the contract.
-            pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
-                match self {
-                    $(Self::$engine(Plan::Backward(plan)) => $module::$engine::warnings(problem, plan),)+
-                    _ => Vec::new(),
+                    $(Self::$engine(plan) => $module::$engine::splits(plan),)+
+                    Self::Reference => 1,
                 }
             }
 
@@ -236,11 +227,42 @@ macro_rules! engines {
                 match self {
                     $(
                         #[cfg(feature = $feature)]
-                        Self::$engine(Plan::Forward(plan)) => {
-                            $module::$engine::forward(plan, inputs, problem)
-                        }
+                        Self::$engine(plan) => $module::$engine::forward(plan, inputs, problem),
+                        #[cfg(not(feature = $feature))]
+                        Self::$engine(_) => unreachable!(concat!(
+                            stringify!($engine), " is refused in builds without the feature ", $feature
+                        )),
                     )+
-                    _ => reference::forward_in_parts::<CubeBackend>(inputs, problem),
+                    Self::Reference => reference::forward_in_parts::<CubeBackend>(inputs, problem),
+                }
+            }
+        }
+
+        /// The kernels that serve a backward.
+        #[derive(Clone, Debug, PartialEq)]
+        pub enum BackwardKernel {
+            $(
+                #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
+                $engine(Box<<$module::$engine as AttentionEngine>::Backward>),
+            )+
+            /// See [`Engine::Reference`].
+            Reference,
+        }
+
+        impl BackwardKernel {
+            /// The engine of the kernels.
+            pub fn engine(&self) -> Engine {
+                match self {
+                    $(Self::$engine(_) => Engine::$engine,)+
+                    Self::Reference => Engine::Reference,
+                }
+            }
+
+            /// The points in which the kernels fall short of the contract.
+            pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
+                match self {
+                    $(Self::$engine(plan) => $module::$engine::warnings(problem, plan),)+
+                    Self::Reference => Vec::new(),
                 }
             }
 
@@ -256,15 +278,48 @@ macro_rules! engines {
                 match self {
                     $(
                         #[cfg(feature = $feature)]
-                        Self::$engine(Plan::Backward(plan)) => {
+                        Self::$engine(plan) => {
                             $module::$engine::backward(*plan, inputs, saved, problem, request)
                         }
+                        #[cfg(not(feature = $feature))]
+                        Self::$engine(_) => unreachable!(concat!(
+                            stringify!($engine), " is refused in builds without the feature ", $feature
+                        )),
                     )+
-                    _ => reference::gradients::backward::<CubeBackend>(inputs, saved, problem, request),
+                    Self::Reference => {
+                        reference::gradients::backward::<CubeBackend>(inputs, saved, problem, request)
+                    }
                 }
             }
         }
     };
+}
+
+/// The kernels that serve a pass.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Kernel {
+    /// Output and logsumexp.
+    Forward(ForwardKernel),
+    /// The gradients.
+    Backward(BackwardKernel),
+}
+
+impl Kernel {
+    /// The engine of the kernels.
+    pub fn engine(&self) -> Engine {
+        match self {
+            Self::Forward(kernel) => kernel.engine(),
+            Self::Backward(kernel) => kernel.engine(),
+        }
+    }
+
+    /// See [`ForwardKernel::splits`]; 1 in a backward.
+    pub fn splits(&self) -> usize {
+        match self {
+            Self::Forward(kernel) => kernel.splits(),
+            Self::Backward(_) => 1,
+        }
+    }
 }
 
 engines! {

@@ -69,6 +69,7 @@ mod tests {
             features: vec![],
             fragments: FragmentSupport::default(),
             left_out: vec![],
+            not_built: vec![],
         }
     }
 
