@@ -29,6 +29,7 @@ mod groups;
 mod head_sizes;
 mod hopper;
 mod loops;
+mod large_values;
 mod masks;
 mod options;
 mod oracle;

@@ -1,0 +1,36 @@
+//! Values near the largest f32: the sum of the keys' values comes before its division by the softmax's denominator.
+
+use crate::dense::read;
+use crate::devices::devices;
+use attention_cube::{AttentionOptions, fused_attention};
+use burn::tensor::{DType, Tensor};
+
+/// Keys of equal scores.
+const KEYS: usize = 64;
+
+/// The numerators of a softmax are at most this power of two, so that sums of values up to `f32::MAX / (256 · kv_len)` are finite.
+const LARGEST_NUMERATOR: f32 = 256.0;
+
+#[test]
+fn output_values_up_to_the_contract_finite() {
+    let value = f32::MAX / (LARGEST_NUMERATOR * KEYS as f32);
+    for device in devices() {
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1e-2)] {
+            if !device.supports(dtype) {
+                continue;
+            }
+            let on = (&device.device, dtype);
+            let query = Tensor::<4>::ones([1, 2, 3, 16], on);
+            let key = Tensor::<4>::ones([1, 2, KEYS, 16], on);
+            let values = Tensor::<4>::full([1, 2, KEYS, 16], value, on);
+            let output = fused_attention(query, key, values, AttentionOptions::new());
+            for found in read(output) {
+                assert!(
+                    (found / f64::from(value) - 1.0).abs() < tolerance,
+                    "{}, {dtype:?}: {found:e} instead of {value:e}",
+                    device.name
+                );
+            }
+        }
+    }
+}
