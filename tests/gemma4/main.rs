@@ -32,6 +32,7 @@ mod gradients;
 mod half;
 mod lengths;
 mod loading;
+mod marking;
 mod not_numbers;
 mod packed;
 mod packing;

@@ -406,3 +406,33 @@ fn template_that_reads_long_texts_without_end_is_refused_in_time() {
         assert_refused(&looped, &["more than 10 s"]);
     }
 }
+
+/// The parser nests a level for each `elif`, those of the `if` around it among them.
+#[test]
+fn template_with_nested_chains_of_branches_is_refused() {
+    for (begin, end) in [("", ""), ("{% for x in [1] %}", "{% endfor %}")] {
+        let branches = format!("{begin}{{% if 0 %}}{}", "{% elif 0 %}".repeat(299));
+        let source = branches.repeat(70) + &format!("{{% endif %}}{end}").repeat(70);
+        assert_refused(&source, &["elif"]);
+    }
+}
+
+/// The clock is looked at between instructions that read a whole text, and between the elements of a filter.
+#[test]
+fn template_that_reads_long_texts_without_a_loop_is_refused_in_time() {
+    let long = "{% set s = messages[0]['content'] * 15000000 %}";
+    for step in ["s[29999999]", "s[29999998:]"] {
+        let steps = format!("{{% if {step} %}}{{% endif %}}").repeat(20_000);
+        assert_refused(&(long.to_owned() + &steps), &["more than 10 s"]);
+    }
+    for step in [
+        "(['b'] * 100000) | select('in', s) | list",
+        "([{'a': 'b'}] * 100000) | selectattr('a', 'in', s) | list",
+        "(['b'] * 100000) | map('trim', s) | list",
+    ] {
+        assert_refused(
+            &format!("{long}{{{{ {step} | length }}}}"),
+            &["more than 10 s"],
+        );
+    }
+}

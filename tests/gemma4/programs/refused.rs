@@ -129,7 +129,8 @@ fn control_characters_of_files_are_escaped() {
             tensors.insert(format!("model.{hostile}"), tensor);
         });
     };
-    let spoils: [(&str, Box<dyn Fn(&Folder)>); 6] = [
+    type Spoil = Box<dyn Fn(&Folder)>;
+    let spoils: [(&str, Spoil); 6] = [
         ("tensor", Box::new(add)),
         (
             "model_type",

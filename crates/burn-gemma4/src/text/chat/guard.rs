@@ -9,7 +9,7 @@ use super::python::{self, text};
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{
-    Environment, Error, ErrorKind, Expression, State, Value, context, filters, functions,
+    Environment, Error, ErrorKind, Expression, State, Value, context, filters, functions, tests,
 };
 use minijinja_contrib::pycompat::unknown_method_callback;
 use std::sync::LazyLock;
@@ -41,6 +41,10 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
 /// The function that looks at the time, in front of what may read long texts and in every round of a loop.
 const LOOK: &str = "in time";
 
+/// The function that turns a text into the list of its characters, in front of loops over it and of its assignment to several names:
+/// minijinja unpacks no text, and its loops over one have no length.
+const ITERATED: &str = "iterated text";
+
 /// Whether the instruction may read long texts, so that the time is looked at before it.
 fn may_be_long(instruction: &Instruction<'_>) -> bool {
     matches!(
@@ -53,6 +57,12 @@ fn may_be_long(instruction: &Instruction<'_>) -> bool {
             | Instruction::Lte
             | Instruction::CompareAndPreserve(_)
             | Instruction::In
+            | Instruction::GetItem
+            | Instruction::Slice
+            | Instruction::GetAttr(_)
+            | Instruction::PushLoop(_)
+            | Instruction::UnpackList(_)
+            | Instruction::UnpackLists(_)
             | Instruction::ApplyFilter(..)
             | Instruction::PerformTest(..)
             | Instruction::CallFunction(..)
@@ -78,6 +88,7 @@ pub(super) fn guard<'source>(
             Instruction::EmitRaw(_) => 2,
             Instruction::SetAttr(_) => 4,
             Instruction::Iterate(_) => 1 + look,
+            Instruction::PushLoop(_) | Instruction::UnpackList(_) => look + 2,
             _ if may_be_long(instruction) => look + 1,
             _ => 1,
         };
@@ -109,6 +120,10 @@ pub(super) fn guard<'source>(
                 add(Instruction::Swap);
                 add(Instruction::CallFunction(".", Some(1)));
                 add(Instruction::Swap);
+                instruction.clone()
+            }
+            Instruction::PushLoop(_) | Instruction::UnpackList(_) => {
+                add(Instruction::CallFunction(ITERATED, Some(1)));
                 instruction.clone()
             }
             Instruction::LoadConst(value) if length(value)? > LONGEST_CONSTANT => {
@@ -145,6 +160,19 @@ pub(super) fn set(environment: &mut Environment<'_>) {
         assert_no_namespace(&value)?;
         Ok::<_, Error>(value)
     });
+    environment.add_function(
+        ITERATED,
+        |state: &State<'_, '_>, value: Value| match value.as_str() {
+            Some(text) => {
+                spend(
+                    state,
+                    size_of::<Value>().saturating_mul(text.chars().count()),
+                )?;
+                Ok(text.chars().map(Value::from).collect())
+            }
+            None => Ok(value),
+        },
+    );
     environment.add_function("[]", |state: &State<'_, '_>, elements: Rest<Value>| {
         keep(state, Value::from(elements.0))
     });
@@ -173,9 +201,21 @@ pub(super) fn set(environment: &mut Environment<'_>) {
         environment.add_filter(
             name,
             move |state: &State<'_, '_>, arguments: Rest<Value>| {
+                // `map` calls a filter for each element, between two instructions.
+                assert_in_time(state)?;
                 check(name, &arguments)?;
                 let arguments = printed(name, arguments.0)?;
                 keep(state, filter.call(state, &arguments)?)
+            },
+        );
+    }
+    for (name, test) in tests() {
+        environment.add_test(
+            name,
+            move |state: &State<'_, '_>, arguments: Rest<Value>| {
+                // `select` performs a test for each element, between two instructions.
+                assert_in_time(state)?;
+                Ok::<_, Error>(test.call(state, &arguments)?.is_true())
             },
         );
     }
@@ -246,6 +286,10 @@ fn call_method(
                 let (suffix,): (&str,) = from_args(arguments)?;
                 return Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)));
             }
+            "rsplit" => {
+                let (separator, most): (Option<&str>, Option<i64>) = from_args(arguments)?;
+                return rsplit(text, separator, most);
+            }
             "partition" | "rpartition" => {
                 let (separator,): (&str,) = from_args(arguments)?;
                 if separator.is_empty() {
@@ -263,6 +307,41 @@ fn call_method(
         }
     }
     unknown_method_callback(state, value, method, arguments)
+}
+
+/// Python's `str.rsplit`.
+fn rsplit(text: &str, separator: Option<&str>, most: Option<i64>) -> Result<Value, Error> {
+    let most = usize::try_from(most.unwrap_or(-1)).unwrap_or(usize::MAX);
+    let mut parts: Vec<&str> = Vec::new();
+    let mut rest = text;
+    match separator {
+        Some("") => {
+            let reason = "rsplit: the separator is empty";
+            return Err(Error::new(ErrorKind::InvalidOperation, reason));
+        }
+        Some(separator) => {
+            while parts.len() < most
+                && let Some((before, after)) = rest.rsplit_once(separator)
+            {
+                parts.push(after);
+                rest = before;
+            }
+            parts.push(rest);
+        }
+        None => {
+            rest = rest.trim_end();
+            while parts.len() < most
+                && let Some((before, after)) = rest.rsplit_once(char::is_whitespace)
+            {
+                parts.push(after);
+                rest = before.trim_end();
+            }
+            if !rest.is_empty() {
+                parts.push(rest);
+            }
+        }
+    }
+    Ok(parts.into_iter().rev().map(Value::from).collect())
 }
 
 /// Operators as minijinja has them, by the names of what they work on.
@@ -405,7 +484,7 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
             }
             Ok(())
         }
-        "split" => match arguments.get(1).and_then(Value::as_str) {
+        "split" | "rsplit" => match arguments.get(1).and_then(Value::as_str) {
             Some(separator) => times(text.matches(separator).count(), size_of::<Value>()),
             None => times(text.split_whitespace().count(), size_of::<Value>()),
         },
@@ -417,6 +496,44 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
         ),
         _ => Ok(()),
     }
+}
+
+/// Jinja's tests that may read long texts.
+fn tests() -> [(&'static str, Value); 20] {
+    let [equal, unequal] = [
+        Value::from_function(tests::is_eq),
+        Value::from_function(tests::is_ne),
+    ];
+    let [less, greater] = [
+        Value::from_function(tests::is_lt),
+        Value::from_function(tests::is_gt),
+    ];
+    let [most, least] = [
+        Value::from_function(tests::is_le),
+        Value::from_function(tests::is_ge),
+    ];
+    [
+        ("eq", equal.clone()),
+        ("equalto", equal.clone()),
+        ("==", equal),
+        ("ne", unequal.clone()),
+        ("!=", unequal),
+        ("lt", less.clone()),
+        ("lessthan", less.clone()),
+        ("<", less),
+        ("gt", greater.clone()),
+        ("greaterthan", greater.clone()),
+        (">", greater),
+        ("le", most.clone()),
+        ("<=", most),
+        ("ge", least.clone()),
+        (">=", least),
+        ("in", Value::from_function(tests::is_in)),
+        ("startingwith", Value::from_function(tests::is_startingwith)),
+        ("endingwith", Value::from_function(tests::is_endingwith)),
+        ("lower", Value::from_function(tests::is_lower)),
+        ("upper", Value::from_function(tests::is_upper)),
+    ]
 }
 
 /// Jinja's filters; `tojson` bounds itself.

@@ -153,7 +153,7 @@ impl Style {
                 '\u{C}' => output.write_str("\\f")?,
                 '\0'..='\u{1F}' => write!(output, "\\u{:04x}", u32::from(char))?,
                 // Python's ASCII-only encoder escapes DEL as well.
-                '\u{7F}'.. if self.ensure_ascii && char != '\u{7F}' => {
+                '\u{7F}'.. if self.ensure_ascii => {
                     for unit in char.encode_utf16(&mut [0; 2]) {
                         write!(output, "\\u{unit:04x}")?;
                     }

@@ -14,7 +14,7 @@ const MOST_CONSTANT_PRODUCTS: usize = 4;
 /// Operators of one expression. The parser nests a level for each, takes their square in time, and recurses over them on the stack.
 const MOST_OPERATORS: usize = 1000;
 
-/// `elif` of one `if`, each of which nests a level.
+/// `elif` of an `if` and of every `if` around it. The parser nests a level for each and does not count them.
 const MOST_BRANCHES: usize = 300;
 
 /// Refuses a template that could take too much before a step of it has run.
@@ -80,7 +80,9 @@ fn check_operators(tokens: &[Token<'_>]) -> Result<(), Error> {
 }
 
 fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
-    let mut open = Vec::new();
+    // The number of `elif` so far of each `if` that is open, and their sum.
+    let mut open: Vec<usize> = Vec::new();
+    let mut total = 0;
     for pair in tokens.windows(2) {
         let [Token::BlockStart, Token::Ident(tag)] = pair else {
             continue;
@@ -90,17 +92,16 @@ fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
             "elif" => {
                 if let Some(branches) = open.last_mut() {
                     *branches += 1;
-                    if *branches > MOST_BRANCHES {
-                        return Err(refused(format!(
-                            "an `if` has more than {MOST_BRANCHES} `elif`"
-                        )));
-                    }
+                    total += 1;
                 }
             }
-            "endif" => {
-                open.pop();
-            }
+            "endif" => total -= open.pop().unwrap_or(0),
             _ => (),
+        }
+        if total > MOST_BRANCHES {
+            return Err(refused(format!(
+                "`if` and the `if` around it have more than {MOST_BRANCHES} `elif`"
+            )));
         }
     }
     Ok(())

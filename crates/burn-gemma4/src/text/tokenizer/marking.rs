@@ -2,7 +2,12 @@
 
 use super::Tokenizer;
 use crate::Gemma4Error;
+use std::collections::HashSet;
+use std::ops::RangeInclusive;
 use tokenizers::{OffsetReferential, OffsetType};
+
+/// Unicode's last two planes, which are for private use.
+const MARKS: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
 
 /// Tells what messages spell from the special tokens that a chat template writes around them: it marks the ones before the template has them, and
 /// takes the marks away where the rendered text becomes tokens. See [`Tokenizer::marking`].
@@ -38,20 +43,19 @@ impl Tokenizer {
         &self,
         texts: impl IntoIterator<Item = &'t str>,
     ) -> Result<Marking<'_>, Gemma4Error> {
-        let texts: Vec<_> = texts.into_iter().collect();
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         // A special token with the mark in it could be what marking another one makes.
-        let is_free = |mark: &char| {
-            !texts.iter().any(|text| text.contains(*mark))
-                && !added.values().any(|token| token.content.contains(*mark))
-        };
-        let mark =
-            ('\u{F0000}'..='\u{10FFFD}')
-                .find(is_free)
-                .ok_or_else(|| Gemma4Error::Argument {
-                    argument: "messages",
-                    reason: "have every character for private use; one should be left".into(),
-                })?;
+        let mut taken = HashSet::new();
+        let mut take = |text: &str| taken.extend(text.chars().filter(|char| MARKS.contains(char)));
+        texts.into_iter().for_each(&mut take);
+        added.values().for_each(|token| take(&token.content));
+        let mark = MARKS
+            .into_iter()
+            .find(|mark| !taken.contains(mark))
+            .ok_or_else(|| Gemma4Error::Argument {
+                argument: "messages",
+                reason: "have every character for private use; one should be left".into(),
+            })?;
         let tokenizer = self;
         Ok(Marking { tokenizer, mark })
     }
@@ -85,7 +89,26 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        Ok(text)
+        // A normalizer may make a special token of a text that does not spell it.
+        match self.first_special(&text) {
+            Some(token) => Err(Gemma4Error::Tokenizer(format!(
+                "{token:?} in a text cannot be told from the special token"
+            ))),
+            None => Ok(text),
+        }
+    }
+
+    /// The first special token that `text` would become.
+    fn first_special(&self, text: &str) -> Option<String> {
+        let inner = &self.tokenizer.inner;
+        let pieces = inner
+            .get_added_vocabulary()
+            .extract_and_normalize(inner.get_normalizer(), text);
+        let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        splits
+            .into_iter()
+            .flat_map(|(_, _, tokens)| tokens.iter().flatten())
+            .find_map(|token| self.tokenizer.special(token.id))
     }
 
     /// The tokens of a text, or of a part of one, that was rendered of what is marked.
