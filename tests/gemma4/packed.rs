@@ -83,10 +83,10 @@ fn tokens_are_those_of_the_dequantized_model() {
 fn the_dtype_is_the_checkpoints() {
     let dtype = |name| {
         let model = Gemma4Model::load(path(name), &Device::flex(), LoadOptions::new());
-        model.expect("a model").dtype()
+        model.expect("a model").written_dtype()
     };
-    assert_eq!(dtype("w4a16-grouped"), DType::BF16);
-    assert_eq!(dtype("mixed"), DType::F16);
+    assert_eq!(dtype("w4a16-grouped"), Some(DType::BF16));
+    assert_eq!(dtype("mixed"), Some(DType::F16));
 }
 
 /// Written like a packed folder, a model is a whole one: nothing is left of how it was packed.

@@ -184,21 +184,23 @@ fn all_but_the_weights_is_as_in_the_folder() {
 /// Quantized weights are computed in bf16 unless it is said, as those of the models that they were made of.
 #[test]
 fn the_dtype_is_that_before_quantization() {
-    let dtype = |path: &Path, dtype: Option<DType>| {
-        let options = dtype.map_or(LoadOptions::new(), |dtype| LoadOptions::new().dtype(dtype));
-        let model = Gemma4Model::load(path, &Device::flex(), options).expect("a model");
-        model.dtype()
+    let load = |path: &Path, options: LoadOptions<'_>| {
+        Gemma4Model::load(path, &Device::flex(), options).expect("a model")
     };
+    let written = |path: &Path| load(path, LoadOptions::new()).written_dtype();
     let quantized = path("dense-ple.Q8_0");
-    assert_eq!(dtype(&quantized, None), DType::BF16);
-    assert_eq!(dtype(&quantized, Some(DType::F16)), DType::F16);
+    assert_eq!(written(&quantized), Some(DType::BF16));
+    // A processor computes in f32 unless it is said.
+    assert_eq!(load(&quantized, LoadOptions::new()).dtype(), DType::F32);
+    let asked = LoadOptions::new().dtype(DType::F16);
+    assert_eq!(load(&quantized, asked).dtype(), DType::F16);
     let name = "token_embd.weight";
     let whole = changed("dense-ple.Q8_0", |gguf| {
         let table = gguf.tensors.get_mut(name).expect(name);
         let numbers = table.dimensions.iter().product::<u64>() as usize;
         (table.kind, table.bytes) = (0, vec![0; 4 * numbers]);
     });
-    assert_eq!(dtype(&whole.path(), None), DType::F32);
+    assert_eq!(written(&whole.path()), Some(DType::F32));
 }
 
 #[test]

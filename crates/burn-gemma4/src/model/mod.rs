@@ -11,7 +11,7 @@ pub(crate) mod few_rows;
 mod first_rows;
 pub(crate) mod forward;
 pub(crate) mod per_layer;
-mod weights;
+pub(crate) mod weights;
 
 use crate::{
     Gemma4Config, Gemma4Error,
@@ -91,6 +91,9 @@ pub struct Gemma4Model {
     /// What was read and has no effect.
     #[module(skip)]
     pub(crate) warnings: Vec<String>,
+    /// The dtype that the checkpoint is written in.
+    #[module(skip)]
+    pub(crate) written: Option<DType>,
     /// The scaled embeddings to their part of them.
     pub per_layer_model_projection: Option<Linear>,
     /// Of the projection.
@@ -175,6 +178,7 @@ impl Gemma4Model {
             host_table: None,
             placement: None,
             warnings: Vec::new(),
+            written: None,
             per_layer_model_projection: per_layer_embeddings
                 .then(|| Linear::new(hidden, layers * columns, deviation, device)),
             per_layer_projection_norm: per_layer_embeddings

@@ -7,8 +7,9 @@ use super::{
 use crate::Gemma4Error;
 use burn::{
     module::{LoraAdapter, Module, ModuleVisitor, Param, Reparameterization},
-    tensor::{Int, Tensor},
+    tensor::{DType, Int, Tensor},
 };
+use std::collections::BTreeSet;
 
 impl Gemma4Model {
     /// Bytes that the parameters take, on the model's device: of quantized weights the words, whatever they stand for.
@@ -19,6 +20,12 @@ impl Gemma4Model {
     /// Whether some of the weights are quantized.
     pub fn is_quantized(&self) -> bool {
         self.held().is_quantized
+    }
+
+    /// The dtype of the checkpoint that the model was loaded from; nothing for a model without one. Weights that are quantized in
+    /// the checkpoint count as bf16.
+    pub fn written_dtype(&self) -> Option<DType> {
+        self.written
     }
 
     fn held(&self) -> Held {
@@ -94,6 +101,22 @@ impl Gemma4Model {
         let weights = model.weights_mut().into_iter();
         let quantized = weights.map(|(path, weight)| Some((path, weight.quantized()?)));
         quantized.flatten().collect()
+    }
+}
+
+/// The form of a model's weights, for people: `whole`, or the bits of their codes. The table of per-layer embeddings does not
+/// count, because it is no parameter where it stays on the host.
+pub(crate) fn form_of_weights(model: &Gemma4Model) -> String {
+    let mut model = model.clone();
+    let is_table =
+        |path: &str| path.starts_with("embed_tokens_per_layer") || path.starts_with("split_table");
+    let weights = model.weights_mut().into_iter();
+    let weights = weights.filter(|(path, _)| !is_table(path));
+    let bits: BTreeSet<usize> = weights.filter_map(|(_, weight)| weight.bits()).collect();
+    let bits: Vec<String> = bits.iter().map(usize::to_string).collect();
+    match bits.is_empty() {
+        true => "whole".into(),
+        false => format!("quantized to {} bits", bits.join(" and ")),
     }
 }
 

@@ -5,11 +5,14 @@ use crate::{
     Cache, Gemma4, Gemma4Error, Gemma4Model, Message,
     checkpoint::{Stored, map, write_tensors},
     generate::draft::MOST_DRAFT_TOKENS,
-    model::cache::{
-        checkpoint::Checkpoint,
-        columns::Columns,
-        kind::{CacheKind, KvPrecision},
-        slots::{CODES, Slots},
+    model::{
+        cache::{
+            checkpoint::Checkpoint,
+            columns::Columns,
+            kind::{CacheKind, KvPrecision},
+            slots::{CODES, Slots},
+        },
+        weights::form_of_weights,
     },
 };
 use burn::tensor::{DType, Device, Tensor, TensorData, kind::Basic};
@@ -35,9 +38,12 @@ struct Header {
     /// In what keys and values are.
     #[serde(default, skip_serializing_if = "is_of_model")]
     kv: KvPrecision,
-    /// In what they were computed, where they are not in that themselves.
+    /// The dtype that they were computed in. Files of earlier versions have it for keys in int8 alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     computed_in: Option<String>,
+    /// The form of the weights, for people: see [`form_of_weights`]. Files of earlier versions lack it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    weights: Option<String>,
     /// Columns that may be forgotten.
     spare: usize,
     /// Columns that rings still have.
@@ -126,10 +132,8 @@ impl Session<'_> {
             config: config(model)?,
             compact_keys: self.cache.kind().compact_keys,
             kv: self.cache.kind().precision,
-            computed_in: match self.cache.kind().precision {
-                KvPrecision::Model => None,
-                KvPrecision::Q8 => Some(model.dtype().name().to_owned()),
-            },
+            computed_in: Some(model.dtype().name().to_owned()),
+            weights: Some(form_of_weights(model)),
             spare: self.cache.spare(),
             kept: now.kept,
             turn: turn.map(|turn| Turn {
@@ -256,6 +260,16 @@ impl<'a> File<'a> {
         }
     }
 
+    /// The dtype that the session was computed in, where the file tells it.
+    fn computed_in(&self) -> Option<String> {
+        if self.header.computed_in.is_some() || self.header.kv != KvPrecision::Model {
+            return self.header.computed_in.clone();
+        }
+        let mut keys = self.tensors.iter();
+        let (_, keys) = keys.find(|(name, _)| ![TOKENS, WEIGHTS].contains(name))?;
+        dtype_of(keys.dtype()).map(|dtype| dtype.name().to_owned())
+    }
+
     /// The bytes of a list of 4 bytes each.
     fn list(&self, name: &str, dtype: Dtype) -> Result<&[[u8; 4]], Gemma4Error> {
         match self.tensors.tensor(name) {
@@ -281,11 +295,19 @@ impl<'a> File<'a> {
             return Err(self.of_another(format!("{key} differs")));
         }
         let computes_in = model.dtype().name();
-        if let Some(computed_in) = &self.header.computed_in
+        if let Some(computed_in) = self.computed_in()
             && computed_in != computes_in
         {
             return Err(self.of_another(format!(
-                "its keys were computed in {computed_in}, and the model computes in {computes_in}"
+                "its keys were computed in {computed_in}, and the model computes in {computes_in}; expected the same dtype"
+            )));
+        }
+        let form = form_of_weights(model);
+        if let Some(weights) = &self.header.weights
+            && *weights != form
+        {
+            return Err(self.of_another(format!(
+                "its weights were {weights}, and the model's are {form}; expected weights that are quantized in the same way"
             )));
         }
         let numbers = self.list(WEIGHTS, Dtype::F32)?;

@@ -200,6 +200,9 @@ pub(crate) trait AnyWeight {
     /// The shape of its numbers, and how to make them, where they are quantized.
     fn quantized(&self) -> Option<QuantizedNumbers>;
 
+    /// The bits of a code, where it is quantized.
+    fn bits(&self) -> Option<usize>;
+
     /// Attaches an adapter where it is a quantized matrix.
     fn attach(&mut self, path: &str, lora: &mut Lora);
 
@@ -277,6 +280,13 @@ impl<const D: usize> AnyWeight for Weight<D> {
                 let make = Box::new(move || weight.portions());
                 Some(QuantizedNumbers { shape, make })
             }
+        }
+    }
+
+    fn bits(&self) -> Option<usize> {
+        match self {
+            Self::Whole(_) => None,
+            Self::Quantized(weight) => Some(weight.layout.format.bits),
         }
     }
 
