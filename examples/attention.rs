@@ -22,6 +22,7 @@ use std::process::ExitCode;
 /// Runs fused attention, checks it against its definition in f64, and times it. Without options: a
 /// global layer of Gemma 4, eight query heads of 512 columns over one key head.
 #[derive(Parser)]
+#[command(version)]
 struct Cli {
     /// Where to run.
     #[arg(long, value_enum, default_value_t)]

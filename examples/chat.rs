@@ -6,10 +6,12 @@
 
 use attention_workspace::{
     Error,
-    model::{GenerationArguments, ModelArguments},
+    cache_file::CacheFile,
+    model::{GenerationArguments, ModelArguments, tell_length},
+    signals::{Signal, Stopped},
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
 };
-use burn_gemma4::{FinishReason, GenerateOptions, Message, Role, Session};
+use burn_gemma4::{FinishReason, Gemma4, GenerateOptions, Message, Role, Session};
 use clap::Parser;
 use std::io::{IsTerminal, stdin};
 use std::process::ExitCode;
@@ -20,11 +22,17 @@ const COMMANDS: &str =
 /// A conversation with a Gemma 4 model. Ctrl-C stops an answer, /reset forgets the conversation, /exit or
 /// Ctrl-D ends it.
 #[derive(Parser)]
+#[command(version)]
 struct Cli {
     #[command(flatten)]
     model: ModelArguments,
     /// Instructions for the whole conversation.
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        allow_hyphen_values = true,
+        help_heading = "Prompt"
+    )]
     system: Option<String>,
     #[command(flatten)]
     generation: GenerationArguments,
@@ -37,10 +45,16 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
+    let mut cache = cli.generation.cache_file()?;
     let mut loaded = cli.model.load()?;
     loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
-    let (session, messages) = cli.generation.session(&loaded.gemma)?;
+    let (session, messages) = match &mut cache {
+        Some(cache) => cache.read(&loaded.gemma)?,
+        None => (loaded.gemma.session(), Vec::new()),
+    };
     let mut conversation = Conversation {
+        gemma: &loaded.gemma,
+        cache,
         beginning: beginning(cli, &messages)?,
         messages,
         session,
@@ -55,11 +69,10 @@ fn run(cli: &Cli) -> Result<(), Error> {
     }
     let mut output = Output::default();
     let talked = talk(&mut conversation, &mut output, &interrupt);
-    // Whatever has ended it, what was said before is kept.
-    let Conversation {
-        session, messages, ..
-    } = &conversation;
-    let kept = cli.generation.keep(session, messages);
+    let kept = conversation
+        .cache
+        .as_ref()
+        .map_or(Ok(()), CacheFile::finish);
     talked.and(kept)?;
     output.finish()
 }
@@ -78,24 +91,50 @@ fn talk(
         if is_interactive {
             prompt("> ");
         }
-        let Some(line) = read_line()? else {
+        let line = match read_line() {
+            Err(error) if is_interactive && error.is::<WrongArgument>() => {
+                note(format_args!("error: {error}; the line was not taken"));
+                continue;
+            }
+            line => line?,
+        };
+        let Some(line) = line else {
             break;
         };
         match line.trim() {
             "" => (),
             "/exit" => break,
-            "/reset" => conversation.reset(),
+            "/reset" => {
+                interrupt.catch(|| conversation.reset());
+                conversation.keep(interrupt)?;
+            }
             word if word.starts_with('/') && !word.contains(char::is_whitespace) => {
                 note(format_args!("{word} is no command. {COMMANDS}"));
             }
-            message => match conversation.answer(message, output, interrupt) {
-                // A person can say something else; a script cannot.
-                Err(error) if is_interactive => note(format_args!("error: {error}")),
-                outcome => outcome?,
-            },
+            message => {
+                let answered = conversation.answer(message, output, interrupt);
+                let was_answered = answered.is_ok();
+                match answered {
+                    // A person can say something else; a script cannot.
+                    Err(error) if is_interactive => note(format_args!("error: {error}")),
+                    outcome => outcome?,
+                }
+                match was_answered {
+                    true => conversation.keep(interrupt)?,
+                    false => end_of(interrupt)?,
+                }
+            }
         }
     }
     Ok(())
+}
+
+/// Ends the program where `SIGTERM` or `SIGHUP` came during the answer. Ctrl-C has ended the answer alone.
+fn end_of(interrupt: &Interrupt) -> Result<(), Error> {
+    match interrupt.rest() {
+        None | Some(Signal::Interrupt) => Ok(()),
+        Some(signal) => Err(Stopped(signal).into()),
+    }
 }
 
 /// What the conversation begins with: what is asked for, or what one from a file began with.
@@ -117,6 +156,9 @@ fn beginning(cli: &Cli, messages: &[Message]) -> Result<Vec<Message>, Error> {
 }
 
 struct Conversation<'a> {
+    gemma: &'a Gemma4,
+    /// The file that it is kept in.
+    cache: Option<CacheFile>,
     /// What every conversation begins with.
     beginning: Vec<Message>,
     messages: Vec<Message>,
@@ -129,6 +171,14 @@ impl Conversation<'_> {
     fn reset(&mut self) {
         self.messages.clone_from(&self.beginning);
         self.session.reset();
+    }
+
+    /// Writes the conversation to its file. Signals that came meanwhile then end the program.
+    fn keep(&mut self, interrupt: &Interrupt) -> Result<(), Error> {
+        if let Some(cache) = &mut self.cache {
+            cache.write(&self.session, &self.messages)?;
+        }
+        end_of(interrupt)
     }
 
     /// Prints the model's answer to `message`. Where there is none, the message has not been said.
@@ -146,10 +196,7 @@ impl Conversation<'_> {
         match answer {
             Ok(answer) => {
                 if answer.finish_reason == FinishReason::Length {
-                    note(format_args!(
-                        "ended after {} tokens; --max-tokens sets how many",
-                        answer.tokens.len()
-                    ));
+                    tell_length(self.gemma, &answer);
                 }
                 // Thoughts are not part of a conversation, as in the checkpoints' own templates.
                 match answer.text.is_empty() {

@@ -21,6 +21,7 @@ use std::{path::PathBuf, process::ExitCode, time::Instant};
 /// Tells the cross entropy and the perplexity of documents under a Gemma 4 model. Of conversations the assistant's messages count,
 /// each through the end of its turn, and of texts all tokens and the end: what finetune learns.
 #[derive(Parser)]
+#[command(version)]
 struct Cli {
     #[command(flatten)]
     model: ModelArguments,

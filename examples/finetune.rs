@@ -8,8 +8,8 @@
 //! ```
 
 use attention_workspace::{
-    Dtype, Error,
-    model::{Quantize, Table},
+    Dtype, Error, hub,
+    model::{Quantize, Table, tell_dtype},
     terminal::{WrongArgument, note},
     training::{
         arguments::TrainingArguments,
@@ -35,6 +35,7 @@ const LEARNING_RATES: [f64; 2] = [2e-4, 1e-5];
 
 /// Fine-tunes a checkpoint on a file of conversations or texts: low-rank adapters, or all weights.
 #[derive(Parser)]
+#[command(version)]
 #[command(args_override_self = true)]
 struct Cli {
     /// A checkpoint's folder, as Hugging Face has it, or for an adapter a GGUF file. It stays as it is.
@@ -65,7 +66,7 @@ struct Cli {
     /// makes quantized ones whole [default: as the checkpoint has them, and whole with --full].
     #[arg(long, value_enum, value_name = "FORM")]
     quantize: Option<Quantize>,
-    /// To train in [default: the checkpoint's]. Of weights in half precision the optimizer has its own in f32.
+    /// To train in [default: the checkpoint's; on a processor f32]. Of weights in half precision the optimizer has its own in f32.
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
     /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row. On the host it is not
@@ -77,8 +78,11 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    exit_code(|world| finetune(&cli, world))
+    let mut cli = Cli::parse();
+    exit_code(|world| {
+        cli.model = hub::resolve(&cli.model)?;
+        finetune(&cli, world)
+    })
 }
 
 fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
@@ -106,6 +110,9 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
     chosen.device.seed(arguments.seed);
     let gemma = Gemma4::load(&cli.model, &devices[0], options)?;
     cli.per_layer_table.tell(gemma.model());
+    if cli.dtype.is_none() {
+        tell_dtype(gemma.model());
+    }
     let (training, validation) = data(cli, &gemma)?;
 
     let adapter = (!cli.full).then(|| Adapter::new(cli.rank, cli.alpha));

@@ -8,7 +8,8 @@
 
 use attention_workspace::{
     Error,
-    model::{GenerationArguments, Loaded, ModelArguments},
+    model::{GenerationArguments, Loaded, ModelArguments, tell_length},
+    signals::Stopped,
     terminal::{Interrupt, Output, WrongArgument, exit_code, note, read_input, read_input_within},
 };
 use burn_gemma4::{
@@ -30,21 +31,33 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Goes on from a prompt with a Gemma 4 model. Without options: a tiny model that is part of this program, and
 /// a prompt to try it with.
 #[derive(Parser)]
+#[command(version)]
 struct Cli {
     #[command(flatten)]
     model: ModelArguments,
     /// What to go on from; `-` reads it from standard input, and so does a pipe without it.
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(
+        long,
+        help_heading = "Prompt",
+        value_name = "TEXT",
+        allow_hyphen_values = true
+    )]
     prompt: Option<String>,
     /// Takes the prompt as a message that the model answers, by the checkpoint's chat template.
-    #[arg(long)]
+    #[arg(long, help_heading = "Prompt")]
     chat: bool,
     /// Instructions before the message; implies --chat, as --thinking does.
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    #[arg(
+        long,
+        help_heading = "Prompt",
+        value_name = "TEXT",
+        allow_hyphen_values = true
+    )]
     system: Option<String>,
     /// The prompt as numbers of tokens, taken as they are, such as 2,224,316.
     #[arg(
         long,
+        help_heading = "Prompt",
         value_name = "TOKENS",
         value_delimiter = ',',
         allow_negative_numbers = true,
@@ -55,13 +68,18 @@ struct Cli {
     generation: GenerationArguments,
     /// Tells of every token the logarithm of its probability, and so many of the likeliest in its place: with --json in the
     /// report, else on standard error. Of the model's own probabilities, before temperature and the other options.
-    #[arg(long, value_name = "COUNT", allow_negative_numbers = true)]
+    #[arg(
+        long,
+        help_heading = "Output",
+        value_name = "COUNT",
+        allow_negative_numbers = true
+    )]
     logprobs: Option<usize>,
     /// Goes on after tokens that end a text.
-    #[arg(long)]
+    #[arg(long, help_heading = "Sampling")]
     ignore_eos: bool,
     /// Prints one JSON object at the end: the tokens, the text, why it ended, and times.
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     json: bool,
 }
 
@@ -72,6 +90,7 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<(), Error> {
     let interrupt = Interrupt::new()?;
+    let mut cache = cli.generation.cache_file()?;
     let prompt = prompt(cli)?;
     let mut loaded = cli.model.load()?;
     loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
@@ -82,12 +101,18 @@ fn run(cli: &Cli) -> Result<(), Error> {
     options.cancellation = Some(interrupt.cancellation());
 
     let mut output = Output::default();
-    let (mut session, messages) = cli.generation.session(gemma)?;
-    let generate =
-        |on_token: &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>| match &cli.generation.cache {
-            Some(_) => session.generate(prompt, &options, on_token),
-            None => gemma.generate(prompt, &options, on_token),
-        };
+    let (mut session, messages) = match &mut cache {
+        Some(cache) => cache.read(gemma)?,
+        None => (gemma.session(), Vec::new()),
+    };
+    let generate = |on_token: &mut dyn FnMut(&Token<'_>) -> ControlFlow<()>| match cli
+        .generation
+        .cache
+        .is_some()
+    {
+        true => session.generate(prompt, &options, on_token),
+        false => gemma.generate(prompt, &options, on_token),
+    };
     let generation = if cli.json {
         let silently = || generate(&mut |_| interrupt.flow());
         let generation = interrupt.catch(silently)?;
@@ -99,13 +124,22 @@ fn run(cli: &Cli) -> Result<(), Error> {
         output.stream(&interrupt, |on_token| generate(on_token))?
     };
     // A conversation in the file stays there.
-    cli.generation.keep(&session, &messages)?;
+    let mut kept = Ok(());
+    if let Some(cache) = &mut cache {
+        cache.write(&session, &messages)?;
+        kept = cache.finish();
+    }
+    let signal = interrupt.rest();
     output.finish()?;
     if !cli.json {
         list_logprobs(gemma, &generation)?;
     }
     summarise(&loaded, &generation);
-    Ok(())
+    kept?;
+    match signal {
+        Some(signal) => Err(Stopped(signal).into()),
+        None => Ok(()),
+    }
 }
 
 /// The prompt that the arguments or standard input give.
@@ -260,10 +294,7 @@ fn summarise(loaded: &Loaded, generation: &Generation) {
     }
     match generation.finish_reason {
         FinishReason::Stop => (),
-        FinishReason::Length => note(format_args!(
-            "ended after {} tokens; --max-tokens sets how many",
-            generation.tokens.len()
-        )),
+        FinishReason::Length => tell_length(&loaded.gemma, generation),
         FinishReason::Cancelled => note("stopped"),
     }
 }

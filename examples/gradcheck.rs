@@ -27,6 +27,7 @@ use std::{collections::BTreeMap, process::ExitCode};
 /// on the same device. Ends with 1 where an error is more than twice that and rounding does not explain it: such a number
 /// has an exclamation mark.
 #[derive(Parser)]
+#[command(version)]
 struct Cli {
     /// Where to run.
     #[arg(long, value_enum, default_value_t)]

@@ -8,6 +8,7 @@
 use attention_workspace::{
     Dtype, Error,
     device::DeviceName,
+    hub,
     model::{ModelArguments, Quantize, Table, progress_bar},
     terminal::{Output, WrongArgument, exit_code, note},
     training::{
@@ -25,6 +26,7 @@ use std::{
 
 /// Quantizes the weights of a Gemma 4 checkpoint, a matrix at a time, and tells what that costs on a text.
 #[derive(Parser)]
+#[command(version)]
 struct Cli {
     /// A checkpoint's folder, as Hugging Face has it, in f32, f16 or bf16. It stays as it is.
     #[arg(long, value_name = "DIR")]
@@ -72,8 +74,11 @@ struct Report {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    exit_code(|| quantize(&cli))
+    let mut cli = Cli::parse();
+    exit_code(|| {
+        cli.model = hub::resolve(&cli.model)?;
+        quantize(&cli)
+    })
 }
 
 fn quantize(cli: &Cli) -> Result<(), Error> {

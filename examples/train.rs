@@ -38,6 +38,7 @@ const VALIDATION: f64 = 0.05;
 /// Trains a Gemma 4 from scratch on text files, with a tokenizer trained on them, and writes a checkpoint's folder as Hugging
 /// Face has it.
 #[derive(Parser)]
+#[command(version)]
 #[command(args_override_self = true)]
 struct Cli {
     /// The folder to write.

@@ -26,6 +26,8 @@ pub enum DeviceName {
     /// A GPU if there is one, else flex.
     #[default]
     Auto,
+    /// The best GPU that this build reaches.
+    Gpu,
     /// NVIDIA GPUs.
     Cuda,
     /// AMD GPUs through HIP.
@@ -36,7 +38,8 @@ pub enum DeviceName {
     Vulkan,
     /// Any GPU or software driver, through WGSL.
     Wgpu,
-    /// This machine's processor, by Burn's Flex backend.
+    /// This machine's processor, by Burn's Flex backend; `cpu` is the same.
+    #[value(alias = "cpu")]
     Flex,
 }
 
@@ -104,7 +107,13 @@ const GPUS: [DeviceName; 5] = [
 pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
     #[cfg(all(feature = "persistence", feature = "cube"))]
     keep_kernels();
-    if name != DeviceName::Auto {
+    let chosen = find(name)?;
+    log::debug!("device {chosen}");
+    Ok(chosen)
+}
+
+fn find(name: DeviceName) -> Result<Chosen, Error> {
+    if !matches!(name, DeviceName::Auto | DeviceName::Gpu) {
         return named(name, Drivers::All);
     }
     if !is_built(DeviceName::Cuda) && has_nvidia_driver() {
@@ -113,11 +122,22 @@ pub fn choose(name: DeviceName) -> Result<Chosen, Error> {
              `cargo xtask llvm`, then build it with --features cuda",
         );
     }
-    for name in GPUS.into_iter().filter(|name| is_built(*name)) {
-        match named(name, Drivers::OfGpus) {
+    let mut absences = Vec::new();
+    for gpu in GPUS.into_iter().filter(|name| is_built(*name)) {
+        match named(gpu, Drivers::OfGpus) {
             Ok(chosen) => return Ok(chosen),
-            Err(error) => log_absence(&error),
+            Err(error) => {
+                log_absence(&error);
+                absences.push(error.to_string());
+            }
         }
+    }
+    if name == DeviceName::Gpu {
+        let found = match absences.is_empty() {
+            true => "this program was built without a GPU's feature".into(),
+            false => absences.join("; "),
+        };
+        return Err(format!("--device gpu: {found}; expected a GPU, or --device cpu").into());
     }
     named(DeviceName::Flex, Drivers::All).map_err(|_| {
         "this machine has no GPU that this build can reach. Build with the feature `flex`, or name a \
@@ -234,6 +254,7 @@ impl DeviceName {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Auto => "auto",
+            Self::Gpu => "gpu",
             Self::Cuda => "cuda",
             Self::Rocm => "rocm",
             Self::Metal => "metal",
@@ -246,7 +267,7 @@ impl DeviceName {
 
 fn is_built(name: DeviceName) -> bool {
     match name {
-        DeviceName::Auto => true,
+        DeviceName::Auto | DeviceName::Gpu => true,
         DeviceName::Cuda => cfg!(feature = "cuda"),
         DeviceName::Rocm => cfg!(feature = "rocm"),
         DeviceName::Metal => cfg!(feature = "metal"),
@@ -284,7 +305,7 @@ fn named(name: DeviceName, drivers: Drivers) -> Result<Chosen, Error> {
         DeviceName::Wgpu => listed(name, DeviceType::Wgpu, drivers),
         #[allow(
             unreachable_patterns,
-            reason = "with every feature, only `auto` is left"
+            reason = "with every feature, only `auto` and `gpu` are left"
         )]
         _ => Err("no device has this name".into()),
     }

@@ -2,8 +2,12 @@
 //! terminals, training, problems with random data, timing, errors against a reference in f64, and what tests are made of.
 
 pub mod accuracy;
+pub mod cache_file;
 pub mod device;
+pub mod hub;
 pub mod layers;
+#[cfg(test)]
+mod manifest;
 pub mod model;
 pub mod random;
 pub mod report;

@@ -1,12 +1,14 @@
 //! The arguments of the programs that run a Gemma 4 model, and what they ask for.
 
+use crate::cache_file::CacheFile;
 use crate::device::{Chosen, DeviceName, choose};
+use crate::hub;
 use crate::terminal::note;
 use crate::{Dtype, Error};
+use burn::tensor::DType;
 use burn_gemma4::{
-    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, GenerationDefaults, KvPrecision,
-    LoadOptions, LoadProgress, Message, PerLayerTable, Quantization, Sampling, SavedSession,
-    Session,
+    Drafts, Gemma4, Gemma4Error, Gemma4Model, GenerateOptions, Generation, GenerationDefaults,
+    KvPrecision, LoadOptions, LoadProgress, PerLayerTable, Quantization, Sampling,
 };
 use clap::builder::NonEmptyStringValueParser;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -15,8 +17,10 @@ use std::time::{Duration, Instant};
 
 /// Which model, and where it runs.
 #[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Model")]
 pub struct ModelArguments {
-    /// A checkpoint's folder, as Hugging Face has it, or a GGUF file [default: a tiny checkpoint in this program].
+    /// A checkpoint's folder, as Hugging Face has it, a GGUF file, or the name of a model that `hf download` has downloaded, such as
+    /// google/gemma-4-E2B-it [default: a tiny checkpoint in this program].
     #[arg(long, value_name = "PATH")]
     pub model: Option<PathBuf>,
     /// The folder of a low-rank adapter: it is added to whole weights, and stays beside those of layers that are quantized.
@@ -25,7 +29,7 @@ pub struct ModelArguments {
     /// Where to run.
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceName,
-    /// Of weights and activations [default: the checkpoint's].
+    /// Of weights and activations [default: the checkpoint's; on a processor f32].
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
     /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0, while they are loaded; `none` makes
@@ -33,7 +37,13 @@ pub struct ModelArguments {
     #[arg(long, value_enum, value_name = "FORM")]
     pub quantize: Option<Quantize>,
     /// Where the table of per-layer embeddings goes, half of a small model's weights, of which a token takes a row.
-    #[arg(long, value_enum, value_name = "PLACE", default_value_t)]
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PLACE",
+        default_value_t,
+        help_heading = "Memory"
+    )]
     pub per_layer_table: Table,
 }
 
@@ -119,6 +129,7 @@ impl ModelArguments {
     /// # Errors
     /// Where there is no such device, or what is wrong with the checkpoint.
     pub fn load(&self) -> Result<Loaded, Error> {
+        let path = self.model.as_deref().map(hub::resolve).transpose()?;
         let chosen = choose(self.device)?;
         note(&chosen);
         let bar = progress_bar()?;
@@ -135,7 +146,7 @@ impl ModelArguments {
         }
         options = options.per_layer_table(self.per_layer_table.into());
         let start = Instant::now();
-        let gemma = match &self.model {
+        let gemma = match &path {
             Some(path) => Gemma4::load(path, &chosen.device, options),
             None => {
                 note(
@@ -147,17 +158,61 @@ impl ModelArguments {
         bar.finish_and_clear();
         let mut gemma = gemma?;
         self.per_layer_table.tell(gemma.model());
+        if path.is_some() && self.dtype.is_none() {
+            tell_dtype(gemma.model());
+        }
         if let Some(folder) = &self.adapter {
             gemma = gemma.attach_adapter(folder)?;
         }
         for warning in gemma.warnings() {
             note(format_args!("warning: {warning}"));
         }
+        if chosen.name != DeviceName::Flex {
+            note("note: compiling kernels; the first run on a device takes up to a minute longer");
+        }
         Ok(Loaded {
             gemma,
             chosen,
             time: start.elapsed(),
         })
+    }
+}
+
+/// Says that a model in half precision computes in f32, what that costs, and what else there is. Nothing where it computes in
+/// the checkpoint's dtype.
+pub fn tell_dtype(model: &Gemma4Model) {
+    let Some(written) = model.written_dtype().and_then(Dtype::of) else {
+        return;
+    };
+    if model.dtype() != DType::F32 || written == Dtype::F32 {
+        return;
+    }
+    let memory = match model.is_quantized() {
+        true => String::new(),
+        false => format!(
+            ", which takes {:.2} GB for the weights, twice the checkpoint's",
+            model.parameter_bytes() as f64 / 1e9
+        ),
+    };
+    note(format_args!(
+        "note: the checkpoint is in {written}, and the model computes in f32{memory}; --dtype f16 takes half and is faster on a processor where \
+         no activation exceeds 65504, --dtype {written} keeps the checkpoint's"
+    ));
+}
+
+/// Says why a text ended where the model or the options had no more tokens for it.
+pub fn tell_length(gemma: &Gemma4, generation: &Generation) {
+    let positions = gemma.config().max_position_embeddings;
+    let used = generation.prompt_tokens.len() + generation.tokens.len();
+    match used >= positions {
+        true => note(format_args!(
+            "ended: the model's {positions} positions are used up, {} of them by the prompt",
+            generation.prompt_tokens.len()
+        )),
+        false => note(format_args!(
+            "ended after {} tokens; --max-tokens sets how many",
+            generation.tokens.len()
+        )),
     }
 }
 
@@ -172,6 +227,7 @@ pub fn progress_bar() -> Result<ProgressBar, Error> {
 
 /// How much to generate, and how tokens are drawn. What is left out is as the checkpoint says.
 #[derive(clap::Args, Debug)]
+#[command(next_help_heading = "Sampling")]
 pub struct GenerationArguments {
     /// Stops after so many tokens [default: the checkpoint's, or 256].
     #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
@@ -199,36 +255,48 @@ pub struct GenerationArguments {
     pub seed: Option<u64>,
     /// Where a model's values are made of what its keys are made of, keeps of the keys only the rotated channels: five eighths of
     /// those layers' memory.
-    #[arg(long)]
+    #[arg(long, help_heading = "Memory")]
     pub compact_keys: bool,
     /// In what keys and values are kept: in the model's dtype, or in int8 with a scale a token and head, which is half of bf16's memory. A
     /// session of another kind that --cache has is read anew.
-    #[arg(long, value_enum, value_name = "PRECISION", default_value_t)]
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PRECISION",
+        default_value_t,
+        help_heading = "Memory"
+    )]
     pub kv: Kv,
     /// Reads a prompt by this many tokens at a time, so that the memory of what is computed does not grow with it [default: 8192, on a
     /// processor 512].
-    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
+    #[arg(long, help_heading = "Memory", value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
     pub chunk: Option<usize>,
     /// Guesses tokens ahead by what came after the last ones earlier in the text, so that several are read in one pass. The text
     /// stays the same; it comes faster where answers repeat what was said.
-    #[arg(long, group = "drafts")]
+    #[arg(long, help_heading = "Speculative decoding", group = "drafts")]
     pub lookup: bool,
     /// The folder of a drafter, a small model made for this one, which guesses tokens ahead instead.
-    #[arg(long, value_name = "DIR", group = "drafts")]
+    #[arg(
+        long,
+        help_heading = "Speculative decoding",
+        value_name = "DIR",
+        group = "drafts"
+    )]
     pub draft: Option<PathBuf>,
     /// So many guesses for a pass, from 1 to 8; with 8, a pass reads more tokens than decoding's kernels take [default: 1 to 7, by
     /// how many were right so far].
-    #[arg(long, value_name = "COUNT", allow_negative_numbers = true, value_parser = positive, requires = "drafts")]
+    #[arg(long, help_heading = "Speculative decoding", value_name = "COUNT", allow_negative_numbers = true, value_parser = positive, requires = "drafts")]
     pub draft_tokens: Option<usize>,
     /// Keeps what was read, with its keys and values, in this file: goes on with it where it is there, so that only what is new is read, and
-    /// writes it at the end. A chat keeps its conversation, too.
-    #[arg(long, value_name = "FILE")]
+    /// writes it at the end. A chat keeps its conversation, too, and writes all of the file after each answer: of E2B in bf16, 12 MB and 6 KB
+    /// a token.
+    #[arg(long, help_heading = "Memory", value_name = "FILE")]
     pub cache: Option<PathBuf>,
     /// Whether the model thinks before it answers a message. Thoughts go to standard error.
-    #[arg(long, value_enum, value_name = "SWITCH")]
+    #[arg(long, help_heading = "Output", value_enum, value_name = "SWITCH")]
     pub thinking: Option<Switch>,
     /// Takes special tokens in messages, such as <turn|>, for what they mean to the model rather than for text.
-    #[arg(long)]
+    #[arg(long, help_heading = "Advanced")]
     pub special_tokens: bool,
 }
 
@@ -273,42 +341,23 @@ impl GenerationArguments {
         })
     }
 
-    /// The session in the file that was asked for, and its conversation; a new one where there is no such file.
+    /// The file of `--cache`, which is checked before a model is loaded.
     ///
     /// # Errors
-    /// As [`SavedSession::read`].
-    pub fn session<'a>(&self, gemma: &'a Gemma4) -> Result<(Session<'a>, Vec<Message>), Error> {
-        let there = match &self.cache {
-            Some(path) => path.try_exists()?.then_some(path),
-            None => None,
-        };
-        let Some(path) = there else {
-            return Ok((gemma.session(), Vec::new()));
-        };
-        let mut saved = SavedSession::read(gemma.model(), path)?;
-        note(format_args!(
-            "goes on with {}: {} tokens, {} messages",
-            path.display(),
-            saved.tokens().len(),
-            saved.messages.len(),
-        ));
-        let messages = std::mem::take(&mut saved.messages);
-        Ok((gemma.resume(saved), messages))
+    /// As [`CacheFile::open`].
+    pub fn cache_file(&self) -> Result<Option<CacheFile>, Error> {
+        self.cache.as_deref().map(CacheFile::open).transpose()
     }
 
-    /// Writes a session and its conversation to the file that was asked for.
-    ///
-    /// # Errors
-    /// As [`Session::save`].
-    pub fn keep(&self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
-        if let Some(path) = &self.cache {
-            session.save(path, messages)?;
-        }
-        Ok(())
-    }
-
-    /// The checkpoint's options, with those that were given in their place.
+    /// The checkpoint's options, with those that were given in their place. A note names an option that has no effect.
     pub fn options(&self, gemma: &Gemma4) -> GenerateOptions {
+        let config = gemma.config();
+        let mut layers = 0..config.num_layers();
+        if self.compact_keys && !layers.any(|layer| config.values_are_keys(layer)) {
+            note(
+                "note: --compact-keys has no effect: no layer of this model makes its values of what its keys are made of",
+            );
+        }
         let mut options = gemma.options();
         if let Some(max_tokens) = self.max_tokens {
             options.max_tokens = max_tokens;

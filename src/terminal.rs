@@ -10,8 +10,8 @@ use std::fmt::Display;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::ControlFlow;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -36,6 +36,7 @@ impl std::error::Error for WrongArgument {}
 /// It prints the message of a failure.
 pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     leave_out_device_selection();
+    log_to_stderr();
     let outcome = guarded(program).unwrap_or_else(|panic| Err(panic.into()));
     let Err(error) = outcome else {
         return ExitCode::SUCCESS;
@@ -44,6 +45,15 @@ pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
         fault(&error.to_string());
     }
     ExitCode::from(code_of(&error))
+}
+
+/// Prints log messages to standard error where `RUST_LOG` says which. Without the variable, programs print their own notes
+/// alone, because drivers log errors about what they then do without.
+fn log_to_stderr() {
+    if std::env::var_os("RUST_LOG").is_some() {
+        // A second logger is refused, and the first one stays.
+        let _ = env_logger::try_init();
+    }
 }
 
 /// The exit code of an error: 2 for wrong arguments, that of the signal of [`Stopped`], else 1.
@@ -262,41 +272,100 @@ impl Apart {
     }
 }
 
-/// Ctrl-C: while work is under way, the first one asks it to stop. Any other one ends the program, and so do other signals.
+/// Signals that ask the program to end. While work is under way, the first one asks the work to stop; a second one ends the
+/// program. Between the work and [`rest`](Self::rest) the program saves, and signals wait. At rest a signal ends the program.
 pub struct Interrupt {
-    is_working: Arc<AtomicBool>,
+    state: Arc<Mutex<State>>,
     cancellation: Cancellation,
 }
 
+/// The state of a program that signals come to.
+struct State {
+    phase: Phase,
+    /// The signal that came since the work began. `SIGTERM` and `SIGHUP` outlast Ctrl-C.
+    received: Option<Signal>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Resting,
+    Working,
+    Stopping,
+    Saving,
+}
+
+impl State {
+    /// Remembers a signal; what to do about it.
+    fn receive(&mut self, signal: Signal) -> Reaction {
+        if self
+            .received
+            .is_none_or(|former| former == Signal::Interrupt)
+        {
+            self.received = Some(signal);
+        }
+        match self.phase {
+            Phase::Resting | Phase::Stopping => Reaction::Exit,
+            Phase::Working => {
+                self.phase = Phase::Stopping;
+                Reaction::Cancel
+            }
+            Phase::Saving => Reaction::Wait,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reaction {
+    Exit,
+    Cancel,
+    Wait,
+}
+
 impl Interrupt {
-    /// Takes Ctrl-C over.
+    /// Takes the signals over.
     ///
     /// # Errors
     /// What the system says.
     pub fn new() -> Result<Self, Error> {
         let interrupt = Self {
-            is_working: Arc::default(),
+            state: Arc::new(Mutex::new(State {
+                phase: Phase::Resting,
+                received: None,
+            })),
             cancellation: Cancellation::new(),
         };
-        let is_working = Arc::clone(&interrupt.is_working);
+        let state = Arc::clone(&interrupt.state);
         let cancellation = interrupt.cancellation.clone();
         signals::handle(move |signal| {
-            let is_working = is_working.swap(false, Ordering::Relaxed);
-            match is_working && signal == Signal::Interrupt {
-                true => cancellation.cancel(),
-                false => std::process::exit(signal.exit_code().into()),
+            let mut state = lock(&state);
+            match state.receive(signal) {
+                // The lock stays taken, so that no saving begins meanwhile.
+                Reaction::Exit => std::process::exit(signal.exit_code().into()),
+                Reaction::Cancel => cancellation.cancel(),
+                Reaction::Wait => (),
             }
         })?;
         Ok(interrupt)
     }
 
-    /// Runs work that Ctrl-C asks to stop, by [`flow`](Self::flow) and [`cancellation`](Self::cancellation).
+    /// Runs work that a signal asks to stop, by [`flow`](Self::flow) and [`cancellation`](Self::cancellation). Signals then wait
+    /// until [`rest`](Self::rest).
     pub fn catch<O>(&self, work: impl FnOnce() -> O) -> O {
         self.cancellation.reset();
-        self.is_working.store(true, Ordering::Relaxed);
+        *lock(&self.state) = State {
+            phase: Phase::Working,
+            received: None,
+        };
         let output = work();
-        self.is_working.store(false, Ordering::Relaxed);
+        lock(&self.state).phase = Phase::Saving;
         output
+    }
+
+    /// Ends the time in which signals wait; the signal that came since the work began.
+    pub fn rest(&self) -> Option<Signal> {
+        let mut state = lock(&self.state);
+        state.phase = Phase::Resting;
+        state.received.take()
     }
 
     /// Whether the work should go on.
@@ -313,9 +382,30 @@ impl Interrupt {
     }
 }
 
+/// No thread panics while it has the lock.
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn signal_first_cancels_then_exits_and_waits_for_saving() {
+        let mut state = State {
+            phase: Phase::Working,
+            received: None,
+        };
+        assert_eq!(state.receive(Signal::Interrupt), Reaction::Cancel);
+        assert_eq!(state.receive(Signal::Interrupt), Reaction::Exit);
+        state.phase = Phase::Saving;
+        assert_eq!(state.receive(Signal::Terminate), Reaction::Wait);
+        assert_eq!(state.receive(Signal::Interrupt), Reaction::Wait);
+        assert_eq!(state.received, Some(Signal::Terminate));
+        state.phase = Phase::Resting;
+        assert_eq!(state.receive(Signal::HangUp), Reaction::Exit);
+    }
 
     #[test]
     fn one_newline_ends_the_input() {

@@ -312,23 +312,34 @@ fn wait_for_text(child: &mut Child) {
 
 #[cfg(unix)]
 fn interrupt(child: &Child) {
+    signal(child, "-INT");
+}
+
+#[cfg(unix)]
+fn signal(child: &Child, signal: &str) {
     let sent = Command::new("kill")
-        .args(["-INT", &child.id().to_string()])
+        .args([signal, &child.id().to_string()])
         .status();
     assert!(sent.expect("a process").success());
 }
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_stops_the_generation() {
+fn signal_stops_generation_which_saves_and_ends_with_its_code() {
     let folder = endless();
-    let mut child = start("generate", &folder, &["--prompt", "the cat"]);
-    wait_for_text(&mut child);
-    interrupt(&child);
-    let ended = Ended::from(child.wait_with_output().expect("its end"));
-    assert_eq!(ended.code, Some(0), "{ended:?}");
-    assert!(ended.stderr.contains("tokens/s"), "{ended:?}");
-    assert!(ended.stderr.contains("stopped"), "{ended:?}");
+    for (name, code) in [("-INT", 130), ("-TERM", 143)] {
+        let cache = folder.file(&format!("session{name}"));
+        let cache_argument = cache.to_str().expect("a path");
+        let arguments = ["--prompt", "the cat", "--cache", cache_argument];
+        let mut child = start("generate", &folder, &arguments);
+        wait_for_text(&mut child);
+        signal(&child, name);
+        let ended = Ended::from(child.wait_with_output().expect("its end"));
+        assert_eq!(ended.code, Some(code), "{ended:?}");
+        assert!(ended.stderr.contains("tokens/s"), "{ended:?}");
+        assert!(ended.stderr.contains("stopped"), "{ended:?}");
+        assert!(cache.exists(), "{ended:?}");
+    }
 }
 
 #[cfg(unix)]

@@ -7,7 +7,7 @@ use crate::programs::folder::Folder;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{
     Drafts, Gemma4, Gemma4Error, GenerateOptions, Generation, LoadOptions, Message, PerLayerTable,
-    Prompt, SavedSession, Session,
+    Prompt, Quantization, SavedSession, Session,
 };
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
@@ -338,6 +338,17 @@ fn a_session_of_another_model_is_refused() {
     let half = load("dense-ple", LoadOptions::new().dtype(DType::BF16));
     let other = refused(&half, &path).to_string();
     assert!(other.contains("another model"), "{other}");
+    for word in ["dtype", "f32", "bf16"] {
+        assert!(other.contains(word), "{other}");
+    }
+    let eight = load(
+        "dense-ple",
+        LoadOptions::new().quantization(Quantization::Q8),
+    );
+    let other = refused(&eight, &path).to_string();
+    for word in ["whole", "quantized to 8 bits"] {
+        assert!(other.contains(word), "{other}");
+    }
     // The same shape with one other weight, in a layer and in the table.
     for name in [
         "model.layers.1.mlp.up_proj.weight",

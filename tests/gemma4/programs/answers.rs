@@ -2,7 +2,8 @@
 //! the prompt is read.
 
 use super::folder::{Folder, WRITING, written};
-use super::{Ended, endless, program, report, run, succeed, write};
+use super::{Ended, endless, greedy, program, refused, report, run, succeed, write};
+use crate::fixture;
 use serde_json::{Value, json};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -205,7 +206,7 @@ fn ctrl_c_ends_the_reading_of_a_prompt() {
     let start = Instant::now();
     let child = reading("generate", &folder, &[]);
     let ended = Ended::from(child.wait_with_output().expect("its end"));
-    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert_eq!(ended.code, Some(130), "{ended:?}");
     assert_eq!(ended.stdout, "\n", "{ended:?}");
     assert!(ended.stderr.contains("stopped"), "{ended:?}");
 
@@ -277,4 +278,79 @@ fn draws_are_by_the_checkpoints_options() {
     assert_eq!(tokens(&["--temperature", "50", "--seed", "1"]), greedy);
     let others = tokens(&["--temperature", "50", "--seed", "1", "--top-k", "300"]);
     assert_ne!(others, greedy);
+}
+
+/// The fixture has 512 positions.
+#[test]
+fn end_of_positions_is_named() {
+    let prompt = vec!["50"; 505].join(",");
+    let mut command = greedy("dense-ple", "flex");
+    command.args([
+        "--max-tokens",
+        "400",
+        "--ignore-eos",
+        "--prompt-tokens",
+        &prompt,
+    ]);
+    let ended = succeed(&mut command);
+    assert!(
+        ended.stderr.contains("512 positions are used up"),
+        "{ended:?}"
+    );
+}
+
+#[test]
+fn compact_keys_without_effect_are_named() {
+    for (model, is_named) in [("dense-ple", true), ("dense-keqv", false)] {
+        let mut command = greedy(model, "flex");
+        command.args(["--prompt", "hi", "--max-tokens", "2", "--compact-keys"]);
+        let ended = succeed(&mut command);
+        assert_eq!(
+            ended.stderr.contains("--compact-keys"),
+            is_named,
+            "{ended:?}"
+        );
+    }
+}
+
+#[test]
+fn programs_have_versions_and_a_debug_log() {
+    for name in ["generate", "chat"] {
+        let ended = succeed(program(name).arg("--version"));
+        assert!(
+            ended.stdout.contains(env!("CARGO_PKG_VERSION")),
+            "{ended:?}"
+        );
+    }
+    let mut command = greedy("dense-ple", "cpu");
+    command.args(["--prompt", "hi", "--max-tokens", "2"]);
+    let ended = succeed(command.env("RUST_LOG", "debug"));
+    assert!(ended.stderr.contains("DEBUG"), "{ended:?}");
+}
+
+#[test]
+fn models_of_the_hub_are_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut command = program("generate");
+    command.args([
+        "--device",
+        "flex",
+        "--model",
+        "google/gemma-4-E2B-it",
+        "--prompt",
+        "hi",
+    ]);
+    let ended = run(command
+        .current_dir(folder.path())
+        .env("HF_HUB_CACHE", folder.path()));
+    refused::check(
+        "no model",
+        &ended,
+        2,
+        &["hf download google/gemma-4-E2B-it"],
+    );
+    let mut command = program("generate");
+    command.args(["--device", "flex", "--prompt", "hi", "--model"]);
+    command.arg(fixture::folder("dense-ple").join("model.safetensors"));
+    refused::check("a file", &run(&mut command), 2, &["--model", "folder"]);
 }

@@ -1,12 +1,20 @@
 //! Sessions that programs keep in a file.
 
+#[cfg(unix)]
+use super::signal;
 use super::{Ended, greedy, program, refused, report, run, succeed, write};
 use crate::fixture;
 #[cfg(unix)]
 use std::fs;
 #[cfg(unix)]
 use std::os::unix::fs::PermissionsExt;
-use std::{path::Path, process::Stdio};
+use std::{
+    io::Read,
+    path::Path,
+    process::{Child, Command, Stdio},
+};
+#[cfg(unix)]
+use std::{thread, time::Duration};
 
 /// A second run reads what is new, and a chat goes on with its conversation.
 #[test]
@@ -108,4 +116,101 @@ fn sessions_are_kept_in_a_file() {
         again["timings"]["prefill_tokens"].as_u64() < Some(16),
         "{again}"
     );
+}
+
+/// A chat with the model of a fixture that is kept in this file.
+fn chat_with(cache: &Path) -> Command {
+    let mut command = program("chat");
+    command.args(["--device", "flex", "--temperature", "0"]);
+    command.args(["--max-tokens", "4", "--model"]);
+    command.arg(fixture::folder("dense-ple"));
+    command.arg("--cache").arg(cache).stdin(Stdio::piped());
+    command
+}
+
+/// Reads the line of an answer.
+fn answer(child: &mut Child) -> String {
+    let mut output = child.stdout.take().expect("its output");
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while output.read(&mut byte).expect("text") == 1 && byte != *b"\n" {
+        line.push(byte[0]);
+    }
+    child.stdout = Some(output);
+    String::from_utf8_lossy(&line).into_owned()
+}
+
+#[cfg(unix)]
+#[test]
+fn chat_that_a_signal_ends_has_kept_its_answers() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129)] {
+        let path = folder.path().join(format!("chat{name}"));
+        let mut child = chat_with(&path).spawn().expect("a process");
+        write(&mut child, "the cat\n");
+        answer(&mut child);
+        // Its input stays open, so that nothing but the signal ends it. One that comes while the answer is saved may be the
+        // answer's own Ctrl-C, after which the chat goes on.
+        let input = child.stdin.take();
+        while child.try_wait().expect("its state").is_none() {
+            signal(&child, name);
+            thread::sleep(Duration::from_millis(50));
+        }
+        drop(input);
+        let ended = Ended::from(child.wait_with_output().expect("its end"));
+        assert_eq!(ended.code, Some(code), "{ended:?}");
+        assert!(path.exists(), "{ended:?}");
+        let again = run(&mut chat_with(&path));
+        assert!(again.stderr.contains("2 messages"), "{again:?}");
+    }
+}
+
+#[test]
+fn two_chats_of_one_file_keep_both_conversations() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("chat");
+    let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("a process"));
+    for (count, child) in chats.iter_mut().enumerate() {
+        for _ in 0..=count {
+            write(child, "hello\n");
+            answer(child);
+        }
+    }
+    let [first, second] =
+        chats.map(|child| Ended::from(child.wait_with_output().expect("its end")));
+    assert_eq!(first.code, Some(0), "{first:?}");
+    assert_eq!(second.code, Some(1), "{second:?}");
+    assert!(second.stderr.contains("another program"), "{second:?}");
+    for (name, messages) in [("chat", "2 messages"), ("chat-2", "4 messages")] {
+        let again = run(&mut chat_with(&folder.path().join(name)));
+        assert!(again.stderr.contains(messages), "{name}: {again:?}");
+    }
+}
+
+#[test]
+fn cache_that_cannot_be_written_is_refused_first() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let absent = folder.path().join("no/such/file");
+    for (path, word) in [
+        (absent.as_path(), "cannot be written"),
+        (folder.path(), "is a folder"),
+    ] {
+        let mut command = greedy("dense-ple", "flex");
+        command.args(["--prompt", "hi", "--cache"]).arg(path);
+        refused::check("no cache", &run(&mut command), 2, &["--cache", word]);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn cache_behind_a_link_stays_behind_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [there, link] = ["there", "link"].map(|name| folder.path().join(name));
+    // A link that leads to nothing yet is followed, too.
+    std::os::unix::fs::symlink("there", &link).expect("a link");
+    for _ in 0..2 {
+        let mut command = greedy("dense-ple", "flex");
+        command.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
+        succeed(command.arg(&link));
+        assert!(link.is_symlink() && there.is_file());
+    }
 }
