@@ -17,12 +17,14 @@ import transformers
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 VOCABULARY = 262144
+HEADS, WINDOW = 8, 512
+HEAD_DIM, GLOBAL_HEAD_DIM = 256, 512
 
 
 def config():
     made = Gemma4TextConfig(
-        hidden_size=1536, num_hidden_layers=35, intermediate_size=6144, num_attention_heads=8, num_key_value_heads=1,
-        head_dim=256, global_head_dim=512, sliding_window=512, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        hidden_size=1536, num_hidden_layers=35, intermediate_size=6144, num_attention_heads=HEADS, num_key_value_heads=1,
+        head_dim=HEAD_DIM, global_head_dim=GLOBAL_HEAD_DIM, sliding_window=WINDOW, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
         num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256, vocab_size=VOCABULARY,
         vocab_size_per_layer_input=VOCABULARY, final_logit_softcapping=30.0, attention_k_eq_v=False, enable_moe_block=False,
         max_position_embeddings=131072, tie_word_embeddings=True)
@@ -82,9 +84,9 @@ def flops(model, length, last):
     c = model.config
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in n)
     full, sliding = (c.layer_types.count(kind) for kind in ("full_attention", "sliding_attention"))
-    window = min(c.sliding_window, length)
+    window = min(WINDOW, length)
     pairs = [length * (length + 1) / 2, window * (window + 1) / 2 + (length - window) * window]
-    attention = 2 * c.num_attention_heads * (full * c.global_head_dim * pairs[0] + sliding * c.head_dim * pairs[1])
+    attention = 2 * HEADS * (full * GLOBAL_HEAD_DIM * pairs[0] + sliding * HEAD_DIM * pairs[1])
     head = last * c.hidden_size * c.vocab_size
     return 2 * (3 * (matrices * length + head) + 3.5 * attention)
 

@@ -129,8 +129,8 @@ fn control_characters_of_files_are_escaped() {
             tensors.insert(format!("model.{hostile}"), tensor);
         });
     };
-    type Spoil = Box<dyn Fn(&Folder)>;
-    let spoils: [(&str, Spoil); 6] = [
+    type Spoil<'a> = Box<dyn Fn(&Folder) + 'a>;
+    let spoils: [(&str, Spoil<'_>); 6] = [
         ("tensor", Box::new(add)),
         (
             "model_type",
