@@ -122,7 +122,7 @@ impl CacheFile {
     /// The end of a program that has written the file.
     ///
     /// # Errors
-    /// Where the session is in another file than was asked for.
+    /// An error if the session is in another file than `--cache` names.
     pub fn finish(&self) -> Result<(), Error> {
         match &self.taken {
             Some(taken) => Err(format!(

@@ -29,7 +29,7 @@ pub struct ModelArguments {
     /// Where to run.
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceName,
-    /// Of weights and activations [default: the checkpoint's; on a processor f32].
+    /// Dtype of weights and activations [default: the checkpoint's; on a processor f32].
     #[arg(long, value_enum)]
     pub dtype: Option<Dtype>,
     /// Quantizes weights that the checkpoint has whole, in blocks of 32 numbers as llama.cpp's Q8_0 or Q4_0, while they are loaded; `none` makes

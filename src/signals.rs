@@ -79,7 +79,7 @@ pub fn end_of_stopped() -> Result<(), Error> {
 /// that the process ignores from its beginning, as `nohup` has it, stays ignored.
 ///
 /// # Errors
-/// Those of the system.
+/// The system's errors.
 pub fn handle(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error> {
     listen(move |signal| {
         let _ = FIRST.compare_exchange(0, signal.number(), Ordering::SeqCst, Ordering::SeqCst);
@@ -103,7 +103,7 @@ fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error>
     Ok(())
 }
 
-/// Whether the process ignores a signal.
+/// True if the process ignores a signal.
 #[cfg(unix)]
 fn is_ignored(number: libc::c_int) -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();

@@ -96,7 +96,7 @@ impl Case {
     /// Output and logsumexp where the call says that its lengths are there ahead of its launches.
     ///
     /// # Panics
-    /// Where the operator refuses the case.
+    /// An error if the operator refuses the case.
     pub fn run_ahead(&self, inputs: &Inputs, device: &Device) -> Vec<Named> {
         let Prepared { leaves, extras, .. } = self.prepare(inputs, device, self.dtype);
         let shapes = [inputs.query.shape, inputs.key.shape, inputs.value.shape];

@@ -43,7 +43,7 @@ impl Ignored {
         *self.0.entry(column.to_owned()).or_default() += 1;
     }
 
-    /// What to say of them, if there are any.
+    /// The note about the ignored columns, if there are any.
     pub(super) fn told(&self) -> Option<String> {
         let told = |(name, count): (&String, &usize)| format!("{name:?} ({count} lines)");
         let names: Vec<_> = self.0.iter().map(told).collect();
@@ -51,7 +51,7 @@ impl Ignored {
     }
 }
 
-/// What a line of a file holds, without the columns that are `null`.
+/// The columns of a line that are not `null`.
 pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
     const EXPECTED: &str = "it should have one of \"messages\" and \"text\"";
     // Only the column says anything: the line is a text of its own to the parser.
@@ -200,7 +200,7 @@ struct Turn {
     before: String,
     /// Whose turn it is, and what a prompt adds to that: read, not said.
     opening: String,
-    /// What follows through the end of the turn, in pieces: what the model says is learned, and what tools have responded is read.
+    /// The text through the end of the turn, in pieces: the model's own text is learned, responses of tools are read only.
     answer: Vec<(String, bool)>,
     /// Whether it stands so in the whole conversation.
     stays: bool,
@@ -446,7 +446,7 @@ impl Conversation {
     }
 }
 
-/// Whether an answer begins with a thought of its own: with the mark that begins the empty thought of a prompt, such as
+/// True if an answer begins with a thought of its own: with the mark that begins the empty thought of a prompt, such as
 /// `<|channel>` or `<think>`. Calls of tools and HTML begin with other marks.
 fn has_own_thought(answer: &str, empty_thought: &str) -> bool {
     let text = empty_thought.trim_start();
@@ -461,7 +461,7 @@ fn has_own_thought(answer: &str, empty_thought: &str) -> bool {
 /// Around what a tool has responded.
 const RESPONSE: [&str; 2] = ["<|tool_response>", "<tool_response|>"];
 
-/// Where the responses of tools are in an answer.
+/// The ranges of an answer that are responses of tools.
 fn responses(answer: &str) -> Vec<Range<usize>> {
     let [begin, end] = RESPONSE;
     let mut found = Vec::new();
@@ -474,7 +474,7 @@ fn responses(answer: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// What `whole` has more than `without`, in one range. Where the text around the range leaves its start open, it starts at a `<`.
+/// The one range that `whole` has beyond `without`. Where the text around the range leaves its start open, it starts at a `<`.
 fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     let count = whole.len().checked_sub(without.len())?;
     let alike = |(a, b): &(char, char)| a == b;
@@ -508,7 +508,7 @@ fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
     pieces
 }
 
-/// Whether a rendering has a list of parts as JSON or Python print it, and not their texts alone.
+/// True if a rendering has a list of parts as JSON or Python print it, and not their texts alone.
 fn prints_parts(parts: &Value, rendered: &str) -> bool {
     let parts = parts.as_array().into_iter().flatten();
     let mut kinds = parts.filter_map(|part| part["type"].as_str());

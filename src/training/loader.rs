@@ -163,7 +163,7 @@ impl TrainingLoader {
         })
     }
 
-    /// What this device takes for a step. `pass` is the last pass over the data that a step was chosen of, and its order.
+    /// The rows that this device takes for a step. `pass` is the last pass over the data that a step was chosen of, and its order.
     fn chosen(&self, step: usize, pass: &mut Option<(usize, Vec<usize>)>) -> Chosen {
         let rows = self.data.rows.len();
         let mut row_at = |index: usize| {

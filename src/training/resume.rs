@@ -87,7 +87,7 @@ pub fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
         .map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Whether the run is made longer. Refuses to go on with other settings than the run was begun with, with a checkpoint that is broken, and where Burn could not
+/// True if the run is made longer. Refuses to go on with other settings than the run was begun with, with a checkpoint that is broken, and where Burn could not
 /// restore the optimizer.
 ///
 /// # Errors

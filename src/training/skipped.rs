@@ -44,7 +44,7 @@ impl Skipped {
         count.map_or(0, |count| count.into_scalar::<f32>() as usize)
     }
 
-    /// What to say of the steps that were left out, if there are any.
+    /// The note about steps that were left out, if there are any.
     pub fn told(&self) -> Option<String> {
         match self.value() {
             0 => None,

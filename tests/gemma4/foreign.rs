@@ -84,7 +84,7 @@ fn quantized_weights_are_named_by_their_method() {
         Gemma4Config::from_json(&by_mlx),
         &["quantization", "MLX"],
     );
-    // Of weights that are still floats, as quantization-aware training leaves them: tensors that are not are refused by their names.
+    // Quantization-aware training leaves weights as floats. Tensors that are not floats are refused by their names.
     for none in [
         Value::Null,
         json!({}),

@@ -110,7 +110,7 @@ fn length_options_suppress_tokens_as_transformers_does() {
     }
 }
 
-/// What a device draws comes after what the host has to draw.
+/// The device draws after the host has drawn what it has to.
 #[test]
 fn drawn_tokens_obey_the_beginning_and_go_on() {
     let fixture = Fixture::open("dense-ple");

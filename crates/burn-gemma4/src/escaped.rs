@@ -60,7 +60,7 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// Whether a terminal acts on a character: control characters, line separators, and marks of writing direction.
+/// True if a terminal acts on a character: control characters, line separators, and marks of writing direction.
 fn is_obeyed(character: char) -> bool {
     const DIRECTIONS: [char; 12] = [
         '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}',

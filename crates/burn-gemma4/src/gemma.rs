@@ -239,7 +239,7 @@ impl Gemma4 {
         &self.defaults
     }
 
-    /// What the checkpoint's files ask for that is not computed, a sentence each, for people to read.
+    /// Settings of the checkpoint's files that are not computed, one sentence each, for people to read.
     pub fn warnings(&self) -> impl Iterator<Item = &str> {
         let of_model = self.model.warnings().iter();
         let all = self.defaults.unsupported.iter().chain(of_model);

@@ -198,7 +198,7 @@ impl World {
     /// Returns when every process has called it.
     ///
     /// # Errors
-    /// Where another process is gone.
+    /// An error if another process is gone.
     pub fn wait_for_all(&self) -> Result<(), Error> {
         // MPI refuses to gather nothing at all.
         self.link.all_gather(&[0]).map(|_| ())

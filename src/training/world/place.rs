@@ -92,13 +92,13 @@ fn launcher(variable: &impl Fn(&str) -> Option<String>) -> Option<&'static Launc
     launchers.find(|launcher| is_set(launcher.size) && !is_of_slurm(launcher))
 }
 
-/// Whether an MPI launcher has started this process.
+/// True if an MPI launcher has started this process.
 #[cfg(feature = "mpi")]
 pub fn is_of_mpi() -> bool {
     launcher(&variable).is_some_and(|launcher| launcher.kind == Kind::Mpi)
 }
 
-/// What tells the run of this process, and its attempt, from others that may use the same port.
+/// The id of this process's run and attempt. It tells the run from others that may use the same port.
 pub fn run_id() -> String {
     run_id_of(variable)
 }

@@ -167,7 +167,7 @@ fn control_characters_of_files_are_escaped() {
     }
 }
 
-/// What the defaults ask for beyond what is computed is told, and the text comes all the same.
+/// Defaults that are not computed are reported, and the text is generated all the same.
 #[test]
 fn defaults_that_are_not_computed_are_told() {
     let folder = Folder::copy("dense-ple");

@@ -65,7 +65,7 @@ pub struct Quantized {
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
-    /// Whether the call says that its lengths are there ahead.
+    /// True if the call says that its lengths are there ahead.
     pub lengths_ahead: bool,
 }
 

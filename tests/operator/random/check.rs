@@ -249,7 +249,7 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     (!found.is_empty()).then(|| format!("two runs differ: {}", found.join(", ")))
 }
 
-/// What is drawn for cards has problems for the engines of cards without Hopper's instructions, too.
+/// Problems drawn for cards reach the engines of cards without Hopper's instructions as well.
 #[test]
 fn every_engine_is_drawn() {
     let mut ways = BTreeSet::new();

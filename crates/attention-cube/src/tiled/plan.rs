@@ -99,7 +99,7 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Whether a key between two visible ones may be hidden, as the kernels' `ScoreKind::leaves_masked` decides.
+/// True if a key between two visible keys may be hidden, as the kernels' `ScoreKind::leaves_masked` decides.
 fn has_masked(problem: &AttentionProblem) -> bool {
     problem.bias.is_some() || problem.mask.is_some() || problem.segments
 }

@@ -61,7 +61,7 @@ pub(super) struct AdapterConfig {
     pub(super) warnings: Vec<String>,
 }
 
-/// What the factors of one matrix are and count.
+/// The factors of one matrix and their scaling.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Scaling {
     pub rank: usize,
@@ -109,7 +109,7 @@ impl AdapterConfig {
         }
     }
 
-    /// Of the matrix of a module, by the whole name that it has in the model which PEFT adapted.
+    /// The scaling of a module's matrix, by the whole name that it has in the model which PEFT adapted.
     pub fn scaling(&self, module: &str) -> Result<Scaling, String> {
         let rank = self.ranks.value(module)?.unwrap_or(self.rank);
         let alpha = self.alphas.value(module)?.unwrap_or(self.alpha);
@@ -165,7 +165,7 @@ impl File {
     }
 }
 
-/// Whether a switch is on.
+/// True if a switch is on.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,

@@ -413,7 +413,7 @@ fn written_dtype(weights: &dyn Weights, parameters: &[(String, Vec<usize>)]) -> 
         let Ok(source) = weights.get(path) else {
             continue;
         };
-        // What was quantized was in bf16 before, as all published models are.
+        // Quantized weights count as bf16, the dtype of all published models.
         let dtype = source.dtype().unwrap_or(DType::BF16);
         let numbers: usize = shape.iter().product();
         match counts.iter_mut().find(|(counted, _)| *counted == dtype) {
@@ -425,7 +425,7 @@ fn written_dtype(weights: &dyn Weights, parameters: &[(String, Vec<usize>)]) -> 
     most.map_or(DType::F32, |(dtype, _)| dtype)
 }
 
-/// Whether Burn's Flex backend computes on the device. A processor rounds every number in bf16 by itself, which is 30 times
+/// True if Burn's Flex backend computes on the device. A processor rounds every number in bf16 by itself, which is 30 times
 /// slower than f32, and Gemma's activations may exceed the range of f16.
 fn is_processor(device: &Device) -> bool {
     #[cfg(feature = "flex")]

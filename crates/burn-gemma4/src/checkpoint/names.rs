@@ -17,7 +17,7 @@ pub(super) const MLX: &str = "language_model.model.";
 /// The output projection, which is outside of both.
 pub(super) const HEAD: &str = "lm_head.weight";
 
-/// What `torch.compile` calls the module inside a compiled one.
+/// The name that `torch.compile` gives to the module inside a compiled one.
 const COMPILED: &str = "_orig_mod";
 
 /// A tensor's name without the parts that `torch.compile` has put into it.
@@ -35,7 +35,7 @@ const TOWERS: [&str; 5] = [
     "multi_modal_projector.",
 ];
 
-/// Whether a tensor of a multimodal model is of a tower, or of what leads from it to the text model.
+/// True if a tensor of a multimodal model belongs to a tower, or to the projection from a tower to the text model.
 pub(super) fn is_of_tower(name: &str) -> bool {
     let name = name.strip_prefix(TEXT).unwrap_or(name);
     TOWERS.iter().any(|tower| name.starts_with(tower))

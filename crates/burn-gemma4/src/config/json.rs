@@ -353,7 +353,7 @@ impl Text {
     }
 }
 
-/// Whether a `rope_scaling` changes positions: transformers' older files have one that does not.
+/// True if a `rope_scaling` changes positions: transformers' older files have one that does not.
 fn scales(scaling: &serde_json::Value) -> bool {
     let Some(fields) = scaling.as_object() else {
         return !scaling.is_null();

@@ -60,7 +60,7 @@ pub struct GenerationDefaults {
     pub begin_suppress_tokens: Vec<u32>,
     /// Tokens that are never drawn unless they end texts: the words of a single token in `bad_words_ids`. Default: none.
     pub bad_words: Vec<u32>,
-    /// What the file asks for that is not computed, a sentence each, for people to read. Default: none.
+    /// Settings of the file that are not computed, one sentence each, for people to read. Default: none.
     pub unsupported: Vec<String>,
 }
 

@@ -84,7 +84,7 @@ pub(super) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
     sequences.iter().map(|sequence| &sequence.sampler).collect()
 }
 
-/// Whether some sequence is at its beginning, where tokens are suppressed that may come later.
+/// True if some sequence is at its beginning, where tokens are suppressed that may come later.
 pub(super) fn begins(sequences: &[Sequence<'_>]) -> bool {
     let mut on_their_way = sequences.iter().filter(|one| one.finished.is_none());
     on_their_way.any(|sequence| sequence.sampler.suppresses_now())

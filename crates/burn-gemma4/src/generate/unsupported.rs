@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 /// Longer values are cut.
 const MOST_CHARACTERS: usize = 80;
 
-/// Whether a value of a field changes what is generated.
+/// True if a field's value changes the generated text.
 type IsOn = fn(&Value) -> bool;
 
 /// The fields of transformers 5's `GenerationConfig` that may change a text, of one sequence and without an assistant. Those of beams
@@ -51,7 +51,7 @@ pub(super) fn unsupported(fields: &Map<String, Value>) -> Vec<String> {
         .collect()
 }
 
-/// What says that a field's value has no effect.
+/// The sentence that says that a field's value has no effect.
 pub(super) fn sentence(name: &str, value: &Value) -> String {
     let text = value.to_string();
     let cut: String = text.chars().take(MOST_CHARACTERS).collect();

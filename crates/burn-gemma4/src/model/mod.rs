@@ -88,7 +88,7 @@ pub struct Gemma4Model {
     pub(crate) host_table: Option<HostTable>,
     #[module(skip)]
     pub(crate) placement: Option<TablePlacement>,
-    /// What was read and has no effect.
+    /// Settings that were read and have no effect.
     #[module(skip)]
     pub(crate) warnings: Vec<String>,
     /// The dtype that the checkpoint is written in.
@@ -146,7 +146,7 @@ impl Gemma4Model {
         Self::of(config, device)
     }
 
-    /// What its files ask for that is not computed, a sentence each, for people to read.
+    /// Settings of its files that are not computed, one sentence each, for people to read.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }

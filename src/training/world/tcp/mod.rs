@@ -208,7 +208,7 @@ fn reason_to_send_away(introduction: &Introduction, place: Place, run: &str) -> 
     (!(1..size).contains(&rank)).then(|| format!("no process is number {rank}"))
 }
 
-/// Whether the process at the other end has not closed the connection.
+/// True if the process at the other end has not closed the connection.
 fn is_there(stream: &TcpStream) -> bool {
     let peeked = stream
         .set_nonblocking(true)

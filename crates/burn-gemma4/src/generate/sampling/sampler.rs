@@ -52,7 +52,7 @@ impl Sampler {
         }
     }
 
-    /// Whether [`suppress_for`](Self::suppress_for) holds for the next token.
+    /// True if [`suppress_for`](Self::suppress_for) holds for the next token.
     pub(crate) fn suppresses_now(&self) -> bool {
         self.suppressed.iter().any(|(end, _)| self.position < *end)
     }

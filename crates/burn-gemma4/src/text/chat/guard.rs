@@ -45,7 +45,7 @@ const LOOK: &str = "in time";
 /// minijinja unpacks no text, and its loops over one have no length.
 const ITERATED: &str = "iterated text";
 
-/// Whether the instruction may read long texts, so that the time is looked at before it.
+/// True if the instruction may read long texts, so that the time is looked at before it.
 fn may_be_long(instruction: &Instruction<'_>) -> bool {
     matches!(
         instruction,

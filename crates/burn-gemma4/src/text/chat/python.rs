@@ -8,7 +8,7 @@ use std::fmt::{self, Write};
 /// `str(value)`.
 ///
 /// # Errors
-/// Where the text exceeds the rendering's limit, or lists nest too deeply.
+/// An error if the text exceeds the rendering's limit, or lists nest too deeply.
 pub(super) fn text(value: &Value) -> Result<String, Error> {
     if let Some(text) = value.as_str() {
         return Ok(text.to_owned());
