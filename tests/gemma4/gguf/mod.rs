@@ -200,7 +200,8 @@ fn the_dtype_is_that_before_quantization() {
         let numbers = table.dimensions.iter().product::<u64>() as usize;
         (table.kind, table.bytes) = (0, vec![0; 4 * numbers]);
     });
-    assert_eq!(written(&whole.path()), Some(DType::F32));
+    // One tensor in f32 does not outweigh the others.
+    assert_eq!(written(&whole.path()), Some(DType::BF16));
 }
 
 #[test]
