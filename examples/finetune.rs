@@ -21,7 +21,7 @@ use attention_workspace::{
         world::{World, exit_code},
     },
 };
-use burn::module::Module;
+use burn::{module::Module, tensor::DType};
 use burn_gemma4::{Adapter, Gemma4, Gemma4Model, LoadOptions, PerLayerTable, copy_beside};
 use clap::Parser;
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
@@ -208,10 +208,13 @@ fn write(cli: &Cli, adapter: Option<&Adapter>, model: &Gemma4Model) -> Result<()
                     "the weights were quantized: the checkpoint has the numbers that they stood for, whole, with what was learned",
                 );
             }
-            let saved = model.save_like(&cli.model, &cli.out, None);
+            // A processor computes in f32 whatever the checkpoint is written in, which stays as it was.
+            let written = model.written_dtype().filter(|dtype| *dtype != DType::F64);
+            let dtype = written.filter(|_| cli.dtype.is_none());
+            let saved = model.save_like(&cli.model, &cli.out, dtype);
             if saved.is_err() {
                 // What was learned is not to be lost with what has become of the base.
-                model.save(&cli.out, None)?;
+                model.save(&cli.out, dtype)?;
             }
             saved?;
             copy_beside(&cli.model, &cli.out)?;

@@ -88,7 +88,10 @@ pub(super) fn assert_in_time(state: &State<'_, '_>) -> Result<(), Error> {
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
     if Instant::now() > watch.deadline {
-        let reason = format!("it takes more than {} s", LONGEST_RENDERING.as_secs());
+        let reason = format!(
+            "its instructions take more than {} s",
+            LONGEST_RENDERING.as_secs()
+        );
         return Err(Error::new(ErrorKind::InvalidOperation, reason));
     }
     Ok(())

@@ -72,7 +72,7 @@ fn check_operators(tokens: &[Token<'_>]) -> Result<(), Error> {
         }
         if operators > MOST_OPERATORS {
             return Err(refused(format!(
-                "an expression has more than {MOST_OPERATORS} operators"
+                "an expression has more than {MOST_OPERATORS} operators: parsing it takes too deep a recursion"
             )));
         }
     }
