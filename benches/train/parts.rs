@@ -1,4 +1,4 @@
-//! Where a training step's time goes: each part timed alone, beside a step that is launched the same way.
+//! Times each part of a training step alone, beside a step that is launched the same way.
 //!
 //! A part runs launch by launch, so the parts are shares of a step without graph capture. A captured step
 //! hides launch overhead that the parts still pay, and their sum could exceed it.

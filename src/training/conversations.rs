@@ -359,8 +359,8 @@ impl Conversation {
         })
     }
 
-    /// An answer in pieces, of which the responses of tools are not learned. The special tokens around responses tell where they
-    /// are; without them, it is what the template adds for the message's field.
+    /// Splits an answer into pieces, so that responses of tools are read and not learned. Special tokens bound the responses.
+    /// Without such tokens, a response is the text that the template adds for the message's field.
     fn without_responses(
         &self,
         template: &ChatTemplate,
@@ -390,8 +390,8 @@ impl Conversation {
         }
     }
 
-    /// Refuses contents and fields of messages of which the template leaves something out, and `tools` that it does not render. Other
-    /// columns without which it renders the same are `ignored`.
+    /// Refuses contents, fields and `tools` that the template does not render in full. Other columns that do not change the
+    /// rendering are `ignored`.
     fn refuse_unrendered(
         &self,
         template: &ChatTemplate,
@@ -494,7 +494,7 @@ fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     Some(start..start + count)
 }
 
-/// A text in pieces, of which some ranges are not learned.
+/// Splits a text into pieces; the given ranges are not learned.
 fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
     let mut pieces = Vec::new();
     let mut done = 0;

@@ -2,7 +2,7 @@
 
 use crate::case::Case;
 
-/// Marking what a mask leaves of a tile takes iterations, too: 740 blocks of 90, of which 81 are the products'.
+/// A masked tile marks its used columns, which takes iterations: 90 for each of 740 blocks, where the products take 81.
 #[test]
 fn masked_forward_beyond_the_loop_limit_is_right() {
     Case {

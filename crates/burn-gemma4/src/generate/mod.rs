@@ -105,7 +105,7 @@ impl GenerateOptions {
         }
     }
 
-    /// Tokens that have to be generated, after prompts of which the longest has so many, before a token may end a text.
+    /// The fewest tokens to generate before a text may end. `longest` is the token count of the longest prompt.
     fn fewest_tokens(&self, longest: usize) -> usize {
         let by_length = self.min_length.unwrap_or(0).saturating_sub(longest);
         self.min_new_tokens.unwrap_or(by_length)
