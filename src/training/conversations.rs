@@ -67,7 +67,7 @@ pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
         }
         !value.is_null()
     });
-    match (fields.remove("messages"), fields.remove("text")) {
+    match (fields.shift_remove("messages"), fields.shift_remove("text")) {
         (Some(messages), None) => conversation(messages, fields).map(Line::Messages),
         (None, Some(Value::String(text))) if !text.is_empty() => {
             fields.keys().for_each(|name| ignored.count(name));
@@ -104,7 +104,7 @@ fn conversation(
         let reason = "\"messages\" has nothing to learn: no message of the role \"assistant\"";
         return Err(reason.into());
     }
-    let enable_thinking = match variables.remove("enable_thinking") {
+    let enable_thinking = match variables.shift_remove("enable_thinking") {
         None => false,
         Some(Value::Bool(is_enabled)) => is_enabled,
         Some(_) => return Err("\"enable_thinking\" is neither true nor false".into()),
@@ -377,7 +377,7 @@ impl Conversation {
         }
         let mut without = self.messages[..=index].to_vec();
         if let Some(fields) = without[index].as_object_mut() {
-            fields.remove(TOOL_RESPONSES);
+            fields.shift_remove(TOOL_RESPONSES);
         }
         let without = self.render(template, &without, false)?;
         let without = without.strip_prefix(before).unwrap_or_default();
@@ -401,7 +401,7 @@ impl Conversation {
         let whole = &until[self.messages.len()];
         for name in self.variables.keys() {
             let mut without = self.clone();
-            without.variables.remove(name);
+            without.variables.shift_remove(name);
             // A template that refuses it without the field renders it.
             if matches!(without.render(template, &self.messages, false), Ok(text) if text == *whole)
             {
@@ -428,7 +428,7 @@ impl Conversation {
                     None => {
                         let mut without = self.messages[..=index].to_vec();
                         if let Some(fields) = without[index].as_object_mut() {
-                            fields.remove(name);
+                            fields.shift_remove(name);
                         }
                         let without = self.render(template, &without, false);
                         !matches!(without, Ok(text) if text == *until)

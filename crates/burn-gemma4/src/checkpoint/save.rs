@@ -211,8 +211,8 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
     // The text part's own dtype goes before that of the whole.
     for pointer in ["", "/text_config"] {
         if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
-            fields.remove("torch_dtype");
-            fields.remove("quantization_config");
+            fields.shift_remove("torch_dtype");
+            fields.shift_remove("quantization_config");
             fields.insert("dtype".into(), name_of(dtype).into());
         }
     }
