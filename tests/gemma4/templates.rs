@@ -56,11 +56,13 @@ fn loops_have_an_end() {
     };
     assert_refused(&nested(3, ""), &["instructions"]);
     assert_refused(&nested(4, "{% set x = 1 %}"), &["instructions"]);
-    assert_refused(&nested(2, "{{ 'endless words' }}"), &["bytes"]);
-    assert_refused(&nested(2, "endless words"), &["bytes"]);
-    let kept = nested(2, "endless words");
+    // Long enough that bytes run out before the clock, on a busy machine, too.
+    let words = "endless words ".repeat(1000);
+    assert_refused(&nested(2, &format!("{{{{ '{words}' }}}}")), &["bytes"]);
+    assert_refused(&nested(2, &words), &["bytes"]);
+    let kept = nested(2, &words);
     assert_refused(&format!("{{% set text %}}{kept}{{% endset %}}"), &["bytes"]);
-    let written = nested(2, "{{ messages[0]['content'] * 20 }}");
+    let written = nested(2, "{{ messages[0]['content'] * 20_000 }}");
     assert_refused(
         &format!("{{% macro f() %}}{written}{{% endmacro %}}{{% set text = f() %}}"),
         &["bytes"],
