@@ -157,21 +157,13 @@ fn finetune(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
         }),
     );
     world.agree(&resume::of_all(&settings, begun))?;
-    let is_longer = match begun {
-        Some(step) => resume::check(&history, &settings, step, arguments.optimizer_part(place))?,
-        None if place.is_first() => {
-            resume::write_settings(&history, &settings)?;
-            false
-        }
-        None => false,
-    };
-    if is_longer {
-        // The others read what is to be replaced.
-        world.wait_for_all()?;
-        if place.is_first() {
-            resume::write_settings(&history, &settings)?;
-        }
-    }
+    resume::keep_settings(
+        world,
+        &history,
+        &settings,
+        begun,
+        arguments.optimizer_part(place),
+    )?;
     let run = Run {
         arguments,
         learning_rate: arguments

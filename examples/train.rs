@@ -118,24 +118,17 @@ fn train(cli: &Cli, world: &Arc<World>) -> Result<(), Error> {
         json!({"config": format!("{:?}", cli.config), "dtype": cli.dtype.to_string()}),
     );
     world.agree(&resume::of_all(&settings, begun))?;
-    let is_longer = match begun {
-        Some(step) => resume::check(&history, &settings, step, arguments.optimizer_part(place))?,
-        None if place.is_first() => {
-            fs::create_dir_all(&cli.out)
-                .map_err(|error| format!("{}: {error}", cli.out.display()))?;
-            vocabulary::write(&cli.out, &tokenizer, &config)?;
-            resume::write_settings(&history, &settings)?;
-            false
-        }
-        None => false,
-    };
-    if is_longer {
-        // The others read what is to be replaced.
-        world.wait_for_all()?;
-        if place.is_first() {
-            resume::write_settings(&history, &settings)?;
-        }
+    if begun.is_none() && place.is_first() {
+        fs::create_dir_all(&cli.out).map_err(|error| format!("{}: {error}", cli.out.display()))?;
+        vocabulary::write(&cli.out, &tokenizer, &config)?;
     }
+    resume::keep_settings(
+        world,
+        &history,
+        &settings,
+        begun,
+        arguments.optimizer_part(place),
+    )?;
 
     chosen.device.seed(arguments.seed);
     let model = cast(Gemma4Model::new(&config, &devices[0]), dtype.burn());

@@ -1,6 +1,6 @@
 //! A run that goes on: where it was, and whether it is the same one.
 
-use super::{checkpoints, corpus::read_text};
+use super::{checkpoints, corpus::read_text, world::World};
 use crate::{
     Error, guarded,
     terminal::{WrongArgument, note},
@@ -76,11 +76,32 @@ pub fn of_all(settings: &Value, begun: Option<usize>) -> Value {
     all
 }
 
-/// Writes down what a run is begun with.
+/// Writes the settings of a new run or of one made longer, and checks those of a run that goes on from the step `begun`.
 ///
 /// # Errors
-/// Where it cannot be written.
-pub fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
+/// Where they cannot be written, where a process is lost, and as [`check`].
+pub fn keep_settings(
+    world: &World,
+    history: &Path,
+    settings: &Value,
+    begun: Option<usize>,
+    optimizer_part: usize,
+) -> Result<(), Error> {
+    let is_changed = match begun {
+        Some(step) => check(history, settings, step, optimizer_part)?,
+        None => true,
+    };
+    if begun.is_some() && is_changed {
+        // The other processes still read the file.
+        world.wait_for_all()?;
+    }
+    match is_changed && world.place().is_first() {
+        true => write_settings(history, settings),
+        false => Ok(()),
+    }
+}
+
+fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
     let path = history.join(SETTINGS);
     fs::create_dir_all(history)
         .and_then(|()| fs::write(&path, format!("{settings:#}\n")))
@@ -92,7 +113,7 @@ pub fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
 ///
 /// # Errors
 /// Naming the setting, the file or the device.
-pub fn check(
+fn check(
     history: &Path,
     settings: &Value,
     step: usize,
@@ -101,10 +122,7 @@ pub fn check(
     let path = history.join(SETTINGS);
     let begun: Value = serde_json::from_str(&read_text(&path)?)
         .map_err(|error| format!("{}: {error}", path.display()))?;
-    // Written and read as they were: a number may be its neighbour then.
-    let settings: Value = serde_json::from_str(&settings.to_string())
-        .map_err(|error| format!("{}: {error}", path.display()))?;
-    let [before, now] = [&begun, &settings].map(|of| of[LONGER[0]].as_u64());
+    let [before, now] = [&begun, settings].map(|of| of[LONGER[0]].as_u64());
     let is_longer = before.zip(now).is_some_and(|(before, now)| before < now);
     let fields = settings.as_object().into_iter().flatten();
     let mut others: Vec<_> = fields
