@@ -62,7 +62,7 @@ fn loops_have_an_end() {
     assert_refused(&nested(2, &words), &["bytes"]);
     let kept = nested(2, &words);
     assert_refused(&format!("{{% set text %}}{kept}{{% endset %}}"), &["bytes"]);
-    let written = nested(2, "{{ messages[0]['content'] * 20_000 }}");
+    let written = nested(2, "{{ messages[0]['content'] * 20000 }}");
     assert_refused(
         &format!("{{% macro f() %}}{written}{{% endmacro %}}{{% set text = f() %}}"),
         &["bytes"],
