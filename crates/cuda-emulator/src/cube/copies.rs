@@ -81,8 +81,9 @@ impl Cube<'_> {
                 )));
             }
             check_aligned(target, bytes)?;
+            // The address is to be legal even where a copy reads nothing from there.
+            check_aligned(source, bytes)?;
             if read > 0 {
-                check_aligned(source, bytes)?;
                 self.launch.check_global(source, read)?;
             }
             let target = self.shared.offset(target, bytes)?;

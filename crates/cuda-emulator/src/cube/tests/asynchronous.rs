@@ -59,6 +59,18 @@ fn what_a_copy_does_not_read_is_zero() {
 }
 
 #[test]
+fn the_source_of_a_copy_is_aligned_whatever_it_reads() {
+    for read in ["", ", 0"] {
+        let body = copied("", read).replace("%tid, 4, %in", "%tid, 6, %in");
+        let fault = with_words(&body).fault();
+        assert!(
+            matches!(fault, Fault::Misaligned { bytes: 4, .. }),
+            "{fault}"
+        );
+    }
+}
+
+#[test]
 fn a_copy_reads_what_is_allocated() {
     let body = copied("", "").replace("%tid, 4, %in", "%tid, 8, %in");
     let fault = with_words(&body).fault();
