@@ -6,7 +6,7 @@ use crate::case::{Case, FULL};
 use crate::dense::{Layout, read};
 use crate::devices::devices;
 use attention_cube::{AttentionOptions, fused_attention};
-use burn::tensor::{Bool, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use std::iter;
 
 fn case(q_len: usize) -> Case {
@@ -121,6 +121,26 @@ fn odd_columns() {
             ..Case::new([2, 2, 1, 66, 70, 33, 33])
         }
         .check();
+    }
+}
+
+/// The stride of an only row may be any number, and no address of a copy may come from it.
+#[test]
+fn one_row_of_any_stride() {
+    for (q_len, kv_len) in [(1, 70), (3, 1), (70, 1)] {
+        // The rows of the last two start at multiples of 8 and of 16 bytes in half precision.
+        for width in [33, 261, 100, 64] {
+            for layout in [Layout::Contiguous, Layout::Transposed] {
+                for dtype in [DType::F32, DType::BF16] {
+                    Case {
+                        dtype,
+                        layouts: [layout; 4],
+                        ..Case::new([1, 1, 1, q_len, kv_len, width, width])
+                    }
+                    .check();
+                }
+            }
+        }
     }
 }
 

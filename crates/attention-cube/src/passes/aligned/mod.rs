@@ -17,7 +17,7 @@ const ROW_BYTES: usize = 16;
 
 const UNITS: usize = 256;
 
-/// The inputs, those that the plan wants copied as copies.
+/// The inputs, those that the plan wants copied as copies, the others as [`aligned`] gives them.
 pub(crate) fn aligned_inputs(
     inputs: AttentionInputs<CubeBackend>,
     copies: Operands,
@@ -30,10 +30,10 @@ pub(crate) fn aligned_inputs(
     }
 }
 
-/// The tensor, or its copy, which along the first `broadcast` dimensions still has a stride of 0 where it had.
+/// The tensor with legal strides, or its copy, which along the first `broadcast` dimensions still has a stride of 0 where it had.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
-        return tensor;
+        return with_legal_strides(tensor);
     }
     let source = distinct(&tensor, broadcast);
     let shape = source.meta.shape();
@@ -73,6 +73,17 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
     }
     target.meta.shape = tensor.meta.shape().clone();
     target
+}
+
+/// The tensor with a stride of 0 along dimensions of one row, whose own stride may be any number. Kernels compute addresses of rows that do
+/// not exist, from which nothing is copied, and these are to be multiples of 16 bytes, too.
+fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
+    for dim in 0..3 {
+        if tensor.meta.shape()[dim] == 1 {
+            tensor.meta.strides[dim] = 0;
+        }
+    }
+    tensor
 }
 
 #[cfg(test)]
@@ -129,6 +140,20 @@ mod tests {
                 let sliced = CubeBackend::float_slice(tensor, &slices);
                 CubeBackend::float_swap_dims(sliced, 1, 2)
             });
+        }
+    }
+
+    /// An only row may have any stride, by which a kernel would make addresses between two pieces.
+    #[test]
+    fn an_only_row_has_a_legal_stride() {
+        let device = cube_device();
+        for shape in [[1, 1, 1, 33], [2, 1, 1, 8], [1, 3, 1, 16], [1, 1, 5, 8]] {
+            let data = TensorData::zeros::<f32, _>(shape);
+            let tensor = aligned(CubeBackend::float_from_data(data, &device), 2, false);
+            for dim in 0..3 {
+                let bytes = tensor.meta.strides()[dim] * size_of::<f32>();
+                assert!(bytes.is_multiple_of(ROW_BYTES), "{shape:?}: {tensor:?}");
+            }
         }
     }
 
