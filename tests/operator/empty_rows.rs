@@ -47,6 +47,19 @@ fn by_length_zero() {
     }
 }
 
+/// No sequence has a key, by its length alone.
+#[test]
+fn by_length_zero_of_all_with_sinks() {
+    for q_len in [70, 3] {
+        let case = Case {
+            kv_lengths: Some(vec![0, 0]),
+            sinks: true,
+            ..case(q_len, 66)
+        };
+        check_blind(&case, &case.inputs(), |_| true);
+    }
+}
+
 #[test]
 fn by_causal_mask() {
     let case = Case {

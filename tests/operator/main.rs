@@ -19,6 +19,7 @@ mod cliffs;
 mod decode;
 mod determinism;
 mod empty_rows;
+mod empty_tensors;
 mod errors;
 mod explanation;
 mod fragments;
