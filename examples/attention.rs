@@ -103,6 +103,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         mask: false,
         bias: false,
         int8: false,
+        kv_length: None,
     };
     println!("{chosen}");
     println!(

@@ -77,7 +77,8 @@ impl Oracle {
         let data = parts.map(Tensor::try_into_data);
         let [query, key, value, gradient] = data;
         let data = [query?, key?, value?, gradient?];
-        let mut visible = sample.visibility(&problem, &device);
+        let kv_length = workload.kv_length.unwrap_or(problem.kv_len);
+        let mut visible = sample.visibility(&problem, kv_length, &device);
         if let Some(mask) = &inputs.mask {
             let rows = sample.pairs(mask.clone().float(), 0..1).try_into_data()?;
             let mask = Tensor::<4>::from_data(rows, &device).equal_elem(1.0);
@@ -223,21 +224,27 @@ impl Sample {
     }
 
     /// What the sampled queries see, by their positions in the whole problem.
-    fn visibility(&self, problem: &AttentionProblem, device: &Device) -> Tensor<4, Bool> {
+    fn visibility(
+        &self,
+        problem: &AttentionProblem,
+        kv_length: usize,
+        device: &Device,
+    ) -> Tensor<4, Bool> {
         let offset = match problem.is_bottom_right() {
-            true => problem.kv_len as i64 - problem.q_len as i64,
+            true => kv_length as i64 - problem.q_len as i64,
             false => 0,
         };
         let mut visible = Vec::with_capacity(self.rows.len() * problem.kv_len);
         for row in &self.rows {
             let position = *row as i64 + offset;
             visible.extend((0..problem.kv_len as i64).map(|key| {
-                problem
+                let is_in_window = problem
                     .window_left
-                    .is_none_or(|left| key >= position - left as i64)
-                    && problem
-                        .right()
-                        .is_none_or(|right| key <= position + right as i64)
+                    .is_none_or(|left| key >= position - left as i64);
+                let is_before_end = problem
+                    .right()
+                    .is_none_or(|right| key <= position + right as i64);
+                key < kv_length as i64 && is_in_window && is_before_end
             }));
         }
         let shape = [1, 1, self.rows.len(), problem.kv_len];

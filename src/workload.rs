@@ -4,7 +4,7 @@ use crate::Dtype;
 use attention_cube::{
     AttentionError, AttentionOptions, AttentionProblem, quantized::QuantizedRows,
 };
-use burn::tensor::{Bool, DType, Device, Distribution, Tensor};
+use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData};
 
 /// The sizes and options.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -28,6 +28,8 @@ pub struct Workload {
     pub bias: bool,
     /// Keys and values in int8.
     pub int8: bool,
+    /// Keys that each sequence has, of those that there is room for.
+    pub kv_length: Option<usize>,
 }
 
 /// The data, without autodiff.
@@ -38,6 +40,8 @@ pub struct Inputs {
     pub value: Tensor<4>,
     /// Keys and values in int8, which the others are then what they stand for.
     pub quantized: Option<[QuantizedRows; 2]>,
+    /// `[batch]`, where sequences are shorter than keys and values.
+    pub kv_lengths: Option<Tensor<1, Int>>,
     /// `[1, 1, q_len, kv_len]`.
     pub mask: Option<Tensor<4, Bool>>,
     /// `[1, q_heads, q_len, kv_len]`.
@@ -61,6 +65,9 @@ impl Workload {
         }
         if let Some(softcap) = self.softcap {
             options = options.softcap(softcap);
+        }
+        if let Some(lengths) = &inputs.kv_lengths {
+            options = options.kv_lengths(lengths.clone());
         }
         if let Some(mask) = &inputs.mask {
             options = options.mask(mask.clone());
@@ -105,6 +112,10 @@ impl Workload {
             key,
             value,
             quantized,
+            kv_lengths: self.kv_length.map(|length| {
+                let lengths = vec![length as i32; self.batch];
+                Tensor::from_data(TensorData::new(lengths, [self.batch]), (device, DType::I32))
+            }),
             mask: self
                 .mask
                 .then(|| pairs(1, Distribution::Uniform(0.0, 1.0)).greater_elem(0.1)),
@@ -138,7 +149,8 @@ impl Workload {
             true => self.head_dim + size_of::<f32>(),
             false => self.head_dim * self.dtype.burn().size(),
         };
-        (2 * self.batch * self.kv_heads * self.kv_len * of_row) as f64
+        let length = self.kv_length.unwrap_or(self.kv_len);
+        (2 * self.batch * self.kv_heads * length * of_row) as f64
     }
 
     /// Bytes of all scores in f32.
@@ -158,9 +170,12 @@ impl std::fmt::Display for Workload {
             false => write!(f, " S{}/{}", self.q_len, self.kv_len)?,
         }
         write!(f, " D{}", self.head_dim)?;
-        match self.int8 {
-            true => write!(f, " int8"),
-            false => Ok(()),
+        if self.int8 {
+            write!(f, " int8")?;
+        }
+        match self.kv_length {
+            Some(length) => write!(f, " length {length}"),
+            None => Ok(()),
         }
     }
 }

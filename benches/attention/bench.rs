@@ -110,8 +110,9 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            // Others have no keys in int8.
-            if (self.only_ours || workload.int8) && peer != Peer::Ours {
+            // Burn's attention and the definition have no keys in int8, and Burn's no lengths.
+            let only_ours = self.only_ours || workload.int8 || workload.kv_length.is_some();
+            if only_ours && peer != Peer::Ours {
                 continue;
             }
             for pass in [Pass::Forward, Pass::Backward] {

@@ -26,6 +26,7 @@ pub struct Case {
     mask: bool,
     bias: bool,
     int8: bool,
+    kv_length: Option<usize>,
 }
 
 /// A case with as many keys as queries.
@@ -49,6 +50,7 @@ const fn case(
         mask: false,
         bias: false,
         int8: false,
+        kv_length: None,
     }
 }
 
@@ -109,11 +111,19 @@ const fn int8(name: &'static str, like: Case) -> Case {
     }
 }
 
+/// So many queries of 8 heads that share a key.
+const fn rows_d128(name: &'static str, q_len: usize) -> Case {
+    Case {
+        q_len,
+        ..decode(name, [8, 32, 4, 32768, 128])
+    }
+}
+
 const D128_FULL: Case = case("d128-full", [4, 32, 32, 4096, 128], false, None);
 const D256_FULL: Case = case("d256-full", [4, 16, 16, 4096, 256], false, None);
 const D512_FULL: Case = case("d512-full", [4, 8, 8, 4096, 512], false, None);
 
-pub const CASES: [Case; 48] = [
+pub const CASES: [Case; 55] = [
     case("d64-causal", [4, 64, 64, 4096, 64], true, None),
     case("d64-full", [4, 64, 64, 4096, 64], false, None),
     case("d128-causal", [4, 32, 32, 4096, 128], true, None),
@@ -145,6 +155,29 @@ pub const CASES: [Case; 48] = [
     int8(
         "decode-d256-32k-int8",
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
+    ),
+    // More rows than the kernels of few rows read in int8, and as many as they do: 40 and 32.
+    rows_d128("rows-d128-40", 5),
+    int8("rows-d128-32-int8", rows_d128("rows-d128-32", 4)),
+    int8("rows-d128-40-int8", rows_d128("rows-d128-40", 5)),
+    Case {
+        kv_length: Some(8192),
+        ..rows_d128("rows-d128-40-8k", 5)
+    },
+    Case {
+        kv_length: Some(8192),
+        ..int8("rows-d128-40-8k-int8", rows_d128("rows-d128-40", 5))
+    },
+    Case {
+        window: Some(1024),
+        ..int8("rows-d128-40-window-int8", rows_d128("rows-d128-40", 5))
+    },
+    int8(
+        "rows-d512-32-int8",
+        Case {
+            q_len: 4,
+            ..decode("rows-d512-32", [8, 32, 4, 32768, 512])
+        },
     ),
     // The verification of a speculated text.
     Case {
@@ -206,6 +239,7 @@ impl Case {
             mask: self.mask,
             bias: self.bias,
             int8: self.int8,
+            kv_length: self.kv_length,
         };
         match scale {
             Scale::Full => full,
@@ -220,6 +254,7 @@ impl Case {
                     q_len: shorter(self.q_len),
                     kv_len: shorter(self.kv_len),
                     window: self.window.map(|window| window / 16),
+                    kv_length: self.kv_length.map(|length| length / 32),
                     ..full
                 }
             }

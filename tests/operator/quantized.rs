@@ -3,6 +3,7 @@
 //! scales included; rows with NaN or infinity; what the quantizer errs; the query's gradient; what is refused.
 
 mod case;
+mod many_rows;
 mod matrix_units;
 mod random;
 

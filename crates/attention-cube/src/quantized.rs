@@ -26,7 +26,7 @@
 //! | attention | [the definition](crate::reference) over these numbers, with every option of [`AttentionOptions`] |
 //! | up to 32 rows, `q_len` times the heads that share a key, forward | words are read where they lie: scores in f32 of the exact codes, times the scale; a value's scale is multiplied into its probability |
 //! | these in bf16 on matrix units | codes and products stay exact; a probability times its value's scale is rounded to bf16, as a probability is over whole numbers |
-//! | more rows, other devices, a query under autodiff | read through a copy in the query's dtype, of this call's keys and values alone: a number is rounded once more, to that dtype |
+//! | more rows, other devices, a query under autodiff | read through a copy in the query's dtype, of this call's keys and values alone, and where there are kernels of those alone that queries see by causal mask, window and length: a number is rounded once more, to that dtype |
 //! | [`QuantizedRows::new`] | the scale is a row's largest magnitude / 127, each number the nearest multiple: off by at most half of the scale, and a rounding in f32 |
 //! | a row of zeros, or of nothing above 2⁻¹¹⁶ | zeros, scale 0 |
 //! | a row with NaN or infinity | scale NaN: whoever sees the row may get NaN, and as with whole numbers, where some queries see it, others of their head and those that share its keys; what no query sees reaches nobody |

@@ -8,7 +8,8 @@ use crate::device::DeviceProfile;
 #[cfg(feature = "cuda")]
 use crate::engine::mma::Mma;
 use crate::engine::{Engine, ForwardKernel};
-use crate::passes::quantize::{dequantized, quantized};
+use crate::passes::lengths::lengths_as_read;
+use crate::passes::quantize::{dequantized, dequantized_where_seen, quantized};
 use crate::select::{
     BackwardRequest, Layouts, Operands, Pass, Selection, select_backward, select_forward,
 };
@@ -84,7 +85,10 @@ impl AttentionBackend for CubeBackend {
                 Err(inputs) => *inputs,
             },
         };
-        forward_of_copy(inputs, problem)
+        match !problem.is_empty() && has_kernels(&inputs.query, problem.dtype) {
+            true => forward_of_seen(inputs, problem),
+            false => forward_of_copy(inputs, problem),
+        }
     }
 
     fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {
@@ -153,6 +157,28 @@ fn in_words(
         }
         _ => Err(Box::new(inputs)),
     }
+}
+
+/// The output and the logsumexp over a copy of the keys and values that queries see by causal mask, window and lengths: what such a copy costs
+/// does not grow with the rows that a cache has room for.
+fn forward_of_seen(
+    inputs: QuantizedInputs<CubeBackend>,
+    problem: AttentionProblem,
+) -> AttentionOutput<CubeBackend> {
+    let lengths = inputs.kv_lengths.as_option();
+    let lengths = lengths.map(|lengths| lengths_as_read(lengths, &problem));
+    let problem = AttentionProblem {
+        quantized: false,
+        ..problem
+    };
+    let inputs = inputs.read(|rows| {
+        let rows = QuantizedTensors {
+            words: untile(rows.words),
+            scales: untile(rows.scales),
+        };
+        dequantized_where_seen(rows, &problem, lengths.clone())
+    });
+    CubeBackend::attention_forward(inputs, problem)
 }
 
 /// Rows whose elements lie together.

@@ -58,6 +58,21 @@ pub(crate) struct Places {
 }
 
 impl Places {
+    /// Of a kernel that reads lengths and no segments.
+    pub fn of_lengths() -> Self {
+        Self {
+            blocks: Blocks {
+                queries: 1,
+                keys: 1,
+                held: Side::Queries,
+            },
+            query_ids: 0,
+            key_ids: 0,
+            query_bounds: 0,
+            key_bounds: 0,
+        }
+    }
+
     /// Lengths, window and places, as kernels take them.
     pub fn extent(&self, problem: &AttentionProblem) -> ExtentLaunch {
         let window = |side: Option<usize>| side.map_or(OPEN, |side| side.min(OPEN as usize) as i32);
@@ -122,15 +137,7 @@ pub(crate) fn prepare(
 
     let packed = match (lengths, queries.zip(keys)) {
         (None, None) => None,
-        (Some(lengths), None) => {
-            if lie_as_read(lengths, batch) {
-                Some(lengths.clone())
-            } else {
-                let packed = empty(&inputs.query, [batch], DType::I32);
-                pack(lengths, &packed, 0, 1, batch, most);
-                Some(packed)
-            }
-        }
+        (Some(lengths), None) => Some(lengths_as_read(lengths, problem)),
         (lengths, Some((queries, keys))) => {
             let packed = empty(&inputs.query, [end], DType::I32);
             if let Some(lengths) = lengths {
@@ -170,6 +177,18 @@ pub(crate) fn prepare(
 /// Whether kernels read the lengths of so many sequences where they are: else a launch writes them.
 pub(crate) fn lie_as_read(lengths: &CubeTensor, batch: usize) -> bool {
     lengths.dtype == DType::I32 && (batch == 1 || lengths.meta.strides()[0] == 1)
+}
+
+/// The lengths of a problem's sequences as kernels read them.
+pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) -> CubeTensor {
+    let batch = problem.batch;
+    if lie_as_read(lengths, batch) {
+        return lengths.clone();
+    }
+    let packed = empty(lengths, [batch], DType::I32);
+    let most = Some(problem.kv_len as i32);
+    pack(lengths, &packed, 0, 1, batch, most);
+    packed
 }
 
 const UNITS: usize = 64;
@@ -265,119 +284,4 @@ fn bound(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::AttentionOptions;
-    use crate::backend::{MaybeBool, MaybeFloat, MaybeInt};
-    use crate::testing::{cube_device, device};
-    use burn::backend::{
-        ops::{FloatTensorOps, IntTensorOps},
-        read_sync,
-    };
-    use burn::tensor::{Tensor, TensorData};
-
-    /// For each block of `size` tokens of `held`, the first and the end of the others that share an id with it.
-    fn expected(held: &[i32], others: &[i32], size: usize, other_size: usize) -> Vec<[i32; 2]> {
-        let span = |block: &[i32]| {
-            let shares = |other: &&[i32]| other.iter().any(|id| block.contains(id));
-            let others: Vec<&[i32]> = others.chunks(other_size).collect();
-            let first = others.iter().position(&shares);
-            let last = others.iter().rposition(shares);
-            match first.zip(last) {
-                Some((first, last)) => [first as i32, last as i32 + 1],
-                None => [others.len() as i32, 0],
-            }
-        };
-        held.chunks(size).map(span).collect()
-    }
-
-    /// Checks the spans of both sides' tiles, of two sequences.
-    fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
-        let cube = cube_device();
-        let (q_len, kv_len) = (queries[0].len(), keys[0].len());
-        let ids = |ids: &[Vec<i32>; 2], length: usize| {
-            let data = TensorData::new(ids.concat(), [2, length]);
-            MaybeInt::Present(CubeBackend::int_from_data(data, &cube))
-        };
-        let operand = |length| Tensor::<4>::zeros([2, 1, length, 8], &device());
-        let options = AttentionOptions::new();
-        let problem = AttentionProblem::new(
-            &operand(q_len),
-            &operand(kv_len),
-            &operand(kv_len),
-            &options,
-        );
-        let problem = problem.expect("sizes that fit");
-        let zeros = |length| {
-            let data = TensorData::zeros::<f32, _>([2, 1, length, 8]);
-            CubeBackend::float_from_data(data, &cube)
-        };
-        let inputs = AttentionInputs::<CubeBackend> {
-            query: zeros(q_len),
-            key: zeros(kv_len),
-            value: zeros(kv_len),
-            mask: MaybeBool::Absent,
-            bias: MaybeFloat::Absent,
-            kv_lengths: MaybeInt::Absent,
-            query_segments: ids(&queries, q_len),
-            key_segments: ids(&keys, kv_len),
-            sinks: MaybeFloat::Absent,
-        };
-        let blocks =
-            [(64, 32, Side::Queries), (16, 128, Side::Keys)].map(|(queries, keys, held)| Blocks {
-                queries,
-                keys,
-                held,
-            });
-        let (packed, places) = prepare(&inputs, &problem, &blocks);
-        let packed = packed.expect("there are segments");
-        let data = read_sync(CubeBackend::int_into_data(packed)).expect("a device that answers");
-        let lengths_and_ids: Vec<i32> = data.try_into_vec().expect("numbers of i32");
-        for (blocks, places) in blocks.into_iter().zip(places) {
-            for batch in 0..2 {
-                let (start, size, expected) = match blocks.held {
-                    Side::Queries => (
-                        places.query_bounds,
-                        q_len.div_ceil(blocks.queries),
-                        expected(&queries[batch], &keys[batch], blocks.queries, blocks.keys),
-                    ),
-                    Side::Keys => (
-                        places.key_bounds,
-                        kv_len.div_ceil(blocks.keys),
-                        expected(&keys[batch], &queries[batch], blocks.keys, blocks.queries),
-                    ),
-                };
-                let of_blocks = &lengths_and_ids[start + BLOCK_BOUNDS * batch * size..];
-                let found: Vec<[i32; 2]> = of_blocks
-                    .chunks(BLOCK_BOUNDS)
-                    .take(size)
-                    .map(|block| [block[3], block[4]])
-                    .collect();
-                assert_eq!(found, expected, "{:?}, sequence {batch}", blocks.held);
-            }
-        }
-    }
-
-    /// A tile is told no block before or after those of its documents, where these lie together: so many packed documents cost no
-    /// search.
-    #[test]
-    fn tiles_know_the_blocks_of_their_documents() {
-        let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);
-        // The second sequence's keys lack some of its queries' documents.
-        let leaps = |id: i32| if id > 20 { id + 9 } else { id };
-        check(
-            [ids(1000, 7).collect(), ids(1000, 27).collect()],
-            [ids(1100, 7).collect(), ids(1100, 27).map(leaps).collect()],
-        );
-    }
-
-    /// The last block of a document is not told all blocks where the padding behind it has an id of another kind.
-    #[test]
-    fn padding_does_not_widen_a_span() {
-        let ids = |padding: i32| -> Vec<i32> {
-            let id = |i: usize| if i < 950 { i as i32 / 100 + 1 } else { padding };
-            (0..1000).map(id).collect()
-        };
-        check([ids(0), ids(-1)], [ids(0), ids(-1)]);
-    }
-}
+mod tests;

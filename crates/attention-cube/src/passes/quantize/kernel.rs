@@ -1,17 +1,25 @@
 //! Words of int8 of rows, and rows of words: `quantized.rs` says what they are.
 //!
-//! Budget: [`quantize`] has a word a unit in shared memory and a word's numbers in registers, [`dequantize`] a word's numbers in registers.
-//! Both are bound by memory: the first reads a row twice, the second time from the cache, and the second writes four times what it reads.
+//! Budget: [`quantize`] has a word a unit in shared memory and a word's numbers in registers, [`dequantize`] four words and their scales in
+//! registers. Both are bound by memory: the first reads a row twice, the second time from the cache, and the second writes two or four times
+//! what it reads, of the rows that an attention reads and of no others.
 
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::rounding::rounded_vector;
+use crate::math::visibility::{Extent, Structure, sight, visible_keys};
 use crate::quantized::{CODES, LARGEST, ZERO_BELOW};
 use crate::tile::product::load_vec4;
 use crate::tile::words::codes;
 use cubecl::prelude::*;
 
-/// Units of a cube, which has a row where it quantizes.
+/// Units of a cube that quantizes a row.
 pub(super) const UNITS: usize = 64;
+
+/// Units of a cube that dequantizes rows.
+pub(super) const DEQUANTIZE_UNITS: usize = 256;
+
+/// Words of a unit whose reads are on their way together.
+pub(super) const WORDS_OF_UNIT: usize = 4;
 
 /// The bits of infinity; those of NaN are more.
 const INFINITE: u32 = 0x7f80_0000;
@@ -107,33 +115,76 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Writes what words stand for.
+/// Writes what words stand for: of all rows, or where `is_bounded` of those between the first and the last that a query of the sequence sees
+/// by causal mask, window and length. A cube takes `rows_of_cube` rows of its head at a time, and of these every `cubes_of_head`-th.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn dequantize<E: Float, N: Size>(
     words: &Tensor<u32>,
     scales: &Tensor<f32>,
+    lengths: ComptimeOption<&Tensor<i32>>,
     rows: &mut Tensor<Vector<E, N>>,
+    extent: Extent,
     heads: u32,
+    planes: usize,
     length: u32,
     words_of_row: u32,
-    all_words: usize,
+    rows_of_cube: u32,
+    cubes_of_head: u32,
+    #[comptime] is_bounded: bool,
+    #[comptime] structure: Structure,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    if ABSOLUTE_POS < all_words {
-        let word = ABSOLUTE_POS % words_of_row as usize;
-        let row = ABSOLUTE_POS / words_of_row as usize;
-        let position = row % length as usize;
-        let plane = row / length as usize;
-        let head = plane % heads as usize;
-        let batch = plane / heads as usize;
-        let scale = scales
-            [batch * scales.stride(0) + head * scales.stride(1) + position * scales.stride(2)];
-        let at = batch * words.stride(0)
-            + head * words.stride(1)
-            + position * words.stride(2)
-            + word * words.stride(3);
-        let numbers = codes::<f32>(words[at]) * Vector::cast_from(scale);
-        rows[ABSOLUTE_POS] = Vector::cast_from(rounded_vector::<E, Const<4>>(numbers));
+    let plane = CUBE_POS / cubes_of_head as usize;
+    if plane >= planes {
+        terminate!();
+    }
+    let of_head = (CUBE_POS % cubes_of_head as usize) as u32;
+    let batch = plane / heads as usize;
+    let head = plane % heads as usize;
+    let words_at = batch * words.stride(0) + head * words.stride(1);
+    let scales_at = batch * scales.stride(0) + head * scales.stride(1);
+    let mut first = 0u32;
+    let mut end = length;
+    if comptime!(is_bounded) {
+        let sight = sight(&extent, &lengths, batch as u32, structure);
+        let seen = visible_keys(&sight, 0i32, extent.q_len - 1i32, false);
+        first = seen.first as u32;
+        end = max(seen.end, 0i32) as u32;
+    }
+    let units = comptime!(DEQUANTIZE_UNITS as u32);
+    let mut row = first + of_head * rows_of_cube;
+    while row < end {
+        let count = min(rows_of_cube, end - row) * words_of_row;
+        let mut index = UNIT_POS;
+        while index < count {
+            // All words are asked for before the first of them is needed.
+            let mut held = Vector::<u32, Const<WORDS_OF_UNIT>>::zeroed();
+            let mut factors = Vector::<f32, Const<WORDS_OF_UNIT>>::zeroed();
+            #[unroll]
+            for i in 0..comptime!(WORDS_OF_UNIT) {
+                let at = min(index + comptime!(i as u32) * units, count - 1u32);
+                let position = (row + at / words_of_row) as usize;
+                let word = (at % words_of_row) as usize;
+                held.insert(
+                    i,
+                    words[words_at + position * words.stride(2) + word * words.stride(3)],
+                );
+                factors.insert(i, scales[scales_at + position * scales.stride(2)]);
+            }
+            #[unroll]
+            for i in 0..comptime!(WORDS_OF_UNIT) {
+                let at = index + comptime!(i as u32) * units;
+                if at < count {
+                    let numbers =
+                        codes::<f32>(held.extract(i)) * Vector::cast_from(factors.extract(i));
+                    let target = (plane * length as usize + row as usize) * words_of_row as usize;
+                    rows[target + at as usize] =
+                        Vector::cast_from(rounded_vector::<E, Const<4>>(numbers));
+                }
+            }
+            index += comptime!((WORDS_OF_UNIT * DEQUANTIZE_UNITS) as u32);
+        }
+        row += cubes_of_head * rows_of_cube;
     }
 }

@@ -2,9 +2,12 @@
 
 mod kernel;
 
-use self::kernel::{UNITS, dequantize, quantize};
+use self::kernel::{DEQUANTIZE_UNITS, UNITS, WORDS_OF_UNIT, dequantize, quantize};
+use crate::AttentionProblem;
 use crate::arguments::is_in_vectors;
 use crate::backend::QuantizedTensors;
+use crate::math::visibility::{ExtentLaunch, Structure};
+use crate::passes::lengths::Places;
 use crate::quantized::CODES;
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
@@ -106,31 +109,92 @@ pub fn write(
 
 /// Rows of these words and scales in an element that kernels write.
 pub(crate) fn dequantized(rows: QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor {
+    let target = empty_rows(&rows, dtype);
+    write_numbers(rows, &target, None);
+    target
+}
+
+/// The keys or values of a problem: of each sequence the rows between the first and the last that a query sees by causal mask, window and
+/// `lengths`. The others are what the memory held: nobody may read them, as a row of NaN that no query sees.
+pub(crate) fn dequantized_where_seen(
+    rows: QuantizedTensors<CubeBackend>,
+    problem: &AttentionProblem,
+    lengths: Option<CubeTensor>,
+) -> CubeTensor {
+    let target = empty_rows(&rows, problem.dtype);
+    write_numbers(rows, &target, Some((problem, lengths)));
+    target
+}
+
+/// Memory for the numbers of these words.
+fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor {
+    let shape = rows.words.meta.shape();
+    let [batch, heads, length, words_of_row] = [0, 1, 2, 3].map(|dim| shape[dim]);
+    let target = [batch, heads, length, words_of_row * CODES];
+    empty(&rows.words, target, dtype)
+}
+
+/// Cubes of a launch at most: more than a device runs at once, and few enough that those of rows that nobody sees take no time.
+const MOST_CUBES: usize = 4096;
+
+/// Writes what words stand for to `target`, which has as many rows: of all of them, or of those that a problem's queries see.
+fn write_numbers(
+    rows: QuantizedTensors<CubeBackend>,
+    target: &CubeTensor,
+    seen_by: Option<(&AttentionProblem, Option<CubeTensor>)>,
+) {
     let QuantizedTensors { words, scales } = rows;
     let client = words.client.clone();
     let shape = words.meta.shape();
     let [batch, heads, length, words_of_row] = [0, 1, 2, 3].map(|dim| shape[dim]);
-    let rows = empty(&words, [batch, heads, length, words_of_row * CODES], dtype);
-    let all_words = batch * heads * length * words_of_row;
-    if all_words > 0 {
-        // SAFETY: a unit below `all_words` reads one word and its row's scale, by their strides, and writes that word's numbers.
-        unsafe {
-            dequantize::launch_unchecked(
-                &client,
-                cube_count(&client, all_words.div_ceil(UNITS)),
-                CubeDim::new_1d(UNITS as u32),
-                address_type([&words, &scales, &rows]),
-                words.into_tensor_arg(),
-                scales.into_tensor_arg(),
-                rows.clone().into_tensor_arg(),
-                heads as u32,
-                length as u32,
-                words_of_row as u32,
-                all_words,
-                dtype_to_storage_type(dtype),
-                CODES,
-            );
-        }
+    if batch * heads * length * words_of_row == 0 {
+        return;
     }
-    rows
+    let planes = batch * heads;
+    let rows_of_cube = (DEQUANTIZE_UNITS * WORDS_OF_UNIT / words_of_row).max(1);
+    let written = seen_by.as_ref().map_or(length, |(problem, _)| {
+        problem.visible_keys(problem.q_len).min(length)
+    });
+    let cubes_of_head = written
+        .div_ceil(rows_of_cube)
+        .min((MOST_CUBES / planes).max(1));
+    let is_bounded = seen_by.is_some();
+    let (extent, lengths) = match seen_by {
+        Some((problem, lengths)) => (Places::of_lengths().extent(problem), lengths),
+        None => (ExtentLaunch::new(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), None),
+    };
+    let structure = Structure {
+        lengths: lengths.is_some(),
+        lengths_ahead: false,
+        segments: false,
+        mask: false,
+    };
+    // SAFETY: a cube below `planes · cubes_of_head` reads words and scales of rows below `length` of its head, by their strides, and writes
+    // those words' numbers; the rest stops at once.
+    unsafe {
+        dequantize::launch_unchecked(
+            &client,
+            cube_count(&client, planes * cubes_of_head),
+            CubeDim::new_1d(DEQUANTIZE_UNITS as u32),
+            address_type([&words, &scales, target]),
+            words.into_tensor_arg(),
+            scales.into_tensor_arg(),
+            lengths.map(CubeTensor::into_tensor_arg).into(),
+            target.clone().into_tensor_arg(),
+            extent,
+            heads as u32,
+            planes,
+            length as u32,
+            words_of_row as u32,
+            rows_of_cube as u32,
+            cubes_of_head as u32,
+            is_bounded,
+            structure,
+            dtype_to_storage_type(target.dtype),
+            CODES,
+        );
+    }
 }
+
+#[cfg(test)]
+mod tests;
