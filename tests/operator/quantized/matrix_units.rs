@@ -87,6 +87,26 @@ fn two_fragments() {
     }
 }
 
+/// Of more than 256 columns 17 to 32 rows are two or three tiles of 16: of heads that share keys, and of queries of one head.
+#[test]
+fn wide_rows_have_several_tiles() {
+    for (head_dim, value_dim) in [(272, 48), (512, 512), (576, 512)] {
+        check(causal([1, 8, 1, 4, 90, head_dim, value_dim]));
+        check(causal([2, 6, 2, 9, 150, head_dim, value_dim]));
+        check(Case {
+            mask: Some(FULL),
+            bias: Some([false, true, true, true]),
+            sinks: true,
+            window: (Some(40), Some(3)),
+            ..Case::new([1, 2, 2, 20, 70, head_dim, value_dim])
+        });
+        check(Case {
+            kv_lengths: Some(vec![0, 41]),
+            ..causal([2, 17, 1, 1, 150, head_dim, value_dim])
+        });
+    }
+}
+
 /// Keys that are split into many parts, of which causal mask and lengths leave some nothing, and fewer keys than a block has.
 #[test]
 fn splits_and_lengths() {
