@@ -78,14 +78,14 @@ impl AttentionBackend for CubeBackend {
         inputs: QuantizedInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        let inputs = match problem.is_empty() {
-            true => inputs,
-            false => match in_words(inputs, &problem) {
-                Ok(output) => return output,
-                Err(inputs) => *inputs,
-            },
+        if problem.is_empty() {
+            return forward_of_copy(inputs, problem);
+        }
+        let inputs = match in_words(inputs, &problem) {
+            Ok(output) => return output,
+            Err(inputs) => *inputs,
         };
-        match !problem.is_empty() && has_kernels(&inputs.query, problem.dtype) {
+        match has_kernels(&inputs.query, problem.dtype) {
             true => forward_of_seen(inputs, problem),
             false => forward_of_copy(inputs, problem),
         }
@@ -100,13 +100,7 @@ impl AttentionBackend for CubeBackend {
 
     fn dequantize_rows(rows: QuantizedTensors<Self>, dtype: DType) -> FloatTensor<Self> {
         match has_kernels(&rows.scales, dtype) {
-            true => dequantized(
-                QuantizedTensors {
-                    words: untile(rows.words),
-                    scales: untile(rows.scales),
-                },
-                dtype,
-            ),
+            true => dequantized(untiled(rows), dtype),
             false => reference::quantized::dequantize::<Self>(rows, dtype),
         }
     }
@@ -159,26 +153,31 @@ fn in_words(
     }
 }
 
-/// The output and the logsumexp over a copy of the keys and values that queries see by causal mask, window and lengths: what such a copy costs
-/// does not grow with the rows that a cache has room for.
+/// The output and the logsumexp over a copy of the keys and values that queries see by causal mask, window and lengths. The cost of the
+/// copy does not grow with the capacity of a KV cache.
 fn forward_of_seen(
     inputs: QuantizedInputs<CubeBackend>,
     problem: AttentionProblem,
 ) -> AttentionOutput<CubeBackend> {
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, &problem));
-    let problem = AttentionProblem {
-        quantized: false,
-        ..problem
+    let inputs = QuantizedInputs {
+        // The attention does not convert the lengths once more.
+        kv_lengths: lengths.clone().into(),
+        ..inputs
     };
-    let inputs = inputs.read(|rows| {
-        let rows = QuantizedTensors {
-            words: untile(rows.words),
-            scales: untile(rows.scales),
-        };
-        dequantized_where_seen(rows, &problem, lengths.clone())
-    });
-    CubeBackend::attention_forward(inputs, problem)
+    let bounds = problem.clone();
+    forward_of_numbers(inputs, problem, |rows| {
+        dequantized_where_seen(untiled(rows), &bounds, lengths.clone())
+    })
+}
+
+/// Words and scales in tensors that kernels read by strides.
+fn untiled(rows: QuantizedTensors<CubeBackend>) -> QuantizedTensors<CubeBackend> {
+    QuantizedTensors {
+        words: untile(rows.words),
+        scales: untile(rows.scales),
+    }
 }
 
 /// Rows whose elements lie together.

@@ -352,17 +352,26 @@ pub trait AttentionBackend: Backend {
     }
 }
 
-/// The output and the logsumexp over a copy of keys and values in the query's dtype.
+/// The output and the logsumexp over a copy of all keys and values in the query's dtype.
 fn forward_of_copy<B: AttentionBackend>(
     inputs: QuantizedInputs<B>,
     problem: AttentionProblem,
 ) -> AttentionOutput<B> {
-    let inputs = inputs.read(|rows| B::dequantize_rows(rows, problem.dtype));
+    let dtype = problem.dtype;
+    forward_of_numbers(inputs, problem, |rows| B::dequantize_rows(rows, dtype))
+}
+
+/// The output and the logsumexp over the numbers that `dequantize` makes of keys and values.
+fn forward_of_numbers<B: AttentionBackend>(
+    inputs: QuantizedInputs<B>,
+    problem: AttentionProblem,
+    dequantize: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>,
+) -> AttentionOutput<B> {
     let problem = AttentionProblem {
         quantized: false,
         ..problem
     };
-    B::attention_forward(inputs, problem)
+    B::attention_forward(inputs.read(dequantize), problem)
 }
 
 #[cfg(feature = "flex")]
