@@ -79,7 +79,7 @@ pub fn of_all(settings: &Value, begun: Option<usize>) -> Value {
 /// Writes the settings of a new run or of one made longer, and checks those of a run that goes on from the step `begun`.
 ///
 /// # Errors
-/// Where they cannot be written, where a process is lost, and as [`check`].
+/// The settings cannot be written, a process is lost, or the run cannot go on with these settings or this checkpoint.
 pub fn keep_settings(
     world: &World,
     history: &Path,
@@ -87,15 +87,15 @@ pub fn keep_settings(
     begun: Option<usize>,
     optimizer_part: usize,
 ) -> Result<(), Error> {
-    let is_changed = match begun {
-        Some(step) => check(history, settings, step, optimizer_part)?,
-        None => true,
-    };
-    if begun.is_some() && is_changed {
-        // The other processes still read the file.
+    if let Some(step) = begun {
+        let is_longer = check(history, settings, step, optimizer_part)?;
+        if !is_longer {
+            return Ok(());
+        }
+        // Another process may still read the file.
         world.wait_for_all()?;
     }
-    match is_changed && world.place().is_first() {
+    match world.place().is_first() {
         true => write_settings(history, settings),
         false => Ok(()),
     }
