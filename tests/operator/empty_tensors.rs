@@ -1,27 +1,29 @@
-//! Sinks beside tensors without elements: no sequence, no head, no query or no key. The logsumexp of a query without keys is its sink, whose
-//! gradient is the logsumexp's, summed; everything else is 0.
+//! Tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of a query without keys is
+//! its sink, or −∞ without sinks. The gradient of a sink is the sum of the gradients of its logsumexps.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
-use attention_cube::AttentionOptions;
 use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
+use attention_cube::{AttentionOptions, attention_with_lse};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
 /// `[batch, q_heads, kv_heads, q_len, kv_len]` with a zero among them.
-const SIZES: [[usize; 5]; 7] = [
+const SIZES: [[usize; 5]; 9] = [
     [2, 4, 2, 3, 0],
+    [2, 2, 1, 3, 0],
     [1, 2, 1, 70, 0],
     [0, 2, 1, 3, 4],
     [2, 0, 0, 3, 4],
     [2, 0, 1, 3, 0],
+    [2, 0, 1, 3, 4],
     [2, 2, 1, 0, 4],
     [2, 2, 1, 0, 0],
 ];
 
 const WIDTH: usize = 16;
 
-/// What a call has beside its sinks.
+/// The option of a call in addition to the sinks.
 #[derive(Clone, Copy, Debug)]
 enum Extra {
     None,
@@ -41,7 +43,7 @@ const EXTRAS: [Extra; 6] = [
     Extra::Window,
 ];
 
-/// What the loss is made of.
+/// The outputs that the loss depends on.
 #[derive(Clone, Copy, Debug)]
 enum Loss {
     Output,
@@ -159,6 +161,66 @@ impl Call {
                     assert!(values.iter().all(|x| *x == 0.0), "{context}: {values:?}");
                 }
                 None => assert!(!is_fused, "{context}: no gradient"),
+            }
+        }
+    }
+}
+
+/// A causal call with values narrower than keys, with sinks and without.
+#[test]
+fn tensors_without_elements() {
+    for device in devices() {
+        for [batch, q_heads, kv_heads, q_len, kv_len] in SIZES {
+            for with_sinks in [false, true] {
+                let context = format!(
+                    "{}: {:?}",
+                    device.name,
+                    [batch, q_heads, kv_heads, q_len, kv_len]
+                );
+                let autodiff = device.device.clone().autodiff();
+                let ones = |heads, length, columns| {
+                    Tensor::<4>::ones([batch, heads, length, columns], &autodiff).require_grad()
+                };
+                let query = ones(q_heads, q_len, 16);
+                let key = ones(kv_heads, kv_len, 16);
+                let value = ones(kv_heads, kv_len, 8);
+                let values: Vec<f32> = (0..q_heads).map(|head| head as f32).collect();
+                let sinks = Tensor::<1>::from_data(TensorData::new(values, [q_heads]), &autodiff)
+                    .require_grad();
+                let mut options = AttentionOptions::new().causal();
+                if with_sinks {
+                    options = options.sinks(sinks.clone());
+                }
+                let (output, lse) =
+                    attention_with_lse(query.clone(), key.clone(), value.clone(), options)
+                        .unwrap_or_else(|error| panic!("{context}: {error}"));
+                assert_eq!(output.dims(), [batch, q_heads, q_len, 8], "{context}");
+                assert_eq!(lse.dims(), [batch, q_heads, q_len], "{context}");
+                let gradients = (output.clone().sum() + lse.clone().sum()).backward();
+                assert!(
+                    read(output.inner()).iter().all(|x| *x == 0.0),
+                    "{context}: output"
+                );
+                for (index, lse) in read(lse.inner()).into_iter().enumerate() {
+                    let head = (index / q_len % q_heads) as f64;
+                    let expected = if with_sinks { head } else { f64::NEG_INFINITY };
+                    assert_eq!(lse, expected, "{context}: logsumexp");
+                }
+                for leaf in [&query, &key, &value] {
+                    let gradient = leaf.grad(&gradients);
+                    let gradient = gradient.unwrap_or_else(|| panic!("{context}: no gradient"));
+                    assert_eq!(gradient.dims(), leaf.dims(), "{context}");
+                    assert!(
+                        read(gradient).iter().all(|x| *x == 0.0),
+                        "{context}: gradient"
+                    );
+                }
+                if with_sinks {
+                    let gradient = sinks.grad(&gradients);
+                    let gradient = gradient.unwrap_or_else(|| panic!("{context}: no gradient"));
+                    let expected = vec![(batch * q_len) as f64; q_heads];
+                    assert_eq!(read(gradient), expected, "{context}: sinks gradient");
+                }
             }
         }
     }
