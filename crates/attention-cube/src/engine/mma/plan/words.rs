@@ -31,19 +31,19 @@ const WORDS: &[Shape] = &[
     split_n_of_words([256, 256], [2, 2, 2], [16, 4, 1]),
 ];
 
-/// Rows of the largest tiles, which two tiles of half as many have where there are none.
+/// The rows of the largest tiles. Widths without such tiles use two tiles of half the rows.
 const MOST_ROWS: usize = 32;
 
-/// The tiles for so many rows over int8 of this width that fit so many bytes of shared memory and units of a cube, if there are any. Of two tiles
-/// the second finds the keys in the cache, and a copy of all of them in bf16 would be five times the bytes of one reading.
+/// The tiles for `rows` rows over int8 of these widths that fit the limits of shared memory and units of a cube, if there are any.
+///
+/// The second of two tiles finds the keys in the L2 cache. A copy of all keys in bf16 would move five times the bytes of one pass.
 pub(crate) fn word_tiles(
     rows: usize,
     widths: [usize; 2],
     limits: [usize; 2],
 ) -> Option<ForwardTiles> {
     let of_rows = |rows| first_that_fits(WORDS, rows, widths, Half::Bf16, limits);
-    let by_halves = || of_rows(rows.min(MOST_ROWS / 2));
-    of_rows(rows).or_else(|| (rows <= MOST_ROWS).then(by_halves).flatten())
+    of_rows(rows).or_else(|| (rows <= MOST_ROWS).then(|| of_rows(MOST_ROWS / 2))?)
 }
 
 #[cfg(test)]
