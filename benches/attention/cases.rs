@@ -111,7 +111,7 @@ const fn int8(name: &'static str, like: Case) -> Case {
     }
 }
 
-/// So many queries of 8 heads that share a key.
+/// A case with `q_len` queries over 32,768 keys, where 8 query heads share a key head.
 const fn rows_d128(name: &'static str, q_len: usize) -> Case {
     Case {
         q_len,
@@ -156,7 +156,7 @@ pub const CASES: [Case; 55] = [
         "decode-d256-32k-int8",
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
-    // More rows than the kernels of few rows read in int8, and as many as they do: 40 and 32.
+    // The few-rows kernels read int8 directly for up to 32 rows; 40 rows read a copy.
     rows_d128("rows-d128-40", 5),
     int8("rows-d128-32-int8", rows_d128("rows-d128-32", 4)),
     int8("rows-d128-40-int8", rows_d128("rows-d128-40", 5)),

@@ -1,5 +1,5 @@
-//! More rows than read words where they lie: they read a copy, of the keys and values alone that a query sees by causal mask, window and
-//! length. What the others hold, NaN in the scales, reaches nobody.
+//! Calls with more rows than the int8 kernels read directly. Such a call reads a dequantized copy of the keys and values that a query sees by
+//! causal mask, window and length. The scales of all other keys and values are NaN here, and must not reach a result.
 
 use super::case::Quantized;
 use super::causal;
@@ -7,7 +7,7 @@ use crate::case::Case;
 use attention_cube::CausalAlignment::TopLeft;
 use burn::tensor::DType;
 
-/// Whether no query of a sequence sees a key by causal mask, window and length.
+/// Returns true if no query of the sequence sees the key by causal mask, window and length.
 fn is_unseen(case: &Case, [batch, _, key]: [usize; 3]) -> bool {
     let end = match &case.kv_lengths {
         Some(lengths) => lengths[batch],

@@ -87,7 +87,8 @@ fn two_fragments() {
     }
 }
 
-/// Of more than 256 columns 17 to 32 rows are two or three tiles of 16: of heads that share keys, and of queries of one head.
+/// Heads wider than 256 columns divide 17 to 32 rows into two or three tiles of 16. The rows are query heads that share keys, or queries
+/// of one head.
 #[test]
 fn wide_rows_have_several_tiles() {
     for (head_dim, value_dim) in [(272, 48), (512, 512), (576, 512)] {

@@ -58,7 +58,7 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Of a kernel that reads lengths and no segments.
+    /// The places for a kernel that reads lengths but no segments.
     pub fn of_lengths() -> Self {
         Self {
             blocks: Blocks {

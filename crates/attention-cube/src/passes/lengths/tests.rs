@@ -1,4 +1,4 @@
-//! Which blocks tiles are told of their documents.
+//! Tests of the block bounds that segments give to tiles.
 
 use super::*;
 use crate::AttentionOptions;

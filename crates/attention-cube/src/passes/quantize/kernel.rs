@@ -115,8 +115,8 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Writes what words stand for: of all rows, or where `is_bounded` of those between the first and the last that a query of the sequence sees
-/// by causal mask, window and length. A cube takes `rows_of_cube` rows of its head at a time, and of these every `cubes_of_head`-th.
+/// Dequantizes all rows, or where `is_bounded` the rows from the first to the last that a query of the sequence sees by causal mask, window
+/// and length. A cube takes `rows_of_cube` rows of its head at a time, and every `cubes_of_head`-th such group.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn dequantize<E: Float, N: Size>(
     words: &Tensor<u32>,

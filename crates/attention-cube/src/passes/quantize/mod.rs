@@ -114,8 +114,10 @@ pub(crate) fn dequantized(rows: QuantizedTensors<CubeBackend>, dtype: DType) -> 
     target
 }
 
-/// The keys or values of a problem: of each sequence the rows between the first and the last that a query sees by causal mask, window and
-/// `lengths`. The others are what the memory held: nobody may read them, as a row of NaN that no query sees.
+/// The keys or values of a problem, dequantized from the first to the last row that a query of the sequence sees.
+///
+/// Causal mask, window and `lengths` decide what a query sees. All other rows are uninitialized memory and may be NaN: an attention must not
+/// read them.
 pub(crate) fn dequantized_where_seen(
     rows: QuantizedTensors<CubeBackend>,
     problem: &AttentionProblem,
@@ -126,7 +128,7 @@ pub(crate) fn dequantized_where_seen(
     target
 }
 
-/// Memory for the numbers of these words.
+/// An uninitialized tensor for the dequantized rows.
 fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor {
     let shape = rows.words.meta.shape();
     let [batch, heads, length, words_of_row] = [0, 1, 2, 3].map(|dim| shape[dim]);
@@ -134,10 +136,11 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// Cubes of a launch at most: more than a device runs at once, and few enough that those of rows that nobody sees take no time.
+/// The most cubes of a launch. The number is larger than what a device runs at once, and small enough that cubes without rows cost little
+/// time.
 const MOST_CUBES: usize = 4096;
 
-/// Writes what words stand for to `target`, which has as many rows: of all of them, or of those that a problem's queries see.
+/// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.
 fn write_numbers(
     rows: QuantizedTensors<CubeBackend>,
     target: &CubeTensor,

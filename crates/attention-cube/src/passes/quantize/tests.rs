@@ -1,4 +1,4 @@
-//! Which rows are dequantized, and what becomes of the others: nothing.
+//! Dequantization writes the rows that queries see, and leaves all other rows untouched.
 
 use super::*;
 use crate::CausalAlignment;
@@ -16,7 +16,7 @@ const HEADS: usize = 2;
 const LENGTH: usize = 700;
 const QUERIES: usize = 40;
 
-/// What the memory of the rows holds before.
+/// The value of every element before the kernel runs.
 const BEFORE: f32 = -7.0;
 
 /// The numbers of a tensor.
@@ -25,7 +25,7 @@ fn numbers(tensor: CubeTensor) -> Vec<f32> {
     data.try_into_vec().expect("numbers of f32")
 }
 
-/// Rows of so many words, all of whose numbers are other than [`BEFORE`].
+/// Quantized rows of `words_of_row` words. No dequantized number equals [`BEFORE`].
 fn rows(words_of_row: usize) -> QuantizedTensors<CubeBackend> {
     let device = cube_device();
     let count = BATCH * HEADS * LENGTH;
