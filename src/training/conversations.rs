@@ -786,7 +786,7 @@ mod tests {
         for (line, word) in [
             (r#"{"text": "a""#, "column 12"),
             (r#"["a"]"#, "no JSON object"),
-            (r#"{"mesages": [], "id": 3}"#, "\"id\", \"mesages\""),
+            (r#"{"mesages": [], "id": 3}"#, "\"mesages\", \"id\""),
             (r#"{"text": ""}"#, "\"text\""),
             (r#"{"text": "a", "messages": []}"#, "both"),
             (
