@@ -29,6 +29,7 @@ mod gradients;
 mod groups;
 mod head_sizes;
 mod hopper;
+mod large_scores;
 mod large_values;
 mod loops;
 mod masks;

@@ -2,7 +2,7 @@
 
 use crate::dense::read;
 use crate::devices::devices;
-use attention_cube::{AttentionOptions, fused_attention};
+use attention_cube::{AttentionOptions, attention_with_lse, fused_attention};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 /// Columns of queries, keys and values: what every engine has tiles for.
@@ -82,6 +82,56 @@ fn a_key_below_a_large_sink_is_seen() {
                     "{}, {dtype:?}, {has_bias}: {found} instead of {share}",
                     device.name
                 );
+            }
+        }
+    }
+}
+
+/// A key below a sink by so much that f32 loses the key's share of the sum, over values of 0: its gradients are small, not 0. The
+/// output is that of a query that sees no key, so that only the saved logsumexp tells the two apart.
+#[test]
+fn backward_sink_above_zero_outputs_keeps_gradients() {
+    const WEIGHT: f64 = 16384.0;
+    for device in devices() {
+        for (dtype, gap, tolerance) in [
+            (DType::F32, 19.0, 1e-4),
+            (DType::BF16, 19.0, 1e-2),
+            (DType::F16, 17.0, 2e-2),
+        ] {
+            if !device.supports(dtype) {
+                continue;
+            }
+            let share = f64::exp(-gap) / (1.0 + f64::exp(-gap));
+            for has_bias in [false, true] {
+                let on = &device.device.clone().autodiff();
+                let query = row(&[1.0], on, dtype).require_grad();
+                let key = row(&[0.0, 1.0], on, dtype).require_grad();
+                let value = row(&[], on, dtype).require_grad();
+                let mut options = AttentionOptions::new().scale(1.0).sinks(sink(gap, on));
+                if has_bias {
+                    options = options.bias(Tensor::zeros([1; 4], (on, DType::F32)));
+                }
+                let (output, lse) =
+                    attention_with_lse(query.clone(), key.clone(), value.clone(), options)
+                        .expect("attention");
+                let loss = output.cast(DType::F32).sum() * WEIGHT + lse.sum() * WEIGHT;
+                let gradients = loss.backward();
+                let first = |tensor: &Tensor<4>, column: usize| {
+                    read(tensor.grad(&gradients).expect("a gradient"))[column]
+                };
+                // Through the output, and through the logsumexp.
+                for (name, found) in [
+                    ("value", first(&value, 0)),
+                    ("query", first(&query, 1)),
+                    ("key", first(&key, 0)),
+                ] {
+                    assert!(
+                        (found / (WEIGHT * share) - 1.0).abs() < tolerance,
+                        "{}, {dtype:?}, {has_bias}, {name}: {found:e} instead of {:e}",
+                        device.name,
+                        WEIGHT * share
+                    );
+                }
             }
         }
     }

@@ -30,7 +30,7 @@
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
 //! | NaN or infinity in keys or values that some queries see | may reach others of their head and those that share its keys; never one that sees no key |
 //! | a bias of −∞; of a precision's lowest number | hides its key; is a score like others |
-//! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart (by wgmma and mma where there is a bias: without one scores beyond ±2¹⁵ round the probabilities more than a half's rounding does) |
+//! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart |
 //! | values beyond `f32::MAX / (256 · kv_len)` | may give an infinite output: kernels sum the values before they divide by the softmax's denominator |
 //! | a sink of −∞ | none |
 //! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where copies by hardware cannot read them (the debug log of a call says which; [`explain`] is about contiguous inputs); same result |

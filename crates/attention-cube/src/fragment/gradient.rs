@@ -5,6 +5,7 @@
 //! slope of the softcap, and its gradient the weight times `dp − Δ`.
 
 use crate::fragment::bias::with_bias;
+use crate::fragment::far::{logsumexps_of_queries, rows_have_far};
 use crate::fragment::mask::{PAIRS_PER_WORD, bits_of_word};
 use crate::fragment::scoring::Scoring;
 use crate::fragment::softcap::capped;
@@ -24,8 +25,10 @@ use std::f32::consts::LOG2_E;
 /// memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Terms {
-    /// Or the logsumexps themselves, where these are one number.
+pub(crate) struct Terms<'a> {
+    /// Of all queries, in memory.
+    pub all: &'a Tensor<f32>,
+    /// Or the logsumexps themselves, where these are one number: −0 for a query that is [`far`](super::far).
     pub references: Pair,
     pub deltas: Pair,
     /// Of the sums by the references, in powers of two.
@@ -33,31 +36,39 @@ pub(crate) struct Terms {
     pub references_at: u32,
     pub deltas_at: u32,
     pub logarithms_at: u32,
+    /// Whether one of the warp's rows is [`far`](super::far).
+    pub rows_have_far: bool,
 }
 
 /// The terms of blocks' queries, of `columns` of which a stage has all at `at`; or of the rows, which these `rows` are.
 #[cube]
-pub(crate) fn terms_of_block(rows: &Terms, at: u32, #[comptime] columns: usize) -> Terms {
-    Terms {
+pub(crate) fn terms_of_block<'a>(
+    rows: &Terms<'a>,
+    at: u32,
+    #[comptime] columns: usize,
+) -> Terms<'a> {
+    Terms::<'a> {
+        all: rows.all,
         references: rows.references,
         deltas: rows.deltas,
         logarithms: rows.logarithms,
         references_at: at,
         deltas_at: at + comptime!(4 * columns as u32),
         logarithms_at: at + comptime!(8 * columns as u32),
+        rows_have_far: rows.rows_have_far,
     }
 }
 
 /// The terms of the thread's rows, `row` and the 8th after it, where these are queries.
 #[cube]
-pub(crate) fn terms_of_rows(
-    terms: &Tensor<f32>,
+pub(crate) fn terms_of_rows<'a>(
+    terms: &'a Tensor<f32>,
     batch: u32,
     head: u32,
     row: i32,
     extent: &Extent,
     #[comptime] kind: FragmentKind,
-) -> Terms {
+) -> Terms<'a> {
     let zero = f32::new(0.0);
     let mut logarithms = pair(zero, zero);
     if comptime!(kind.side == Side::Queries) {
@@ -73,22 +84,27 @@ pub(crate) fn terms_of_rows(
                 terms[second + to_logarithms] * LOG2_E,
             );
         }
-        Terms {
-            references: pair(terms[first], terms[second]),
+        let references = pair(terms[first], terms[second]);
+        Terms::<'a> {
+            all: terms,
+            references,
             deltas: pair(terms[first + to_deltas], terms[second + to_deltas]),
             logarithms,
             references_at: 0u32.runtime(),
             deltas_at: 0u32.runtime(),
             logarithms_at: 0u32.runtime(),
+            rows_have_far: rows_have_far(references, kind),
         }
     } else {
-        Terms {
+        Terms::<'a> {
+            all: terms,
             references: pair(zero, zero),
             deltas: pair(zero, zero),
             logarithms,
             references_at: 0u32.runtime(),
             deltas_at: 0u32.runtime(),
             logarithms_at: 0u32.runtime(),
+            rows_have_far: false.runtime(),
         }
     }
 }
@@ -118,7 +134,7 @@ fn terms_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side:
 
 /// The `pair`-th two registers' logarithms, in powers of two.
 #[cube]
-fn logarithms_of(terms: &Terms, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
+fn logarithms_of(terms: &Terms<'_>, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     let own = terms_of(terms.logarithms, terms.logarithms_at, pair, side);
     if comptime!(side == Side::Keys) {
         Pair {
@@ -143,11 +159,12 @@ pub(crate) struct Weights<NS: Size, NP: Size> {
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
-    terms: &Terms,
+    terms: &Terms<'_>,
     first_column: i32,
     seen: &View,
     rows: &RowPair,
     scoring: &Scoring<F, NB>,
+    has_far: bool,
     #[comptime] columns: usize,
     #[comptime] gives_p: bool,
     #[comptime] half: Half,
@@ -156,7 +173,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     let arguments = &scoring.arguments;
     let mut w = s;
     let mut p = Vector::<u32, NP>::zeroed();
-    if seen.whole {
+    // Far queries take the branch that asks for everything, so that the usual one has no more to do.
+    if seen.whole && !has_far {
         let known = known::<F, NB>(rows, scoring, kind);
         let mut logsumexps = no_logsumexps();
         #[unroll]
@@ -164,7 +182,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             let at = own_column(first_column, pair) as u32;
             let scored = scored::<F, NB, NS>(s, scoring, &known, at, pair, kind);
             look_up_logsumexps(&mut logsumexps, terms, pair, kind);
-            let own = probabilities(scored.values, &logsumexps, arguments, kind);
+            let own = probabilities(scored.values, &logsumexps, arguments, false, kind);
             if comptime!(gives_p) {
                 p.insert(pair, packed_p(own, half));
             }
@@ -211,7 +229,17 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 kind,
             );
             look_up_logsumexps(&mut logsumexps, terms, pair, kind);
-            let own = probabilities(values, &logsumexps, arguments, kind);
+            if comptime!(kind.raw && is_looked_up(pair, kind)) {
+                let (first, second) = queries_of_pair(rows, at, pair, kind);
+                if has_far {
+                    let q_len = scoring.masking.extent.q_len;
+                    let wholes = logsumexps.references;
+                    let own = logsumexps_of_queries(terms, wholes, rows, first, second, q_len);
+                    logsumexps.references = own.references;
+                    logsumexps.logarithms = own.logarithms;
+                }
+            }
+            let own = probabilities(values, &logsumexps, arguments, true, kind);
             if comptime!(gives_p) {
                 p.insert(pair, packed_p(own, half));
             }
@@ -232,9 +260,11 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
 /// The logsumexps of two registers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct Logsumexps {
-    references: Pair,
-    logarithms: Pair,
+pub(crate) struct Logsumexps {
+    /// The logsumexps themselves, where these are one number.
+    pub references: Pair,
+    /// In powers of two.
+    pub logarithms: Pair,
 }
 
 #[cube]
@@ -245,16 +275,37 @@ fn no_logsumexps() -> Logsumexps {
     }
 }
 
+/// Whether the `pair`-th two registers' queries are others than those of the last: two rows have the same columns.
+const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
+    matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
+}
+
+/// The queries of the `pair`-th two registers, whose first column is `column`.
+#[cube]
+fn queries_of_pair(
+    rows: &RowPair,
+    column: i32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> (i32, i32) {
+    if comptime!(kind.side == Side::Keys) {
+        (column, column + 1i32)
+    } else if comptime!(is_second(2 * pair)) {
+        (rows.position_1, rows.position_1)
+    } else {
+        (rows.position_0, rows.position_0)
+    }
+}
+
 /// Looks up the `pair`-th two registers' logsumexps, where they are others than those of the last.
 #[cube]
 fn look_up_logsumexps(
     logsumexps: &mut Logsumexps,
-    terms: &Terms,
+    terms: &Terms<'_>,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
 ) {
-    // Two rows have the same columns.
-    if comptime!(kind.side == Side::Queries || pair.is_multiple_of(2)) {
+    if comptime!(is_looked_up(pair, kind)) {
         logsumexps.references = terms_of(terms.references, terms.references_at, pair, kind.side);
         if comptime!(kind.has_logarithms()) {
             logsumexps.logarithms = logarithms_of(terms, pair, kind.side);
@@ -268,6 +319,7 @@ fn probabilities(
     values: Pair,
     logsumexps: &Logsumexps,
     arguments: &ScoreArguments,
+    #[comptime] apart: bool,
     #[comptime] kind: FragmentKind,
 ) -> Pair {
     let references = logsumexps.references;
@@ -278,6 +330,7 @@ fn probabilities(
             references.first,
             logarithms.first,
             arguments,
+            apart,
             kind,
         ),
         second: probability(
@@ -285,12 +338,13 @@ fn probabilities(
             references.second,
             logarithms.second,
             arguments,
+            apart,
             kind,
         ),
     }
 }
 
-/// The probability of a score, or of a dot that waits for its scale. The difference is taken before the change to
+/// The probability of a score, or of a dot that waits for its scale, by a logsumexp whole or, where it is far, `apart`. The difference is taken before the change to
 /// powers of two: where scores are huge, it is all that f32 holds finely enough.
 #[cube]
 fn probability(
@@ -298,14 +352,18 @@ fn probability(
     reference: f32,
     logarithm: f32,
     arguments: &ScoreArguments,
+    #[comptime] apart: bool,
     #[comptime] kind: FragmentKind,
 ) -> f32 {
-    let difference = if comptime!(kind.raw) {
-        fma(value, arguments.scale, -reference)
-    } else {
+    let difference = if comptime!(!kind.raw) {
         value - reference
+    } else if comptime!(apart) {
+        // Rounded as the forward's was: a product alone might be fused with the difference.
+        fma(value, arguments.scale, 0.0f32) - reference
+    } else {
+        fma(value, arguments.scale, -reference)
     };
-    if comptime!(kind.has_logarithms()) {
+    if comptime!(kind.has_logarithms() || kind.raw && apart) {
         exp2(fma(difference, LOG2_E, -logarithm))
     } else {
         exp2(difference * LOG2_E)
@@ -406,7 +464,7 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
 pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     w: Vector<f32, NS>,
     dp: Vector<f32, NS>,
-    terms: &Terms,
+    terms: &Terms<'_>,
     whole: bool,
     #[comptime] columns: usize,
     #[comptime] half: Half,

@@ -13,6 +13,7 @@ use crate::math::side::Side;
 use crate::math::visibility::ExtentLaunch;
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
 use crate::passes::combine::join;
+use crate::passes::delta::form::{LogsumexpForm, is_raw};
 use crate::passes::lengths::{Blocks, Places};
 use crate::passes::mask_bits::launch::{PackedMask, pack};
 use crate::select::BackwardRequest;
@@ -26,9 +27,6 @@ use cubecl::ir::{AddressType, ElemType};
 use cubecl::prelude::TensorArg;
 use std::fmt::Debug;
 
-/// Scales within which scores can stay unscaled until the exponential: beyond, f32 could overflow.
-const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
-
 /// What kernels are compiled for whose fragments have rows of this side.
 pub(crate) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentKind {
     let score = score_kind(problem);
@@ -36,7 +34,7 @@ pub(crate) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         side,
         structure: structure(problem),
         score,
-        raw: !score.softcap && !score.bias && RAW_SCALES.contains(&problem.scale),
+        raw: is_raw(problem),
         bias_reads: BiasReads::There,
     }
 }
@@ -263,7 +261,7 @@ pub(crate) fn gradients<T: HeldTiles + Debug>(
         extras,
         problem,
         plan.vector,
-        problem.bias.is_some(),
+        LogsumexpForm::of_problem(problem),
     );
 
     let mut gradients = Gradients::default();

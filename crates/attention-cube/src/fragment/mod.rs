@@ -3,6 +3,7 @@
 //! that have them.
 
 pub(crate) mod bias;
+pub(crate) mod far;
 pub(crate) mod gradient;
 pub(crate) mod launch;
 pub(crate) mod mask;
@@ -21,6 +22,7 @@ use self::scoring::Scoring;
 use crate::math::score::{ScoreKind, is_hidden};
 use crate::math::side::Side;
 use crate::math::visibility::{Extent, Keys, Sight, Structure, keys_of, queries_of};
+use crate::passes::delta::form::LogsumexpForm;
 use cube_kit::hopper::Half;
 use cube_kit::hopper::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
@@ -73,9 +75,12 @@ impl FragmentKind {
         matches!(self.bias_reads, BiasReads::OnceAHead)
     }
 
-    /// Whether the backward has logsumexps in two numbers: by biases scores may be so large that one does not keep how many there were.
+    /// Whether the backward has logsumexps in two numbers throughout; see [`far`] for those that are marked.
     pub(crate) const fn has_logarithms(&self) -> bool {
-        self.score.bias
+        matches!(
+            LogsumexpForm::of(self.raw, self.score),
+            LogsumexpForm::Apart
+        )
     }
 
     /// Whether scores have biases of their own, each of which may hide its key.

@@ -3,7 +3,7 @@
 use super::softmax::finite;
 use super::work_tile::Tile;
 use super::{FragmentKind, RowPair};
-use crate::math::score::ScoreArguments;
+use crate::math::score::{ScoreArguments, saved_logarithm};
 use cube_kit::hopper::accumulator::{Pair, is_second};
 use cube_kit::hopper::ptx::exp2;
 use cubecl::prelude::*;
@@ -158,7 +158,10 @@ fn normalise<K: Float>(
 ) -> Normalised {
     let score = finite(reference, negative_infinity);
     // Not by way of powers of two: where scores are huge, the backward sees every rounding of the logsumexp.
-    let mut base = score * to_score;
+    // A product alone might be fused with the difference from the sink.
+    let mut base = fma(score, to_score, 0.0f32);
+    // A NaN among the scores is a key that is seen.
+    let has_keys = sum != 0.0f32;
     let mut sum = sum;
     let mut rescale = f32::new(1.0);
     #[comptime]
@@ -166,7 +169,7 @@ fn normalise<K: Float>(
         ComptimeOption::Some(sinks) => {
             if row.exists {
                 let sink = f32::cast_from(sinks[row.head as usize * sinks.stride(0)]);
-                let keys = select(sum == 0.0f32, negative_infinity, base);
+                let keys = select(has_keys, base, negative_infinity);
                 // A sink of −∞ beside no key leaves nothing.
                 base = finite(max(keys, sink), negative_infinity);
                 rescale = exp2((keys - base) * comptime!(std::f32::consts::LOG2_E));
@@ -179,7 +182,7 @@ fn normalise<K: Float>(
     Normalised {
         factor: select(empty, 0.0f32, rescale / sum),
         reference: select(empty, negative_infinity, base),
-        logarithm: select(empty, 0.0f32, sum.ln()),
+        logarithm: saved_logarithm(sum, has_keys),
     }
 }
 

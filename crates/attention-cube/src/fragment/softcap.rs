@@ -27,8 +27,11 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
         } else {
             fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
         }
-    } else {
+    } else if comptime!(kind.bias) {
+        // One fused operation with the bias, in the forward and in the backward.
         dot * arguments.scale
+    } else {
+        fma(dot, arguments.scale, 0.0f32)
     }
 }
 

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 /// rounding of large scores makes of a probability of 1.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
-/// What the backward knows of a query beforehand, in `[batch, q_heads, 3, padded q_len]`.
+/// What the backward knows of a query beforehand, in `[batch, q_heads, 4, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowTerms {

@@ -13,6 +13,25 @@ pub(crate) fn is_hidden(score: f32) -> bool {
     u32::reinterpret(score) == 0xFF80_0000u32
 }
 
+/// The bits of −0, the saved logarithm of a query that sees no key.
+const NO_KEYS: u32 = 0x8000_0000;
+
+/// The logarithm that a forward saves beside a query's reference: that of the `sum`, or −0 for a query that sees no key. As an addend
+/// −0 is 0, and no sum has −0 for a logarithm, so that a backward knows a query without keys from one whose sink hides their share.
+#[cube]
+pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
+    let logarithm = sum.ln();
+    // The bits decide, since shading languages may drop the sign of a zero in arithmetic.
+    let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
+    f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
+}
+
+/// Whether a query sees no key, by the logarithm that the forward saved.
+#[cube]
+pub(crate) fn saw_no_key(logarithm: f32) -> bool {
+    u32::reinterpret(logarithm) == comptime!(NO_KEYS)
+}
+
 /// The numbers that a score depends on.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -95,7 +114,8 @@ fn offset(place: &Place, batch: usize, head: usize, query: usize, key: usize) ->
 /// The score without bias: `softcap(scale · dot)`.
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    let mut score = dot * arguments.scale;
+    // As a product alone, a backward's might be fused with what is subtracted, and a large one would miss its rounded reference.
+    let mut score = fma(dot, arguments.scale, 0.0f32);
     if comptime!(kind.softcap) {
         let far = arguments.softcap * (score / arguments.softcap).tanh();
         score = if comptime!(kind.wide_softcap) {

@@ -6,6 +6,7 @@ use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
 use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::visibility::Structure;
 use crate::passes::bias_gradient::plan::BiasGradientPlan;
+use crate::passes::delta::form::LogsumexpForm;
 use crate::passes::delta::rows_of_queries;
 use crate::passes::lengths::{Blocks, Places};
 use crate::reference;
@@ -67,17 +68,17 @@ pub(crate) struct BackwardPass<'a> {
 }
 
 impl<'a> BackwardPass<'a> {
-    /// With the terms of the queries, read by vectors of `vector`; their references and logarithms `apart` or together.
+    /// With the terms of the queries, read by vectors of `vector`; with logsumexps in this form.
     pub(crate) fn new(
         inputs: AttentionInputs<CubeBackend>,
         saved: AttentionSaved<CubeBackend>,
         extras: Extras,
         problem: &'a AttentionProblem,
         vector: usize,
-        apart: bool,
+        form: LogsumexpForm,
     ) -> Self {
         Self {
-            rows: rows_of_queries(&saved, inputs.sinks.as_option(), problem, vector, apart),
+            rows: rows_of_queries(&saved, problem, vector, form),
             inputs,
             output_gradient: saved.output_gradient,
             logsumexp: saved.logsumexp,

@@ -17,7 +17,10 @@ use self::tensors::{cast, fill_rows, float_dtype, from_groups, to_groups};
 use crate::backend::{AttentionInputs, AttentionOutput};
 use crate::quantized::QuantizedRows;
 use crate::{AttentionError, AttentionOptions, AttentionProblem};
-use burn::backend::{Backend, Dispatch, TensorMetadata, tensor::FloatTensor};
+use burn::backend::{
+    Backend, Dispatch, TensorMetadata,
+    tensor::{BoolTensor, FloatTensor},
+};
 use burn::tensor::{Shape, Tensor};
 
 /// Output and logsumexp of attention by the definition, in plain tensor operations that Burn's
@@ -63,10 +66,18 @@ pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> AttentionOutput<B> {
-    let dtype = inputs.query.dtype();
-    if problem.is_empty() {
-        return empty::forward(&inputs, problem);
+    match problem.is_empty() {
+        true => empty::forward(&inputs, problem),
+        false => forward_and_blind(inputs, problem).0,
     }
+}
+
+/// The forward of a problem that is not empty, and the queries that see no key, `[batch, q_heads, q_len, 1]`.
+fn forward_and_blind<B: Backend>(
+    inputs: AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> (AttentionOutput<B>, BoolTensor<B>) {
+    let dtype = inputs.query.dtype();
     let scores = Scores::<B>::new(&inputs, problem);
     let value = scores.value;
     let weights = Weights::<B>::new(scores.scores, scores.sinks, problem);
@@ -80,10 +91,11 @@ pub(crate) fn forward<B: Backend>(
         weights.unseeing,
         f64::NEG_INFINITY.into(),
     );
-    AttentionOutput {
+    let output = AttentionOutput {
         output: cast::<B>(output, dtype),
         logsumexp: B::float_reshape(logsumexp, Shape::new(problem.logsumexp_shape())),
-    }
+    };
+    (output, weights.blind)
 }
 
 /// The forward, with the logsumexp in the parts that the operator of a backend gives: all of it is the first.
@@ -91,12 +103,23 @@ pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> AttentionOutput<B> {
-    let AttentionOutput { output, logsumexp } = forward(inputs, problem);
-    let logarithms = B::float_zeros(
+    let (AttentionOutput { output, logsumexp }, blind) = match problem.is_empty() {
+        true => (empty::forward(&inputs, problem), None),
+        false => {
+            let (output, blind) = forward_and_blind(inputs, problem);
+            (output, Some(blind))
+        }
+    };
+    let mut logarithms = B::float_zeros(
         logsumexp.shape(),
         &logsumexp.device(),
         float_dtype(logsumexp.dtype()),
     );
+    if let Some(blind) = blind {
+        // A kernel's backward knows by −0 that a query sees no key.
+        let blind = B::bool_reshape(blind, Shape::new(problem.logsumexp_shape()));
+        logarithms = B::float_mask_fill(logarithms, blind, (-0.0).into());
+    }
     let logsumexp = match problem.logsumexp_shape().contains(&0) {
         true => B::float_reshape(logsumexp, Shape::new(problem.logsumexp_parts_shape())),
         false => B::float_cat(vec![logsumexp, logarithms], 0),

@@ -15,7 +15,7 @@
 use crate::math::layout::{Rows, group_rows, head_operand, operand};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{
-    Place, ScoreArguments, ScoreKind, Scoring, biased, capped, is_visible, scoring,
+    Place, ScoreArguments, ScoreKind, Scoring, biased, capped, is_visible, saved_logarithm, scoring,
 };
 use crate::math::side::Side;
 use crate::math::visibility::{
@@ -273,6 +273,8 @@ pub(crate) fn forward<
         }
         let mut reference = statistics.maximum[UNIT_POS as usize];
         let mut rescale = 1.0f32;
+        // A NaN among the scores is a key that is seen.
+        let has_keys = sum != 0.0f32;
         #[comptime]
         match &sinks {
             ComptimeOption::Some(sinks) => {
@@ -294,7 +296,7 @@ pub(crate) fn forward<
                 + query_index as usize;
             let to_logarithms = logsumexp.shape(0) / 2 * logsumexp.stride(0);
             logsumexp[at] = select(empty, score.negative_infinity, reference);
-            logsumexp[at + to_logarithms] = select(empty, 0.0f32, sum.ln());
+            logsumexp[at + to_logarithms] = saved_logarithm(sum, has_keys);
         }
     }
     sync_cube();

@@ -179,7 +179,7 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
         wanted.head_dim,
         wanted.value_dim,
         Half::Bf16,
-        wanted.score.bias,
+        wanted.kind(Side::Queries).fragment.has_logarithms(),
         &device,
     )
     .unwrap_or_else(|refusal| panic!("{name}: {refusal}"));

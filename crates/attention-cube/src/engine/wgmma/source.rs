@@ -86,7 +86,12 @@ impl Wanted {
     }
 
     fn backward(&self, folder: &Path, name: &str) {
-        let kernels = gradient_tiles(self.head_dim, self.value_dim, Half::Bf16, self.score.bias);
+        let kernels = gradient_tiles(
+            self.head_dim,
+            self.value_dim,
+            Half::Bf16,
+            self.kind(Side::Queries).fragment.has_logarithms(),
+        );
         for (tiles, sums) in kernels.into_iter().zip(["query", "key", "value"]) {
             let Some(tiles) = tiles else { continue };
             let kind = self.kind(tiles.side());

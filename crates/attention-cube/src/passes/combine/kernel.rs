@@ -9,7 +9,7 @@
 //! them, and again for all references.
 
 use crate::math::rounding::rounded_vector;
-use crate::math::score::LOWEST;
+use crate::math::score::{LOWEST, saved_logarithm};
 use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
 use cubecl::prelude::*;
 
@@ -78,6 +78,8 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
         let mut largest = own.largest;
         let mut sum = own.sum;
         let mut total = own.total;
+        // A NaN among the scores is a key that is seen.
+        let has_keys = sum != 0.0f32;
         #[comptime]
         match &sinks {
             ComptimeOption::Some(sinks) => {
@@ -96,7 +98,7 @@ pub(crate) fn combine_overlapped<O: Float, F: Float, N: Size>(
         output[index] = rounded_vector::<O, N>(total * Vector::<f32, N>::cast_from(factor));
         if column == 0 {
             logsumexp[row] = select(empty, negative_infinity, largest);
-            logsumexp[row + rows as usize] = select(empty, 0.0f32, sum.ln());
+            logsumexp[row + rows as usize] = saved_logarithm(sum, has_keys);
         }
     }
 }

@@ -1,13 +1,15 @@
 //! Before the backward: the logsumexp and `Δ = rowsum(do ∘ o) − dlse` of every query: of a head all references, then all Δ, and
 //! then all logarithms of the sums by the references, each padded with zeros to a multiple of [`MULTIPLE`]. Together a reference
-//! and a logarithm are the logsumexp; kernels that read one number of it have it as the reference.
+//! and a logarithm are the logsumexp. Kernels that read one number of it have it as the reference; where it is [`FAR`], they have a
+//! mark there, and the reference behind the logarithm.
 //!
-//! Budget: 2 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
+//! Budget: 1 KB of shared memory, one vector of each operand in registers. Bound by memory: reads the
 //! output and its gradient once. Eight units share a row.
 
+use super::form::LogsumexpForm;
 use crate::math::gradient::RowTerms;
 use crate::math::layout::{head_rows, row_offset};
-use crate::math::score::is_hidden;
+use crate::math::score::{is_hidden, saw_no_key};
 use crate::tile::product::load_vec4;
 use cubecl::prelude::*;
 
@@ -22,19 +24,34 @@ pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32
 }
 
+/// References from here on are far from 0. Below, the logsumexp's rounding is within 2⁻¹³ of P, less than half precision's own.
+pub(crate) const FAR: f32 = 2048.0;
+
+/// The bits of −0, which far queries have in place of a logsumexp: to subtract it changes nothing.
+const FAR_MARK: u32 = 0x8000_0000;
+
+/// Whether a query is far, by the first of its terms.
+#[cube]
+pub(crate) fn is_far(logsumexp: f32) -> bool {
+    u32::reinterpret(logsumexp) == comptime!(FAR_MARK)
+}
+
 /// Numbers of a query.
-pub(crate) const TERMS: usize = 3;
+pub(crate) const TERMS: usize = 4;
+
+/// Places of a query's logarithm among these, and of a far query's reference.
+pub(crate) const LOGARITHM: usize = 2;
+pub(crate) const REFERENCE: usize = 3;
 
 /// Hopper's copy engine reads rows that start at multiples of 16 bytes.
 pub(crate) const MULTIPLE: usize = 4;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
+pub(crate) fn row_terms<E: Float, N: Size>(
     output: &Tensor<Vector<E, N>>,
     output_gradient: &Tensor<Vector<E, N>>,
     logsumexp: &Tensor<f32>,
     logsumexp_gradient: ComptimeOption<&Tensor<f32>>,
-    sinks: ComptimeOption<&Tensor<F>>,
     target: &mut Tensor<f32>,
     q_heads: u32,
     q_len: u32,
@@ -42,9 +59,8 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     row_count: u32,
     value_dim: u32,
     infinity: f32,
-    #[comptime] apart: bool,
+    #[comptime] form: LogsumexpForm,
     #[define(E)] _element: ElemType,
-    #[define(F)] _sink_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
     let row = CUBE_POS as u32 * ROWS + UNIT_POS / ROW_UNITS;
@@ -55,7 +71,6 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
     let batch = plane / q_heads;
     let exists = row < row_count && query < q_len;
     let mut sum = 0.0f32;
-    let mut seen = 0.0f32;
     if exists {
         let end = q_len as i32;
         let output_rows = head_rows(output, batch, head, 0i32, end, value_dim);
@@ -72,15 +87,12 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
                 // A query that sees nothing has an output of zeros, and a gradient that may be anything.
                 let output = o.extract(component);
                 sum += select(output == 0.0f32, 0.0f32, output * g.extract(component));
-                seen += select(output == 0.0f32, 0.0f32, 1.0f32);
             }
             vector += ROW_UNITS;
         }
     }
     let mut partial = Shared::<[f32]>::new_slice(comptime!(UNITS as usize));
     partial[UNIT_POS as usize] = sum;
-    let mut partly_seen = Shared::<[f32]>::new_slice(comptime!(UNITS as usize));
-    partly_seen[UNIT_POS as usize] = seen;
     sync_cube();
     if lane == 0u32 && row < row_count {
         let at = (TERMS as u32 * plane) as usize * padded as usize + query as usize;
@@ -94,7 +106,6 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
         #[unroll]
         for other in 0..comptime!(ROW_UNITS as usize) {
             delta += partial[UNIT_POS as usize + other];
-            seen += partly_seen[UNIT_POS as usize + other];
         }
         let at = batch as usize * logsumexp.stride(0)
             + head as usize * logsumexp.stride(1)
@@ -111,25 +122,23 @@ pub(crate) fn row_terms<E: Float, F: Float, N: Size>(
             ComptimeOption::None => {}
         }
         let constant = is_hidden(reference);
-        let mut blind = constant;
-        #[comptime]
-        match &sinks {
-            ComptimeOption::Some(sinks) => {
-                // Beside the sink alone the sum by it is 1, and the output 0. Together both numbers would be a large sink for keys,
-                // too; a sum that they leave at 1 is one of which f32 holds nothing that they have.
-                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
-                let alone = reference == sink && logarithm == 0.0f32;
-                blind = constant || (alone && seen == 0.0f32);
-            }
-            ComptimeOption::None => {}
-        }
+        let blind = constant || saw_no_key(logarithm);
         let at = (TERMS as u32 * plane) as usize * padded as usize + query as usize;
         target[at + padded as usize] = select(constant, 0.0f32, delta);
-        if comptime!(apart) {
+        let is_marked =
+            comptime!(form == LogsumexpForm::Marked) && reference.abs() >= FAR && !blind;
+        if comptime!(form == LogsumexpForm::Apart) {
             target[at] = select(blind, infinity, reference);
             target[at + 2 * padded as usize] = logarithm;
+        } else if is_marked {
+            target[at] = f32::reinterpret(u32::new(comptime!(FAR_MARK as i64)));
+            target[at + LOGARITHM * padded as usize] = logarithm;
+            target[at + REFERENCE * padded as usize] = reference;
         } else {
-            target[at] = select(blind, infinity, reference + logarithm);
+            let sum = reference + logarithm;
+            // A sum of −0 would be the mark.
+            let logsumexp = select(sum == 0.0f32, 0.0f32, sum);
+            target[at] = select(blind, infinity, logsumexp);
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Before a backward: the logsumexp and Δ of every query.
 
+pub(crate) mod form;
 pub(crate) mod kernel;
 
+use self::form::LogsumexpForm;
 use self::kernel::{MULTIPLE, ROWS, TERMS, UNITS, row_terms};
 use crate::AttentionProblem;
 use crate::backend::AttentionSaved;
@@ -13,13 +15,12 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The terms of every query, `[batch, q_heads, 3, padded q_len]`, with reference and logarithm apart or not.
+/// The terms of every query, `[batch, q_heads, 4, padded q_len]`.
 pub(crate) fn rows_of_queries(
     saved: &AttentionSaved<CubeBackend>,
-    sinks: Option<&CubeTensor>,
     problem: &AttentionProblem,
     vector: usize,
-    apart: bool,
+    form: LogsumexpForm,
 ) -> CubeTensor {
     let AttentionProblem {
         batch,
@@ -43,7 +44,6 @@ pub(crate) fn rows_of_queries(
             BackwardPass::arg(&saved.output_gradient),
             BackwardPass::arg(&saved.logsumexp),
             logsumexp_gradient.map(BackwardPass::arg).into(),
-            sinks.map(BackwardPass::arg).into(),
             target.clone().into_tensor_arg(),
             q_heads as u32,
             q_len as u32,
@@ -51,9 +51,8 @@ pub(crate) fn rows_of_queries(
             row_count as u32,
             problem.value_dim as u32,
             f32::INFINITY,
-            apart,
+            form,
             dtype_to_storage_type(problem.dtype),
-            dtype_to_storage_type(sinks.map_or(DType::F32, |sinks| sinks.dtype)),
             vector,
         );
     }

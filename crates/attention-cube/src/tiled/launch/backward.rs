@@ -4,6 +4,7 @@ use crate::AttentionProblem;
 use crate::arguments::{Extras, grid, score_arguments};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
 use crate::passes::backward::{BackwardPass, Gradients, blocks_of_bias};
+use crate::passes::delta::form::LogsumexpForm;
 use crate::passes::lengths::{Blocks, Places};
 use crate::select::BackwardRequest;
 use crate::tile::direct::{Division, division};
@@ -41,7 +42,14 @@ pub(crate) fn launch(
         .chain(blocks_of_bias(plan.bias, request))
         .collect();
     let (extras, places) = Extras::new(&inputs, problem, &blocks);
-    let pass = BackwardPass::new(inputs, saved, extras, problem, plan.query.vector, true);
+    let pass = BackwardPass::new(
+        inputs,
+        saved,
+        extras,
+        problem,
+        plan.query.vector,
+        LogsumexpForm::Apart,
+    );
 
     let mut gradients = Gradients::default();
     for (kernel, places) in kernels.iter().zip(&places) {

@@ -1,10 +1,12 @@
 //! What a warp has of a tile's scores: one or two fragments of rows, and of a block all columns or a part of them.
 
 use crate::fragment::FragmentKind;
-use crate::fragment::gradient::{Terms, terms_of_rows};
+use crate::fragment::far::has_far;
+use crate::fragment::gradient::{Terms, terms_of_block, terms_of_rows};
 use crate::fragment::scoring::Scoring;
 use crate::fragment::stationary::{Seen, Stationary, seen_by};
 use crate::fragment::work_tile::TileKind;
+use crate::math::side::Side;
 use crate::math::visibility::{Extent, Run, Sight};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::hopper::ptx::uniform;
@@ -24,21 +26,21 @@ pub(super) struct Part {
 /// The terms of both fragments' rows; of one alone, twice.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(super) struct WarpTerms {
-    pub first: Terms,
-    pub second: Terms,
+pub(super) struct WarpTerms<'a> {
+    pub first: Terms<'a>,
+    pub second: Terms<'a>,
 }
 
 /// The terms of the thread's rows, of which `row` of the tile is the first, where these are queries.
 #[cube]
-pub(super) fn terms_of_warp(
-    terms: &Tensor<f32>,
+pub(super) fn terms_of_warp<'a>(
+    terms: &'a Tensor<f32>,
     tile: &Stationary,
     row: i32,
     extent: &Extent,
     #[comptime] part: Part,
     #[comptime] kind: FragmentKind,
-) -> WarpTerms {
+) -> WarpTerms<'a> {
     let row = tile.first_row + row;
     let first = terms_of_rows(terms, tile.batch, tile.head, row, extent, kind);
     let second = if comptime!(part.fragments == 2) {
@@ -47,7 +49,28 @@ pub(super) fn terms_of_warp(
     } else {
         first
     };
-    WarpTerms { first, second }
+    WarpTerms::<'a> { first, second }
+}
+
+/// Whether one of the warp's queries is far. The terms of a block's columns, where these are queries, are at `terms_at`; asked for
+/// ahead of S, the vote waits for nothing.
+#[cube]
+pub(super) fn warp_has_far(
+    terms: &WarpTerms<'_>,
+    terms_at: u32,
+    #[comptime] stride: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> bool {
+    if comptime!(kind.side == Side::Keys) {
+        has_far(
+            &terms_of_block(&terms.first, terms_at, stride),
+            columns,
+            kind,
+        )
+    } else {
+        terms.first.rows_have_far || terms.second.rows_have_far
+    }
 }
 
 /// How both fragments see a block; one alone, twice.

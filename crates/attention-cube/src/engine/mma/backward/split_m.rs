@@ -16,7 +16,7 @@ mod weights;
 
 use self::blocks::{copy_block, copy_stationary};
 use self::weights::weigh;
-use super::part::{Part, alike, seen_by_warp, terms_of_warp};
+use super::part::{Part, alike, seen_by_warp, terms_of_warp, warp_has_far};
 use crate::engine::mma::fragments::{fragment_of, used_by_warp};
 use crate::engine::mma::plan::GradientSplitMTiles;
 use crate::fragment::gradient::p_scale;
@@ -206,6 +206,14 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
         await_copies(0usize);
         sync_cube();
         let seen = seen_by_warp::<F, NB>(tile, row, head, block, 0u32, scoring, part, kind);
+        let terms_at = blocks + stage + comptime!(tiles.block_terms_at() as u32);
+        let has_far = warp_has_far(
+            &row_terms,
+            terms_at,
+            tiles.columns,
+            tiles.columns,
+            kind.fragment,
+        );
         let s = scores::<AS>(
             stationary_dots,
             scored_at + stage,
@@ -239,9 +247,10 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
             dp,
             &seen,
             &row_terms,
-            blocks + stage + comptime!(tiles.block_terms_at() as u32),
+            terms_at,
             block,
             scoring,
+            has_far,
             tiles,
             kind.fragment,
         );

@@ -17,6 +17,7 @@ use crate::AttentionProblem;
 use crate::device::DeviceProfile;
 use crate::division::{self, HeldTiles};
 use crate::math::side::{Side, Sums};
+use crate::passes::delta::form::LogsumexpForm;
 use crate::select::{Layouts, Refusal};
 
 /// The kernels of the backward.
@@ -91,7 +92,7 @@ pub(crate) fn backward(
         problem.head_dim,
         problem.value_dim,
         half,
-        problem.bias.is_some(),
+        LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
         device,
     )?;
     BackwardPlan::new(problem, device, layouts, kernels)

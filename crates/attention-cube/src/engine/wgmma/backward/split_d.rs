@@ -24,6 +24,7 @@ use crate::engine::wgmma::zero_fill::{
     has_unseen, tell_used, used_columns, used_words, zero_fill_unseen,
 };
 use crate::fragment::columns_end;
+use crate::fragment::far::has_far;
 use crate::fragment::gradient::{dot_gradients, p_scale, terms_of_block, terms_of_rows, weights};
 use crate::fragment::scoring::{Scoring, scoring};
 use crate::fragment::stationary::{
@@ -269,6 +270,11 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             HALF_COLUMNS,
             kind,
         );
+        let own_terms = places.terms
+            + count % 2u32 * comptime!(tiles.term_bytes() as u32)
+            + warpgroup * comptime!(4 * HALF_COLUMNS as u32);
+        let block_terms = terms_of_block(&row_terms, own_terms, GradientSplitDTiles::COLUMNS);
+        let has_far = has_far(&block_terms, HALF_COLUMNS, kind.fragment);
         // What is waited for here is all but the last chunk of what was multiplied after S.
         let s = take_fragment::<NS>(
             started,
@@ -276,10 +282,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             used,
             comptime!(usize::from(tiles.sums.has_dots())),
         );
-        let own_terms = places.terms
-            + count % 2u32 * comptime!(tiles.term_bytes() as u32)
-            + warpgroup * comptime!(4 * HALF_COLUMNS as u32);
-        let block_terms = terms_of_block(&row_terms, own_terms, GradientSplitDTiles::COLUMNS);
         let made = weights::<F, NB, NS, NP>(
             s,
             &block_terms,
@@ -288,6 +290,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             &seen,
             &rows,
             scoring,
+            has_far,
             HALF_COLUMNS,
             comptime!(tiles.sums.has_values()),
             tiles.half,

@@ -22,7 +22,7 @@ use self::products::{
     Gradients, await_dots, await_values, block_operands, multiply, operands, settle, start_dp,
     start_s,
 };
-use self::weights::weigh;
+use self::weights::{block_has_far, weigh};
 use self::zero_fill::zero_fill_block;
 use crate::engine::wgmma::backward::copies::GradientSteps;
 use crate::engine::wgmma::output::{Target, write_gradient};
@@ -247,6 +247,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let next_operands = block_operands(operands.dots, operands.values, count, tiles);
         await_dots(places, count, tiles);
         let s = start_s::<NS>(operands.stationary_dots, next_operands, tiles);
+        let has_far = block_has_far(&row_terms, places, count, tiles, kind);
         await_values(places, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_values, next_operands, tiles);
         let seen = seen_by::<F, NB>(
@@ -261,7 +262,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             kind,
         );
         let made = weigh::<F, NB, NS, NP>(
-            s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
+            s, dp, &seen, &row_terms, block, scoring, places, count, elected, has_far, tiles, kind,
         );
         let mut p = made.p;
         let mut ds = made.ds;
@@ -302,6 +303,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles.columns,
                 kind,
             );
+            let has_far = block_has_far(&row_terms, places, count + 1u32, tiles, kind);
             let settled = settle::<NP, ND, NV>(added, p, ds, places, count, elected, 1usize, tiles);
             // Only now, since P and dS have given their registers back.
             await_values(places, count + 1u32, tiles);
@@ -316,7 +318,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             block = next_block;
             count += 1u32;
             let made = weigh::<F, NB, NS, NP>(
-                s, dp, &seen, &row_terms, block, scoring, places, count, elected, tiles, kind,
+                s, dp, &seen, &row_terms, block, scoring, places, count, elected, has_far, tiles,
+                kind,
             );
             p = made.p;
             ds = made.ds;

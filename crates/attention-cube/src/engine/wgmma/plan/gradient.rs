@@ -16,6 +16,7 @@ use crate::AttentionProblem;
 use crate::device::DeviceProfile;
 use crate::division::{self, HeldTiles};
 use crate::math::side::{Side, Sums};
+use crate::passes::delta::form::LogsumexpForm;
 use crate::select::{Layouts, Refusal};
 use cube_kit::hopper::Half;
 
@@ -135,7 +136,12 @@ pub(crate) fn backward(
         value_dim,
         ..
     } = *problem;
-    let [query, key, value] = gradient_tiles(head_dim, value_dim, half, problem.bias.is_some());
+    let [query, key, value] = gradient_tiles(
+        head_dim,
+        value_dim,
+        half,
+        LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
+    );
     let (Some(query), Some(key)) = (query, key) else {
         return Err(Refusal::Width {
             widest_head: WIDEST,
@@ -169,10 +175,10 @@ pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
     half: Half,
-    biased: bool,
+    has_logarithms: bool,
 ) -> [Option<GradientTiles>; 3] {
     let width = head_dim.max(value_dim);
-    let terms = if biased { 3 } else { 2 };
+    let terms = if has_logarithms { 3 } else { 2 };
     let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
         let tiles = |side, sums, most| {
             let tiles = |stages| GradientSplitDTiles {
@@ -237,9 +243,9 @@ mod tests {
     fn every_width_has_tiles_that_fit() {
         for head_dim in 1..=WIDEST {
             for value_dim in 1..=WIDEST {
-                for biased in [false, true] {
+                for has_logarithms in [false, true] {
                     let [query, key, value] =
-                        gradient_tiles(head_dim, value_dim, Half::Bf16, biased);
+                        gradient_tiles(head_dim, value_dim, Half::Bf16, has_logarithms);
                     for tiles in [query, key, value.or(query)] {
                         let tiles =
                             tiles.unwrap_or_else(|| panic!("none for {head_dim}/{value_dim}"));

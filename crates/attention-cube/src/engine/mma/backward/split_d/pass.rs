@@ -3,7 +3,7 @@
 use super::ring::{Operands, Pass, fill, terms_place};
 use super::roles::Roles;
 use super::weights::{score_gradients, share, told_used, weigh};
-use crate::engine::mma::backward::part::{Part, seen_by_warp, terms_of_warp};
+use crate::engine::mma::backward::part::{Part, seen_by_warp, terms_of_warp, warp_has_far};
 use crate::engine::mma::plan::GradientSplitDTiles;
 use crate::engine::mma::ring::{Place, Turn, await_full, place_of, tell_empty, turn_after};
 use crate::fragment::scoring::Scoring;
@@ -78,6 +78,7 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             s = scores_of_chunk::<AS>(s, &place, &lanes, false, chunk, tiles);
             leave_chunk(operands, terms, tile, &pass, &place, chunk, tiles);
         }
+        let has_far = warp_has_far(&row_terms, terms_at, tiles.columns, PART, kind.fragment);
         let weighed = weigh::<F, NB, NS, NP, AS, AP>(
             s,
             &seen,
@@ -86,6 +87,7 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             block * comptime!(tiles.columns as i32)
                 + (roles.part_group * comptime!(PART as u32)) as i32,
             scoring,
+            has_far,
             tiles,
             kind.fragment,
         );

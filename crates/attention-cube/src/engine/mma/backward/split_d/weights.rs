@@ -22,10 +22,11 @@ const PART: usize = GradientSplitDTiles::PART;
 pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
     seen: &WarpSeen,
-    terms: &WarpTerms,
+    terms: &WarpTerms<'_>,
     terms_at: u32,
     first_column: i32,
     scoring: &Scoring<F, NB>,
+    has_far: bool,
     #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: FragmentKind,
 ) -> Weights<AS, AP> {
@@ -36,6 +37,7 @@ pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
         terms_at,
         first_column,
         scoring,
+        has_far,
         tiles,
         kind,
     );
@@ -47,6 +49,7 @@ pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
             terms_at,
             first_column,
             scoring,
+            has_far,
             tiles,
             kind,
         )
@@ -63,20 +66,23 @@ pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
 fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
     seen: &Seen,
-    terms: &Terms,
+    terms: &Terms<'_>,
     terms_at: u32,
     first_column: i32,
     scoring: &Scoring<F, NB>,
+    has_far: bool,
     #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: FragmentKind,
 ) -> Weights<NS, NP> {
+    let terms = terms_of_block(terms, terms_at, tiles.columns);
     weights::<F, NB, NS, NP>(
         s,
-        &terms_of_block(terms, terms_at, tiles.columns),
+        &terms,
         first_column,
         &seen.view,
         &seen.rows,
         scoring,
+        has_far,
         PART,
         comptime!(tiles.sums.has_values()),
         tiles.half,
@@ -90,7 +96,7 @@ pub(super) fn score_gradients<NS: Size, NP: Size, AS: Size, AP: Size>(
     w: Vector<f32, AS>,
     dp: Vector<f32, AS>,
     seen: &WarpSeen,
-    terms: &WarpTerms,
+    terms: &WarpTerms<'_>,
     terms_at: u32,
     #[comptime] tiles: GradientSplitDTiles,
     #[comptime] kind: FragmentKind,

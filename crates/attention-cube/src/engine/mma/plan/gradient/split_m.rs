@@ -18,7 +18,7 @@ pub struct GradientSplitMTiles {
     pub value_dim: usize,
     /// The precision of the operands.
     pub half: Half,
-    /// Numbers that come with a query: its reference and Δ, and where there is a bias the logarithm of the sum by the reference.
+    /// Numbers that come with a query: its logsumexp and Δ, or its reference, Δ, and the logarithm of the sum by the reference.
     pub terms: usize,
     /// Warps of a cube.
     pub warps: usize,

@@ -104,7 +104,7 @@ pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
     half: Half,
-    biased: bool,
+    has_logarithms: bool,
     device: &DeviceProfile,
 ) -> Result<Kernels, Refusal> {
     let width = head_dim.max(value_dim);
@@ -118,7 +118,7 @@ pub(crate) fn gradient_tiles(
             value_dim,
         });
     }
-    let terms = if biased { 3 } else { 2 };
+    let terms = if has_logarithms { 3 } else { 2 };
     let kernels = |row: &Row| {
         let tiles = |side, sums, shape| match shape {
             Rows([warps, fragments, columns]) => GradientTiles::SplitM(GradientSplitMTiles {
@@ -216,9 +216,14 @@ mod tests {
                 for (head_dim, value_dim) in
                     [(width, width), (width, 8), (8, width), (width, WIDEST)]
                 {
-                    for biased in [false, true] {
-                        let kernels =
-                            gradient_tiles(head_dim, value_dim, Half::Bf16, biased, &device);
+                    for has_logarithms in [false, true] {
+                        let kernels = gradient_tiles(
+                            head_dim,
+                            value_dim,
+                            Half::Bf16,
+                            has_logarithms,
+                            &device,
+                        );
                         let (query, key, value) = kernels.unwrap_or_else(|refusal| {
                             panic!("{head_dim}/{value_dim}, {shared_memory}: {refusal}")
                         });

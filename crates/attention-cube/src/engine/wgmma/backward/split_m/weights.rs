@@ -2,6 +2,7 @@
 
 use super::producer::Places;
 use crate::engine::wgmma::plan::GradientSplitMTiles;
+use crate::fragment::far::has_far;
 use crate::fragment::gradient::{Terms, dot_gradients, terms_of_block, weights};
 use crate::fragment::scoring::Scoring;
 use crate::fragment::stationary::Seen;
@@ -18,32 +19,57 @@ pub(super) struct Made<NP: Size> {
     pub ds: Vector<u32, NP>,
 }
 
+/// The terms of the `count`-th block, which came with its dots.
+#[cube]
+fn block_terms<'a>(
+    row_terms: &Terms<'a>,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientSplitMTiles,
+) -> Terms<'a> {
+    let stage = pipeline_state(count, tiles.dot_stages).stage;
+    let at = places.terms + stage * comptime!(tiles.term_stride() as u32);
+    terms_of_block(row_terms, at, tiles.columns)
+}
+
+/// Whether the `count`-th block has far queries. Its dots are there; asked for while products run, the vote takes no time of its own.
+#[cube]
+pub(super) fn block_has_far(
+    row_terms: &Terms<'_>,
+    places: &Places,
+    count: u32,
+    #[comptime] tiles: GradientSplitMTiles,
+    #[comptime] kind: TileKind,
+) -> bool {
+    let terms = block_terms(row_terms, places, count, tiles);
+    has_far(&terms, tiles.columns, kind.fragment)
+}
+
 /// Waits for S and dP of the `count`-th block, and makes P and dS of them.
 #[cube]
 pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
     dp: Vector<f32, NS>,
     seen: &Seen,
-    row_terms: &Terms,
+    row_terms: &Terms<'_>,
     block: i32,
     scoring: &Scoring<F, NB>,
     places: &Places,
     count: u32,
     elected: u32,
+    has_far: bool,
     #[comptime] tiles: GradientSplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Made<NP> {
     let used = comptime!(tiles.columns / 2);
     let fragment = comptime!(tiles.fragments()[0]);
+    let terms = block_terms(row_terms, places, count, tiles);
     let s = take_fragment::<NS>(
         s,
         used,
         fragment,
         comptime!(usize::from(tiles.sums.has_dots())),
     );
-    let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
-    let at = places.terms + dot_stage * comptime!(tiles.term_stride() as u32);
-    let terms = terms_of_block(row_terms, at, tiles.columns);
     let weights = weights::<F, NB, NS, NP>(
         s,
         &terms,
@@ -51,6 +77,7 @@ pub(super) fn weigh<F: Float, NB: Size, NS: Size, NP: Size>(
         &seen.view,
         &seen.rows,
         scoring,
+        has_far,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
         tiles.half,
