@@ -18,8 +18,10 @@ pub struct Attention {
     causal: bool,
     /// Tokens of each of the documents that a sequence is packed of.
     document: Option<usize>,
-    /// A differentiable bias of this shape.
+    /// A bias of this shape.
     bias: Option<[usize; 4]>,
+    /// Whether the bias is trained.
+    trained_bias: bool,
     mask: Option<Mask>,
     /// All columns of a query are one number, with stride 0.
     flat_queries: bool,
@@ -67,6 +69,7 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
         causal,
         document: None,
         bias: None,
+        trained_bias: true,
         mask: None,
         flat_queries: false,
         trained: [true; 3],
@@ -111,6 +114,29 @@ const fn biased(name: &'static str, pass: Pass, bias: [usize; 4]) -> Cliff {
         ..plain
     };
     cliff(name, pass, case, plain, 1.5)
+}
+
+/// The backward with a bias that is trained, beside the one with a bias that is not.
+const fn trained_bias(name: &'static str, sizes: [usize; 4], bias: [usize; 4]) -> Cliff {
+    let case = Attention {
+        bias: Some(bias),
+        ..attention(sizes, false)
+    };
+    let counterpart = Attention {
+        trained_bias: false,
+        ..case
+    };
+    cliff(name, Pass::Backward, case, counterpart, 1.5)
+}
+
+/// The backward with a bias that is trained, beside the one without a bias.
+const fn whole_bias(name: &'static str, bias: [usize; 4]) -> Cliff {
+    let plain = attention([4, 8, 2048, 64], false);
+    let case = Attention {
+        bias: Some(bias),
+        ..plain
+    };
+    cliff(name, Pass::Backward, case, plain, 3.0)
 }
 
 const fn wide(name: &'static str, pass: Pass, width: usize) -> Cliff {
@@ -158,7 +184,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub const CLIFFS: [Cliff; 26] = [
+pub const CLIFFS: [Cliff; 34] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -171,6 +197,34 @@ pub const CLIFFS: [Cliff; 26] = [
     biased("cliffs-bias-1-1-1-1", Backward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-h-1-1", Forward, [1, 32, 1, 1]),
     biased("cliffs-bias-1-h-1-1", Backward, [1, 32, 1, 1]),
+    trained_bias(
+        "cliffs-trained-pairs-d64",
+        [4, 8, 2048, 64],
+        [1, 8, 2048, 2048],
+    ),
+    trained_bias(
+        "cliffs-trained-pairs-d128",
+        [4, 8, 2048, 128],
+        [1, 8, 2048, 2048],
+    ),
+    trained_bias(
+        "cliffs-trained-table-d64",
+        [4, 8, 2048, 64],
+        [1, 1, 2048, 2048],
+    ),
+    trained_bias(
+        "cliffs-trained-own-d64",
+        [4, 8, 2048, 64],
+        [4, 8, 2048, 2048],
+    ),
+    trained_bias(
+        "cliffs-trained-one-d128",
+        [1, 8, 2048, 128],
+        [1, 8, 2048, 2048],
+    ),
+    trained_bias("cliffs-trained-keys-d64", [4, 8, 2048, 64], [1, 8, 1, 2048]),
+    whole_bias("cliffs-trained-pairs-whole", [1, 8, 2048, 2048]),
+    whole_bias("cliffs-trained-table-whole", [1, 1, 2048, 2048]),
     wide("cliffs-d100", Forward, 100),
     wide("cliffs-d100", Backward, 100),
     wide("cliffs-d90", Forward, 90),
@@ -221,6 +275,7 @@ struct Prepared {
     options: AttentionOptions,
     bias: Option<Tensor<4>>,
     trained: [bool; 3],
+    trained_bias: bool,
 }
 
 impl Prepared {
@@ -264,6 +319,7 @@ impl Prepared {
             options,
             bias: attention.bias.map(random),
             trained: attention.trained,
+            trained_bias: attention.trained_bias,
         }
     }
 
@@ -303,7 +359,7 @@ impl Prepared {
                 }
             };
             let operands = [0, 1, 2].map(|i| leaf(&self.operands[i], self.trained[i]));
-            let bias = self.bias.as_ref().map(|bias| leaf(bias, true));
+            let bias = self.bias.as_ref().map(|bias| leaf(bias, self.trained_bias));
             let output = self.attend(operands, bias)?;
             Ok((leaves, output * self.gradient.clone().autodiff()))
         };

@@ -14,6 +14,7 @@ mod random;
 mod refused;
 mod workers;
 
+mod bias_gradients;
 mod biases;
 mod cliffs;
 mod decode;
