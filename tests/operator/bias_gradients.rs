@@ -5,7 +5,7 @@ use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// Three batches of two heads that share their keys, in more than one tile of 128 queries and of 64 keys.
+/// Three batches of two heads that share their keys, in more than one tile of 64 queries and of 64 keys.
 fn case(head_dim: usize) -> Case {
     Case {
         dtype: DType::BF16,

@@ -205,7 +205,7 @@ impl<T: HeldTiles> BackwardPlan<T> {
                 problem.batch * problem.kv_heads,
             ),
             vector,
-            bias: BiasGradientPlan::new(problem, device, vector)?,
+            bias: BiasGradientPlan::on_matrix_units(problem, device, vector)?,
             copies: layouts.tma.others(Pass::Backward),
         })
     }

@@ -48,6 +48,8 @@ const WIDTHS: &[(&str, &str)] = &[
     ("backward", "128-128"),
     ("backward", "256-256"),
     ("backward", "512-512"),
+    ("bias", "64-64"),
+    ("bias", "128-128"),
     ("decode16", "128-128"),
     ("decode16", "512-512"),
     ("decode64", "256-256"),

@@ -430,7 +430,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
         }
     } else {
         let capped = capped(dots, arguments, kind.score);
-        let slopes = if comptime!(kind.score.softcap) {
+        let slopes = if comptime!(kind.has_slope) {
             Pair {
                 first: slope(capped.first, arguments, kind.score),
                 second: slope(capped.second, arguments, kind.score),

@@ -35,6 +35,7 @@ pub(crate) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         structure: structure(problem),
         score,
         raw: is_raw(problem),
+        has_slope: score.softcap,
         bias_reads: BiasReads::There,
     }
 }

@@ -51,6 +51,8 @@ pub(crate) struct FragmentKind {
     pub score: ScoreKind,
     /// The score is the product, to be scaled in the exponential: no softcap, no bias, a positive scale.
     pub raw: bool,
+    /// The backward's weights have the softcap's slope. The bias gradient has none: a bias is added after the softcap.
+    pub has_slope: bool,
     pub bias_reads: BiasReads,
 }
 

@@ -4,6 +4,7 @@ use crate::AttentionProblem;
 use crate::arguments::{Extras, score_kind, structure};
 use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved};
 use crate::math::score::{ScoreArguments, ScoreKind};
+use crate::math::side::Side;
 use crate::math::visibility::Structure;
 use crate::passes::bias_gradient::plan::BiasGradientPlan;
 use crate::passes::delta::form::LogsumexpForm;
@@ -45,7 +46,11 @@ pub(crate) fn blocks_of_bias(
     request: BackwardRequest,
 ) -> Option<Blocks> {
     let plan = plan.filter(|_| request.bias);
-    plan.map(|plan| Blocks::of_queries(&plan.tiles))
+    plan.map(|plan| Blocks {
+        queries: plan.tiles.rows(),
+        keys: plan.tiles.columns(),
+        held: Side::Queries,
+    })
 }
 
 /// Gradients of the operands, as far as kernels gave them.

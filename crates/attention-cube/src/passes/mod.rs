@@ -1,5 +1,5 @@
 //! The passes before and after an engine's kernels, each a folder with its kernel and its launch, and its plan where it has one, which
-//! is there in builds without kernels, too. No pass knows an engine.
+//! is there in builds without kernels, too. No pass knows an engine, except that the mma engine has a kernel for the bias gradient.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod aligned;

@@ -26,6 +26,7 @@ impl Wanted {
                 structure: self.structure,
                 score: self.score,
                 raw: !self.score.softcap && !self.score.bias,
+                has_slope: self.score.softcap,
                 bias_reads: match (self.bias_of_head, self.score.bias, side) {
                     (true, _, _) => BiasReads::OnceAHead,
                     (false, true, Side::Queries) => BiasReads::Ahead(Half::Bf16),

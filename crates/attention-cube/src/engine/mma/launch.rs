@@ -1,6 +1,7 @@
 //! Launches the mma engine's kernels.
 
 pub(super) mod backward;
+mod bias_gradient;
 
 use super::forward::split_d::forward_split_d;
 use super::forward::split_m::forward_split_m;

@@ -1,5 +1,6 @@
 //! The plan of the `mma` engine: tiles from tables by head size and by the shared memory that the device has.
 
+mod bias_gradient;
 mod few_rows;
 mod gradient;
 pub mod ring;
@@ -10,6 +11,8 @@ pub mod split_n;
 pub mod warp;
 mod words;
 
+pub use self::bias_gradient::BiasGradientTiles;
+pub(crate) use self::bias_gradient::bias_gradient_tiles;
 pub(crate) use self::few_rows::few_rows_tiles;
 use self::few_rows::sums_as_backward;
 pub(super) use self::gradient::backward;

@@ -1,16 +1,22 @@
 //! The CUDA C++ of the engine's kernels: see [`source`](crate::source::nvidia).
 
+use super::backward::bias_gradient::bias_gradient_split_m::BiasGradientSplitM;
 use super::backward::split_d::backward_split_d::BackwardSplitD;
 use super::backward::split_m::backward_split_m::BackwardSplitM;
 use super::forward::split_d::forward_split_d::ForwardSplitD;
 use super::forward::split_m::forward_split_m::ForwardSplitM;
 use super::forward::split_n::forward_split_n_overlapped::ForwardSplitNOverlapped;
 use super::plan::gradient_tiles;
-use super::plan::{ForwardTiles, GradientTiles, few_rows_tiles, forward_tiles, word_tiles};
+use super::plan::{
+    BiasGradientTiles, ForwardTiles, GradientTiles, few_rows_tiles, forward_tiles, word_tiles,
+};
 use crate::division::HeldTiles;
+use crate::fragment::FragmentKind;
 use crate::fragment::bias::BiasReads;
 use crate::fragment::work_tile::TileKind;
+use crate::math::score::ScoreKind;
 use crate::math::side::Side;
+use crate::passes::bias_gradient::scores::Broadcast;
 use crate::source::nvidia::{ELEMENT, MASK_PLACES, SCHEDULE, properties, save};
 use crate::source::{ARGUMENTS, EXTENT, GRID, Wanted, optional, settings, tensor};
 use crate::testing::card;
@@ -30,11 +36,12 @@ fn write() {
             match (pass, rows_of("decode"), rows_of("rows"), rows_of("words")) {
                 ("forward", ..) => forward(wanted, folder, name),
                 ("backward", ..) => backward(wanted, folder, name),
+                ("bias", ..) => bias_gradient(wanted, folder, name),
                 (_, Some(rows), ..) => few_rows(wanted, folder, name, rows, true),
                 (_, _, Some(rows), _) => few_rows(wanted, folder, name, rows, false),
                 (.., Some(rows)) => rows_of_words(wanted, folder, name, rows),
                 _ => panic!(
-                    "{name} begins with none of forward, backward, decode, rows and words, the last three with a number of rows"
+                    "{name} begins with none of forward, backward, bias, decode, rows and words, the last three with a number of rows"
                 ),
             }
         },
@@ -225,4 +232,61 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
         let name = format!("{name}-{summed}");
         save(folder, &name, tiles.shared_memory(), definition);
     }
+}
+
+/// The gradient of a bias of one sequence, which has a number for each score of a head.
+fn bias_gradient(wanted: &Wanted, folder: &Path, name: &str) {
+    let tiles = BiasGradientTiles::new([wanted.head_dim, wanted.value_dim], Half::Bf16);
+    let broadcast = Broadcast {
+        batch: true,
+        heads: false,
+        queries: false,
+    };
+    let kind = wanted.kind(Side::Queries);
+    let kind = TileKind {
+        fragment: FragmentKind {
+            score: ScoreKind {
+                bias: true,
+                ..wanted.score
+            },
+            raw: false,
+            has_slope: false,
+            bias_reads: BiasReads::There,
+            ..kind.fragment
+        },
+        ..kind
+    };
+    let definition = BiasGradientSplitM::new(
+        settings(tiles.units()),
+        properties(),
+        Arc::default(),
+        tensor(),
+        tensor(),
+        tensor(),
+        tensor(),
+        tensor(),
+        optional!(wanted.structure.mask),
+        optional!(true),
+        optional!(wanted.structure.segments || wanted.structure.lengths),
+        tensor(),
+        GRID,
+        EXTENT,
+        ARGUMENTS,
+        MASK_PLACES,
+        (),
+        (),
+        (),
+        (),
+        broadcast,
+        tiles,
+        kind,
+        ELEMENT,
+        ELEMENT,
+        ELEMENT,
+        2,
+        2,
+        tiles.vectors(),
+    )
+    .define();
+    save(folder, name, tiles.shared_memory(), definition);
 }

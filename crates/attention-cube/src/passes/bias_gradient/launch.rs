@@ -3,7 +3,7 @@
 use crate::AttentionProblem;
 use crate::arguments::{grid, score_arguments};
 use crate::passes::backward::BackwardPass;
-use crate::passes::bias_gradient::plan::{BiasGradientPlan, BiasSum};
+use crate::passes::bias_gradient::plan::{BiasGradientPlan, BiasSum, BiasTiles};
 use crate::passes::bias_gradient::rows::{SpreadLaunch, constant_bias_gradient};
 use crate::passes::bias_gradient::scores::{Broadcast, bias_gradient};
 use crate::passes::lengths::Places;
@@ -15,6 +15,14 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
 const UNITS: usize = 128;
+
+/// Numbers of a load of the parts of this bias's gradient.
+fn vector_of(bias: &CubeTensor) -> usize {
+    match bias.meta.shape().num_elements().is_multiple_of(4) {
+        true => 4,
+        false => 1,
+    }
+}
 
 impl BackwardPass<'_> {
     /// The bias's gradient, as the plan sums it. The kernel over scores finds the integers at `places`.
@@ -33,12 +41,12 @@ impl BackwardPass<'_> {
             BiasSum::Scores { parts } => {
                 let partial = self.parts_of(bias, parts);
                 self.over_scores(bias, plan.tiles, places, parts, &partial);
-                self.sum(&partial, 0, parts, bias, None, 1)
+                self.sum(&partial, 0, parts, bias, None, vector_of(bias))
             }
             BiasSum::Queries { parts } => {
                 let partial = self.parts_of(bias, parts);
                 self.over_queries(bias, parts, &partial);
-                self.sum(&partial, 0, parts, bias, None, 1)
+                self.sum(&partial, 0, parts, bias, None, vector_of(bias))
             }
         }
     }
@@ -97,6 +105,27 @@ impl BackwardPass<'_> {
     }
 
     fn over_scores(
+        &self,
+        bias: &CubeTensor,
+        tiles: BiasTiles,
+        places: Places,
+        parts: usize,
+        target: &CubeTensor,
+    ) {
+        match tiles {
+            BiasTiles::Units(tiles) => self.on_units(bias, tiles, places, parts, target),
+            #[cfg(feature = "cuda")]
+            BiasTiles::MatrixUnits(tiles) => {
+                self.bias_on_matrix_units(bias, tiles, places, parts, target);
+            }
+            #[cfg(not(feature = "cuda"))]
+            BiasTiles::MatrixUnits(_) => {
+                unreachable!("only the engines of the feature `cuda` plan matrix units")
+            }
+        }
+    }
+
+    fn on_units(
         &self,
         bias: &CubeTensor,
         tiles: UnitTiles,

@@ -6,4 +6,4 @@ pub mod plan;
 #[cfg(feature = "cube")]
 mod rows;
 #[cfg(feature = "cube")]
-mod scores;
+pub(crate) mod scores;

@@ -2,6 +2,7 @@
 
 use crate::AttentionProblem;
 use crate::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
+use crate::engine::mma::plan::{BiasGradientTiles, bias_gradient_tiles};
 use crate::select::Refusal;
 use crate::tile::table::{SINGLE, choose};
 use crate::tile::tiles::UnitTiles;
@@ -13,9 +14,54 @@ const CUBES_PER_MULTIPROCESSOR: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientPlan {
     /// Tiles of the scores.
-    pub tiles: UnitTiles,
+    pub tiles: BiasTiles,
     /// What is summed.
     pub sum: BiasSum,
+}
+
+/// The tiles of the scores, and what multiplies them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasTiles {
+    /// Scalar units, in f32.
+    Units(UnitTiles),
+    /// The matrix units of the mma engine, for every engine that takes half precision.
+    MatrixUnits(BiasGradientTiles),
+}
+
+impl BiasTiles {
+    /// Queries of a tile.
+    pub(crate) fn rows(&self) -> usize {
+        match self {
+            Self::Units(tiles) => tiles.rows,
+            Self::MatrixUnits(tiles) => tiles.rows(),
+        }
+    }
+
+    /// Keys of a tile.
+    pub(crate) fn columns(&self) -> usize {
+        match self {
+            Self::Units(tiles) => tiles.columns(),
+            Self::MatrixUnits(tiles) => tiles.columns,
+        }
+    }
+
+    /// Tiles of scores that a part has at least, where there are so many. On matrix units a cube copies one tile while it multiplies
+    /// another, and each part is written to memory and read again.
+    fn least_summed(&self) -> usize {
+        match self {
+            Self::Units(_) => 1,
+            Self::MatrixUnits(_) => 2,
+        }
+    }
+
+    /// Iterations of a unit's loops for a tile of scores, where a software driver limits these.
+    fn iterations(&self, columns: usize) -> usize {
+        match self {
+            // The scores are summed in registers: no product accumulates.
+            Self::Units(tiles) => tiles.block_iterations(columns, 0, false),
+            Self::MatrixUnits(_) => 1,
+        }
+    }
 }
 
 /// How the gradient of a bias is summed. What too few cubes would sum alone is summed in parts, and then these, always in the
@@ -44,19 +90,44 @@ impl BiasGradientPlan {
         let Some((shape, _)) = problem.bias else {
             return Ok(None);
         };
-        let tiles = choose(SINGLE, problem.head_dim, 0, device, vector)?;
+        let tiles = BiasTiles::Units(choose(SINGLE, problem.head_dim, 0, device, vector)?);
+        Ok(Some(Self::with(shape, problem, device, tiles)))
+    }
+
+    /// The gradient of the problem's bias for an engine whose operands have rows of whole pieces of 16 bytes: on matrix units
+    /// where the device has them.
+    pub(crate) fn on_matrix_units(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        vector: usize,
+    ) -> Result<Option<Self>, Refusal> {
+        let shape = problem.bias.map(|(shape, _)| shape);
+        match (shape, bias_gradient_tiles(problem, device)) {
+            (Some(shape), Ok(tiles)) => {
+                let tiles = BiasTiles::MatrixUnits(tiles);
+                Ok(Some(Self::with(shape, problem, device, tiles)))
+            }
+            _ => Self::new(problem, device, vector),
+        }
+    }
+
+    fn with(
+        shape: [usize; 4],
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        tiles: BiasTiles,
+    ) -> Self {
         let sum = sum(shape, problem, device, &tiles);
-        Ok(Some(Self { tiles, sum }))
+        Self { tiles, sum }
     }
 
     /// Iterations of all loops of a unit, at most.
     pub(crate) fn iterations(&self, problem: &AttentionProblem) -> usize {
         match self.sum {
             BiasSum::Scores { parts } => {
-                let tiles = summed(problem, self.tiles.rows).div_ceil(parts);
+                let tiles = summed(problem, self.tiles.rows()).div_ceil(parts);
                 let columns = problem.head_dim + problem.value_dim;
-                // The scores are summed in registers: no product accumulates.
-                tiles * self.tiles.block_iterations(columns, 0, false)
+                tiles * self.tiles.iterations(columns)
             }
             BiasSum::Queries { parts } => parts.max(summed(problem, 1).div_ceil(parts)),
         }
@@ -78,25 +149,26 @@ fn sum(
     [batch, heads, rows, columns]: [usize; 4],
     problem: &AttentionProblem,
     device: &DeviceProfile,
-    tiles: &UnitTiles,
+    tiles: &BiasTiles,
 ) -> BiasSum {
     if columns == 1 {
         // The parts take as long to sum as each of them.
         let parts = summed(problem, 1).isqrt().max(1);
         return BiasSum::Queries { parts };
     }
-    let summed = summed(problem, tiles.rows);
-    let cubes = batch * heads * rows.div_ceil(tiles.rows) * columns.div_ceil(tiles.columns());
+    let summed = summed(problem, tiles.rows());
+    let cubes = batch * heads * rows.div_ceil(tiles.rows()) * columns.div_ceil(tiles.columns());
     let wanted = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
         * CUBES_PER_MULTIPROCESSOR
         / cubes.max(1);
     let needed = match device.processors {
         Some(_) => {
-            let block = tiles.block_iterations(problem.head_dim + problem.value_dim, 0, false);
+            let block = tiles.iterations(problem.head_dim + problem.value_dim);
             summed.div_ceil((SOFTWARE_ITERATIONS / block).max(1))
         }
         None => 1,
     };
-    let parts = wanted.max(needed).clamp(1, summed.max(1));
+    let most = summed.div_ceil(tiles.least_summed()).max(1);
+    let parts = wanted.max(needed).clamp(1, most);
     BiasSum::Scores { parts }
 }
