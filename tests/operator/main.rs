@@ -27,6 +27,7 @@ mod fragments;
 mod fusion;
 mod gradcheck;
 mod gradients;
+mod graphs;
 mod groups;
 mod head_sizes;
 mod hopper;

@@ -5,7 +5,7 @@ use crate::devices::{TestDevice, devices};
 use crate::inputs::Inputs;
 use crate::run::Operator;
 use attention_cube::CausalAlignment;
-use burn::tensor::TensorData;
+use burn::tensor::{Device, DeviceType, TensorData};
 use std::sync::Barrier;
 use std::thread;
 
@@ -76,4 +76,40 @@ fn threads_on_all_devices_give_the_bits_of_serial_runs() {
     let pairs = |case| devices.iter().map(move |device| (case, device));
     let pairs: Vec<_> = pairs(&first).chain(pairs(&second)).collect();
     check(&pairs);
+}
+
+/// The kind of a device under test, where a machine may have several.
+fn kind_of(device: &TestDevice) -> Option<DeviceType> {
+    match device.name {
+        #[cfg(feature = "cuda")]
+        "cuda" => Some(DeviceType::Cuda),
+        #[cfg(feature = "rocm")]
+        "rocm" => Some(DeviceType::Rocm),
+        _ => None,
+    }
+}
+
+/// All devices of each kind under test of which there are several.
+fn devices_by_kind() -> Vec<Vec<TestDevice>> {
+    let kinds = devices().into_iter().filter_map(|device| {
+        let of_kind = Device::enumerate(kind_of(&device)?).into_vec().into_iter();
+        let named = |found| TestDevice {
+            name: device.name,
+            device: found,
+        };
+        Some(of_kind.map(named).collect::<Vec<_>>())
+    });
+    kinds.filter(|kind| kind.len() > 1).collect()
+}
+
+/// Both problems on each device of a kind, all at once.
+#[test]
+fn threads_on_devices_of_a_kind_give_the_bits_of_serial_runs() {
+    let [first, second] = cases();
+    for devices in devices_by_kind() {
+        let pairs = |case| devices.iter().map(move |device| (case, device));
+        let pairs: Vec<_> = pairs(&first).chain(pairs(&second)).collect();
+        check(&pairs);
+        println!("{} devices {}", devices.len(), devices[0].name);
+    }
 }
